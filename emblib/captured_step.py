@@ -216,6 +216,7 @@ class CapturedStep:
                 caller.wait_stream(self._stream)
 
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
+        """Run the step uncaptured on a batch, given as `leaves`; its result is detached."""
         if self._device.type != "cuda":
             return _detach(self._step(layout.moved(leaves, self._device)))
         with self._on_stream() as caller:
@@ -402,6 +403,7 @@ def _record_stream(result: Any, stream: Any) -> Any:
 
 
 def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
+    """Return bounds as an ascending tuple; raise ValueError unless they are positive."""
     checked = tuple(bounds) if isinstance(bounds, Sequence) else ()
     is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
     if not checked or not is_valid or list(checked) != sorted(set(checked)):

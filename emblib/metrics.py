@@ -86,7 +86,7 @@ class NormalizedEntropy(Metric):
         self.total += scales.sum()
 
     def compute(self) -> Tensor:
-        """Return the normalized entropy of all examples so far."""
+        """Return the normalized entropy of all examples so far, a scalar tensor."""
         rate = self.positive / self.total
         mean_label_entropy = torch.special.entr(rate) + torch.special.entr(1.0 - rate)
         cross_entropy = self.cross_entropy / self.total
@@ -155,7 +155,7 @@ class GroupedAUC(Metric):
         super().sync(*arguments, **options)
 
     def compute(self) -> Tensor:
-        """Return the mean AUC of the groups."""
+        """Return the mean AUC of the groups, a scalar tensor."""
         predictions, labels, groups = (_concatenate(getattr(self, name)) for name in _DTYPES)
         order = predictions.argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]

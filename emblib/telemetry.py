@@ -83,7 +83,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
         >>> print(next(line for line in text.splitlines() if line.startswith("emblib_rows")))
         emblib_rows{rank="0",module="",table="item"} 32
     """
-    labels = _checked(labels)
+    labels = _check_labels(labels)
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
         _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
@@ -95,7 +95,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     return "".join(line for metric in metrics.values() for line in metric.lines())
 
 
-def _checked(labels: Labels | None) -> dict[str, str]:
+def _check_labels(labels: Labels | None) -> dict[str, str]:
     """Return labels as text; raise TypeError or ValueError for others than Prometheus accepts."""
     texts = {}
     for name, value in ({} if labels is None else dict(labels)).items():
@@ -226,6 +226,7 @@ def _add(
 def _add_dynamic(
     metrics: dict[str, _Metric], labels: dict[str, str], statistics: TableStatistics
 ) -> None:
+    """Add the numbers of a dynamic table to the metrics."""
     steps = "Training forwards."
     _add(metrics, "emblib_training_steps_total", steps, labels, statistics.step)
     for name, text in _GAUGES.items():
@@ -252,6 +253,7 @@ def _add_dynamic(
 
 
 def _add_ages(metrics: dict[str, _Metric], labels: dict[str, str], ages: AgeHistogram) -> None:
+    """Add a histogram of ages, with cumulative buckets, to the metrics."""
     text = "Steps from the last use of evicted keys to their eviction."
     metric = metrics.setdefault(AGE_METRIC, _Metric(AGE_METRIC, "histogram", text))
     total = 0
@@ -330,7 +332,7 @@ def append_csv(
     else:
         writer.writerow(columns)
     now = time.time() if time_s is None else float(time_s)
-    label_text = ";".join(f"{name}={value}" for name, value in _checked(labels).items())
+    label_text = ";".join(f"{name}={value}" for name, value in _check_labels(labels).items())
     for (module, table), statistics in local_statistics(model).items():
         writer.writerow([now, label_text, module, table, *_csv_numbers(statistics)])
     try:

@@ -38,7 +38,7 @@ from emblib.memory_plan import (
     MemoryChoice,
 )
 from emblib.memory_plan.plan import _loss_at
-from emblib.memory_plan.selection import Limits, pick, totals, without_dominated
+from emblib.memory_plan.selection import Limits, choose_options, totals, without_dominated
 from emblib.sharding.planner import Planner, Topology
 from emblib.trace.skew import IdSkew
 from experiments.paths import REFERENCE, ROOT
@@ -239,7 +239,7 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     least = sum(choices[-1].nbytes for choices in options)
     most = sum(choices[0].nbytes for choices in options)
     budget = chance.randint(least, most)
-    nbytes, loss = score(options, pick(options, Limits(budget)))
+    nbytes, loss = score(options, choose_options(options, Limits(budget)))
     assert nbytes <= budget
     every = itertools.product(*(range(len(choices)) for choices in options))
     # Bytes are counted in 1/4096 of the budget, rounded up for each table.
@@ -265,7 +265,7 @@ def test_the_choice_within_two_memories_is_the_best_of_all(seed: int) -> None:
         chance.randint(least, sum(some[0].nbytes for some in options)),
         chance.randint(1, sum(some[0].nbytes for some in options)),
     )
-    picked = pick(options, limits)
+    picked = choose_options(options, limits)
     assert limits.allow(options, picked)
     cost = sum(some[k].cost for some, k in zip(options, picked, strict=True))
     every = itertools.product(*(range(len(some)) for some in options))

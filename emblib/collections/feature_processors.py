@@ -166,6 +166,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         return result
 
     def _with_computed_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the batch with the weights that the feature processors compute."""
         processors: Any = self.feature_processors
         if not isinstance(processors, nn.ModuleDict):
             processed: KeyedJaggedTensor = processors(features)

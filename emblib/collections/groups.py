@@ -182,6 +182,7 @@ class TableGroups(nn.Module):
         self._bind()
 
     def _make_table_module(self, number: int, device: torch.device) -> TableModule:
+        """Make the module of group `number`, or a reader if its slice is shared."""
         grouping = self._groupings[number]
         slices = [self.slices[s] for s in grouping.slices]
         shared = self._shared.get(SliceKey.of(slices[0]))
@@ -209,6 +210,7 @@ class TableGroups(nn.Module):
         }
 
     def _make_handles(self) -> None:
+        """Make the handle of each slice; a shared slice has one already."""
         self.handles: list[TableHandle] = []
         for s in range(len(self.slices)):
             g, k = self._locations[s]
@@ -407,6 +409,7 @@ class TableGroups(nn.Module):
         ]
 
     def _storage_of(self, number: int) -> Storage:
+        """Return the storage of the slices of group `number`, which agree."""
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:

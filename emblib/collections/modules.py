@@ -58,6 +58,7 @@ def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
 
 
 def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
+    """Return configurations as a tuple; raise TypeError for a single one or another type."""
     if isinstance(tables, TableConfig | str) or not isinstance(tables, Iterable):
         raise TypeError(
             f"tables must be a list of {kind.__name__}, also for one table, got {tables!r}"
@@ -209,6 +210,7 @@ class TableCollection(nn.Module):
         return batch.permute(positions, gpu_positions if device.type == "cuda" else None)
 
     def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Return the weights of a batch, float32 `[L]`; raise ValueError if it has none."""
         weights = batch.weights_or_none()
         if weights is None:
             raise ValueError(
@@ -524,7 +526,7 @@ class EmbeddingBagCollection(TableCollection):
         return is_mean and self.groups.pooling is Pooling.SUM
 
     def _expand(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Look up features with different numbers of bags; expand them by the inverse indices."""
+        """Look up features of different batch sizes; expand them to `[B, columns]`."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         out = groups(
@@ -601,6 +603,7 @@ class _ColumnOrder:
         self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 
     def _descriptors(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `targets` `[T, 7]` and `pieces` `[P, 3]` of `combine` for a batch size."""
         last = self._last_descriptors
         if last is None or last[0] != batch or last[1].device != device:
             targets = self._targets.clone()
@@ -688,7 +691,7 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
-        """Return the vectors of each feature, in the order of the modules."""
+        """Return the vectors of each feature, `[L, D]`, in the order of the modules."""
         groups, sizes = self.groups, batch.length_per_key()
         values, offsets = batch.values(), batch.offsets()
         strides = None

@@ -162,6 +162,7 @@ class SharedTable:
         return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
+        """Install the memory, with a new handle unless one is passed."""
         self.groups = groups
         _, index = groups.module_of(0)
         groups.replace_handle(0, handle or SharedHandle(self.config.storage, self.module, index))
@@ -290,6 +291,7 @@ class SharedReader(nn.Module):
         return self.table.module.optimizer
 
     def _reading(self) -> TableReading:
+        """Return the arguments of a lookup of the table, after moving buffers to its device."""
         table = self.table
         module = table.module
         device = module.hyperparams.device

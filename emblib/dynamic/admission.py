@@ -262,7 +262,7 @@ class _Sketches(nn.Module):
         self.register_buffer("layout", layout.to(device), persistent=False)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses; return the count of each, at most the threshold, 0 for other tables."""
+        """Count the misses; return each count, int64 `[L]`, at most the threshold, 0 elsewhere."""
         self._fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
         mixed = mix(missing_keys.keys ^ hash_key)
@@ -431,7 +431,7 @@ class Admission(nn.Module):
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
-        """Return the keys that an exact counter holds for a table, and the count of each.
+        """Return the keys that an exact counter has for a table and their counts, int64 `[n]`.
 
         Raises:
             ValueError: the table does not count exactly.
@@ -450,6 +450,7 @@ class Admission(nn.Module):
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _Counter:
+        """Return the exact counter; raise ValueError if a table has none."""
         if self.counter is None or table not in self._exact_tables:
             raise ValueError(
                 f"table {table} has no exact counter of keys, its admission is "
@@ -533,4 +534,5 @@ def _frequency(spec: DynamicSpec) -> FrequencyAdmission:
 
 
 def _counts_with(spec: DynamicSpec, kind: type) -> bool:
+    """Return whether admission to a table uses a counter of class `kind`."""
     return spec.admission is not None and isinstance(spec.admission.counter, kind)

@@ -195,6 +195,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _make_rows(
         self, optimizer: Optimizer | None, options: dict[str, Any]
     ) -> TableBatchedEmbeddingBags:
+        """Make the module of the stored rows, one table per tensor train."""
         specs = [
             TableSpec(rows, spec.dim, spec.name, placement=self.cache.placement)
             for rows, spec in zip(self.stored_rows, self.tables, strict=True)
@@ -205,6 +206,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _by_feature(self) -> dict[str, list[Any]]:
+        """Return the values of the buffers that depend on the constructor only, by name."""
         features = self.trains.feature_tables
         return {
             "key_bases": [self._first_key[t] for t in features],
@@ -368,7 +370,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _checked_offsets(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Check a batch before anything is changed; return repaired offsets."""
+        """Check a batch before anything is changed; return repaired offsets, `[F * B + 1]`."""
         features, bags = len(self.ends), offsets.numel() - 1
         if batch_sizes is None and (bags < 0 or bags % features):
             raise RuntimeError(
@@ -380,7 +382,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
-        """Return `bag_layout`, see `VariableBatch`; None if batch sizes are equal."""
+        """Return `bag_layout`, int64 `[bags, 2]` (`VariableBatch`); None for equal batch sizes."""
         if batch_sizes is None:
             return None
         dims, bags = [self.tables[t].dim for t in self.feature_tables], offsets.numel() - 1
@@ -415,7 +417,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return _Lookups(cold, rows, segments._replace(ids=counted))
 
     def _keys_of(self, ids: Tensor, starts: Tensor) -> Tensor:
-        """Add each table's first key to its ids, so that keys differ over tables; -1 stays."""
+        """Return keys, int64 `[L]`: each id plus the first key of its table; -1 stays."""
         position = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(position, starts[1:-1], right=True)
         return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
@@ -438,7 +440,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self._since = [since + 1 for since in self._since]
 
     def _missed(self) -> Tensor | None:
-        """Return the number of lookups of spilled rows so far, per table; None without SPILL."""
+        """Return the lookups of spilled rows so far, int64 `[T]`; None without SPILL."""
         cache = self.rows.row_cache
         column = COUNTERS.index("lookup_misses")
         return None if cache is None else cache.counters[:-1, column].clone()
@@ -463,6 +465,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     @without_gradients
     def _populate(self, tables: Iterable[int]) -> None:
+        """Store the most used rows of some tables, by the uses counted so far."""
         exported = list(self.counts.export())
         keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
         uses = torch.cat([part.scores for part in exported]) if exported else keys
@@ -475,6 +478,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self._count_skipped_steps()
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
+        """Store the rows of the keys of a table with the most `uses`; int64 `[n]` each."""
         keys, order = keys.sort()  # equal uses: the smaller id first
         uses = uses[order]
         best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
@@ -487,7 +491,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._replace_rows(table, leaving, new_keys)
 
     def _keys(self, table: int) -> Tensor:
-        """Return the keys of a table's stored rows, -1 for free ones."""
+        """Return the keys of a table's stored rows, int64 `[stored rows]`, -1 for free ones."""
         begin, end = self._first_row[table : table + 2]
         return self.key_of_row[begin:end]
 
@@ -581,12 +585,12 @@ class CachedTTEmbeddingBags(nn.Module):
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids whose rows are stored, in the cache or spilled."""
+        """Return the ids whose rows are stored, in the cache or spilled, int64 `[n]`."""
         keys = self._keys(table)
         return keys[keys >= 0] - self._first_key[table]
 
     def spilled_ids(self, table: int) -> Tensor:
-        """Return the ids whose rows are stored but not in the cache; empty without SPILL."""
+        """Return the ids of rows stored but not in the cache, int64 `[n]`; empty without SPILL."""
         keys = self._keys(table)
         return keys[(keys >= 0) & self._is_spilled(table)] - self._first_key[table]
 
@@ -753,4 +757,5 @@ class CachedTTEmbeddingBags(nn.Module):
 
 
 def _restart_if_loaded(module: Any, incompatible: Any) -> None:
+    """Finish a load; the hook of `load_state_dict`."""
     module.finish_load()

@@ -131,6 +131,7 @@ class EvictionScores(nn.Module):
 
 
 def _as_int64(score: Any) -> int:
+    """Return a score as an int; raise TypeError or ValueError unless it is an int64."""
     if isinstance(score, bool) or not hasattr(score, "__index__"):
         raise TypeError(f"a score must be an int, got {score!r}")
     number = operator.index(score)
@@ -253,7 +254,7 @@ class Expiry(nn.Module):
         for table, ttl in self._tables().items():
             max_buckets = self._max_buckets[table]
             if isinstance(ttl, timedelta):
-                first, _, num_buckets = self._due(table, ttl)
+                first, _, num_buckets = self._due_buckets(table, ttl)
             else:
                 num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
                 first = step % math.ceil(max_buckets / num_buckets) * num_buckets
@@ -276,7 +277,7 @@ class Expiry(nn.Module):
         for table, ttl in self._tables().items():
             if not isinstance(ttl, timedelta):
                 continue
-            first, at, num_buckets = self._due(table, ttl)
+            first, at, num_buckets = self._due_buckets(table, ttl)
             max_buckets = self._max_buckets[table]
             if num_buckets == max_buckets:
                 at = self.now
@@ -285,7 +286,7 @@ class Expiry(nn.Module):
             self._progress[table] = (first + num_buckets) % max_buckets, at
         self.record(step)
 
-    def _due(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
+    def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
         """Return the next bucket to search, the time up to it, and how many buckets are due."""
         first, at = self._progress.get(table, (0, self.now))
         at = min(at, self.now)

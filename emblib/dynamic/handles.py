@@ -118,27 +118,29 @@ class DynamicTable:
 
     def size(self) -> int:
         """Return the number of keys, in all tiers."""
-        return sum(self._everywhere("size", dynamic_state.size))
+        return sum(self._map_shards("size", dynamic_state.size))
 
     def capacity(self) -> int:
         """Return the current number of rows, which grows; those in a backing store do not count."""
-        return sum(self._everywhere("capacity", dynamic_state.capacity))
+        return sum(self._map_shards("capacity", dynamic_state.capacity))
 
     def stats(self) -> dict[str, int]:
         """Return counts since the last reset, see `DynamicEmbeddingBags.stats`."""
-        return _added(self._everywhere("stats", lambda state, index: state.index.stats()[index]))
+        return _sum_counts(
+            self._map_shards("stats", lambda state, index: state.index.stats()[index])
+        )
 
     def tier_stats(self) -> TierStats | None:
         """Return counts of both tiers since the last reset; None without a backing store."""
 
-        def of_shard(state: DynamicState, index: int) -> dict[str, int] | None:
+        def shard_stats(state: DynamicState, index: int) -> dict[str, int] | None:
             counts = dynamic_state.tier_stats(state)
             return asdict(counts[state.table_names[index]]) if counts else None
 
-        shard_stats = [
-            stats for stats in self._everywhere("tier_stats", of_shard) if stats is not None
+        all_stats = [
+            stats for stats in self._map_shards("tier_stats", shard_stats) if stats is not None
         ]
-        return TierStats(**_added(shard_stats)) if shard_stats else None
+        return TierStats(**_sum_counts(all_stats)) if all_stats else None
 
     def track_statistics(self, *, remember: int = 0) -> None:
         """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`; on all ranks.
@@ -156,34 +158,34 @@ class DynamicTable:
         Raises:
             ValueError: `local` of a rank without a shard.
         """
-        return TableStatistics.merged(self._everywhere("statistics", dynamic_state.statistics))
+        return TableStatistics.merged(self._map_shards("statistics", dynamic_state.statistics))
 
     def statistics_by_rank(self) -> list[TableStatistics | None]:
         """Return the numbers of each rank's shards, on all ranks; None for one without a shard."""
 
-        def of_rank() -> TableStatistics | None:
+        def merge_local() -> TableStatistics | None:
             return self.local.statistics() if self.shards else None
 
-        return self._together("statistics_by_rank", of_rank)
+        return self._run_on_all_ranks("statistics_by_rank", merge_local)
 
     def bucket_fill(self) -> list[int]:
         """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
-        by_shard = self._everywhere("bucket_fill", dynamic_state.bucket_fill)
+        by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
         return [sum(counts) for counts in zip(*by_shard, strict=True)]
 
     def step(self) -> int:
         """Return the number of training forwards of the table."""
-        return max(self._everywhere("step", lambda state, index: state.index.tick), default=0)
+        return max(self._map_shards("step", lambda state, index: state.index.tick), default=0)
 
     # Keys
 
     def contains(self, keys: Tensor) -> Tensor:
         """Return which keys are in the table, in any tier, bool `[n]` on the CPU."""
-        return self._ask("contains", keys, dynamic_state.contains, default=False)
+        return self._ask_owners("contains", keys, dynamic_state.contains, default=False)
 
     def erase(self, keys: Tensor) -> Tensor:
         """Remove keys with their rows; return whether each was present, bool `[n]`."""
-        return self._ask("erase", keys, training.erase, default=False)
+        return self._ask_owners("erase", keys, training.erase, default=False)
 
     def key_status(self, keys: Tensor) -> Tensor:
         """Return the `KeyStatus` of keys in the last training forward, uint8 `[n]`.
@@ -194,7 +196,7 @@ class DynamicTable:
             RuntimeError: there was no training forward, or its ids were overwritten since.
         """
         absent_code = int(routing.KeyStatus.ABSENT)
-        return self._ask("key_status", keys, dynamic_state.status_of, default=absent_code)
+        return self._ask_owners("key_status", keys, dynamic_state.status_of, default=absent_code)
 
     # Eviction
 
@@ -229,7 +231,7 @@ class DynamicTable:
             )
         values = numbers.reshape(-1).expand(keys.numel()).contiguous()
         assign = dynamic_state.assign_key_scores
-        return self._ask("set_key_scores", keys, assign, default=False, values=values)
+        return self._ask_owners("set_key_scores", keys, assign, default=False, values=values)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
@@ -238,7 +240,7 @@ class DynamicTable:
 
     def score(self) -> int | None:
         """Return the score of the next batch; None if eviction does not assign scores."""
-        scores = self._everywhere("score", dynamic_state.eviction_score)
+        scores = self._map_shards("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
     def expire_keys(self) -> int:
@@ -247,8 +249,8 @@ class DynamicTable:
         Raises:
             ValueError: the table has no ttl.
         """
-        counts = self._everywhere("expire_keys", training.expire_keys)
-        return sum(count for of_shard in counts for count in of_shard.values())
+        counts = self._map_shards("expire_keys", training.expire_keys)
+        return sum(count for shard_counts in counts for count in shard_counts.values())
 
     def skip_pause(self, duration: timedelta | None = None) -> None:
         """Leave a pause out of the ages of keys, see `DynamicEmbeddingBags.skip_pause`.
@@ -257,7 +259,7 @@ class DynamicTable:
             ValueError: the ttl of the table is no time.
         """
         skip = dynamic_state.skip_pause
-        self._everywhere("skip_pause", lambda state, index: skip(state, duration))
+        self._map_shards("skip_pause", lambda state, index: skip(state, duration))
 
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Set the clock by which keys expire, in seconds; call it on all ranks.
@@ -287,7 +289,7 @@ class DynamicTable:
         """
         rows_of_shard = self._divide(rows)
         return sum(
-            self._everywhere(
+            self._map_shards(
                 "shrink", lambda state, index: shrinking.shrink(state, index, rows_of_shard)
             )
         )
@@ -312,7 +314,7 @@ class DynamicTable:
             ValueError: the record does not reach back to this step.
         """
         removed = partial(table_dumps.removed_since, since=since)
-        return _cat(self._everywhere("evicted", removed))
+        return _cat_or_empty(self._map_shards("evicted", removed))
 
     # Content
 
@@ -322,8 +324,8 @@ class DynamicTable:
         Every rank gets all entries of a sharded table; `local.entries()` are those of this rank,
         and `save` writes a table of any size.
         """
-        shard_entries = self._everywhere(
-            "entries", lambda state, index: _copied(state, index, since)
+        shard_entries = self._map_shards(
+            "entries", lambda state, index: _copy_entries(state, index, since)
         )
         return _on_cpu(concatenate(shard_entries)) if shard_entries else _no_entries()
 
@@ -334,10 +336,10 @@ class DynamicTable:
         optimizer are the rows. Row f is that of the keys with `checkpoints.owner(keys, n) == f`.
         """
 
-        def of_shard(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
+        def shard_rows(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
             return fallback.owned(fallback.rows_of(state, index), number, len(self.owners))
 
-        shards = self._by_number("fallback_rows", of_shard)
+        shards = self._map_numbered_shards("fallback_rows", shard_rows)
         return {key: torch.cat([rows[key] for rows in shards]) for key in (shards or [{}])[0]}
 
     def set_entries(self, entries: Entries) -> Loaded:
@@ -348,15 +350,17 @@ class DynamicTable:
         """
 
         def check(state: DynamicState, index: int, number: int) -> None:
-            checkpoint.check_entries(state, index, self._owned(entries, number))
+            checkpoint.check_entries(state, index, self._owned_entries(entries, number))
 
         def write(state: DynamicState, index: int, number: int) -> Loaded:
-            loaded = checkpoint.set_table_entries(state, index, self._owned(entries, number))
+            loaded = checkpoint.set_table_entries(
+                state, index, self._owned_entries(entries, number)
+            )
             state.restart_eviction_log()
             return loaded
 
-        self._by_number("set_entries", check)
-        return _total(self._by_number("set_entries", write))
+        self._map_numbered_shards("set_entries", check)
+        return _sum_loaded(self._map_numbered_shards("set_entries", write))
 
     def changes_since(self, step: int) -> TableChanges:
         """Return the entries used at training step `step` or later, and the keys that left.
@@ -369,7 +373,7 @@ class DynamicTable:
             ValueError: the record of removed keys does not reach back to this step.
         """
 
-        def of_shard(state: DynamicState, index: int, number: int) -> ChangeSet:
+        def shard_changes_since(state: DynamicState, index: int, number: int) -> ChangeSet:
             change_set = table_dumps.changes_since(state, step, [index])
             (changes,) = change_set.tables.values()
             (rows,) = change_set.fallback_rows.values()
@@ -378,12 +382,14 @@ class DynamicTable:
                 fallback_rows={self.name: fallback.owned(rows, number, len(self.owners))},
             )
 
-        shard_changes = self._by_number("changes_since", of_shard)
+        shard_changes = self._map_numbered_shards("changes_since", shard_changes_since)
         if not shard_changes:
             raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
-        changes = _joined(self.name, shard_changes)
-        of_table = changes.tables[self.name]
-        return TableChanges(step, changes.until, of_table.upserts, of_table.removed, changes)
+        changes = _merge_changes(self.name, shard_changes)
+        table_changes = changes.tables[self.name]
+        return TableChanges(
+            step, changes.until, table_changes.upserts, table_changes.removed, changes
+        )
 
     def apply_changes(self, changes: TableChanges) -> Loaded:
         """Apply the changes of another table to this copy of it; pass them on all ranks.
@@ -392,15 +398,17 @@ class DynamicTable:
             ValueError: this table has not reached the first step of the changes, or is past the
                 last, or the changes do not fit it.
         """
-        (of_table,) = changes.changes.tables.values()
+        (table_changes,) = changes.changes.tables.values()
         fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
 
         def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
-            removed = of_table.removed[self._owns(of_table.removed, number)]
-            of_shard = Changes(self._owned(of_table.upserts, number), removed)
+            removed = table_changes.removed[self._is_owned(table_changes.removed, number)]
+            owned_changes = Changes(self._owned_entries(table_changes.upserts, number), removed)
             rows = fallback.owned(fallback_rows, number, len(self.owners))
             name = state.table_names[index]
-            return changes.changes._replace(tables={name: of_shard}, fallback_rows={name: rows})
+            return changes.changes._replace(
+                tables={name: owned_changes}, fallback_rows={name: rows}
+            )
 
         def check(state: DynamicState, index: int, number: int) -> None:
             table_dumps.check_changes(state, owned(state, index, number))
@@ -409,8 +417,8 @@ class DynamicTable:
             (applied,) = table_dumps.apply_changes(state, owned(state, index, number)).values()
             return applied
 
-        self._by_number("apply_changes", check)
-        return _total(self._by_number("apply_changes", apply))
+        self._map_numbered_shards("apply_changes", check)
+        return _sum_loaded(self._map_numbered_shards("apply_changes", apply))
 
     def save(
         self, directory: str | Path, *, since: int | None = None, report: Report | None = None
@@ -426,7 +434,7 @@ class DynamicTable:
         identity = str(self.step())
         count = len(self.owners)
 
-        def of_shard(state: DynamicState, index: int, number: int) -> int:
+        def save_shard(state: DynamicState, index: int, number: int) -> int:
             return table_dumps.save_table(
                 state,
                 index,
@@ -438,7 +446,7 @@ class DynamicTable:
                 report=report,
             )
 
-        return min(self._by_number("save", of_shard), default=0)
+        return min(self._map_numbered_shards("save", save_shard), default=0)
 
     def load(self, directory: str | Path, report: Report | None = None) -> Loaded:
         """Load what `save` wrote with any number of shards; apply it if it is a dump of changes.
@@ -464,15 +472,15 @@ class DynamicTable:
         def write(state: DynamicState, index: int, number: int) -> Loaded:
             return table_dumps.set_table(state, index, dumps[number], report)
 
-        self._by_number("load", read)
-        return _total(self._by_number("load", write))
+        self._map_numbered_shards("load", read)
+        return _sum_loaded(self._map_numbered_shards("load", write))
 
     def flush(self) -> None:
         """Commit the shards to their backing stores and wait until that is done on all ranks.
 
         Tables of one module are committed together; without a store this does nothing.
         """
-        self._everywhere("flush", lambda state, index: dynamic_state.flush(state))
+        self._map_shards("flush", lambda state, index: dynamic_state.flush(state))
 
     # Shards and ranks
 
@@ -499,7 +507,7 @@ class DynamicTable:
             )
         return [value for _, value in answers]
 
-    def _together(self, method: str, function: Callable[[], T]) -> list[T]:
+    def _run_on_all_ranks(self, method: str, function: Callable[[], T]) -> list[T]:
         """Return the results of all ranks; raise on every rank if one fails."""
         error, value = None, None
         try:
@@ -515,25 +523,32 @@ class DynamicTable:
                 raise RuntimeError(f"table {self.name!r}: rank {rank} failed with {problem}")
         return [answer for _, answer in answers]  # type: ignore[misc]
 
-    def _by_number(self, method: str, function: Callable[[DynamicState, int, int], T]) -> list[T]:
+    def _map_numbered_shards(
+        self, method: str, function: Callable[[DynamicState, int, int], T]
+    ) -> list[T]:
         """Return `function(state, index, number)` of every shard, on all ranks by number."""
-        by_rank = self._together(
+        by_rank = self._run_on_all_ranks(
             method,
             lambda: {n: function(state, index, n) for n, state, index in self.local_shards()},
         )
-        merged = {number: value for of_rank in by_rank for number, value in of_rank.items()}
+        merged = {number: value for values in by_rank for number, value in values.items()}
         return [merged[number] for number in sorted(merged)]
 
-    def _everywhere(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
-        return self._by_number(method, lambda state, index, number: function(state, index))
+    def _map_shards(self, method: str, function: Callable[[DynamicState, int], T]) -> list[T]:
+        """Return `function(state, index)` of every shard, on all ranks, by number of the shard."""
+        return self._map_numbered_shards(
+            method, lambda state, index, number: function(state, index)
+        )
 
-    def _owns(self, keys: Tensor, number: int) -> Tensor:
+    def _is_owned(self, keys: Tensor, number: int) -> Tensor:
+        """Return which keys shard `number` owns, bool `[n]`."""
         return routing.owner(keys, len(self.owners)) == number
 
-    def _owned(self, entries: Entries, number: int) -> Entries:
+    def _owned_entries(self, entries: Entries, number: int) -> Entries:
+        """Return the entries whose keys shard `number` owns."""
         return entries.owned(number, len(self.owners))
 
-    def _ask(
+    def _ask_owners(
         self,
         method: str,
         keys: Tensor,
@@ -560,16 +575,17 @@ class DynamicTable:
                 result[at] = answer(state, index, all_keys[at], *more).cpu()
             return result
 
-        by_rank = self._together(method, answers)
+        by_rank = self._run_on_all_ranks(method, answers)
         if self.ranks is None:
             return by_rank[0]
         begin = sum(part.numel() for part in keys_of_ranks[: self.ranks.rank])
         at = slice(begin, begin + own_keys.numel())
-        of_rank = torch.tensor(self.owners)[owner[at]]
-        return torch.stack([part[at] for part in by_rank])[of_rank, torch.arange(own_keys.numel())]
+        rank = torch.tensor(self.owners)[owner[at]]
+        return torch.stack([part[at] for part in by_rank])[rank, torch.arange(own_keys.numel())]
 
 
-def _copied(state: DynamicState, index: int, since: int | None) -> Entries:
+def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:
+    """Copy the entries of a table to the CPU: all, or those used at tick `since` or later."""
     return _on_cpu(checkpoint.table_entries(state, index, since))
 
 
@@ -580,11 +596,12 @@ def _on_cpu(entries: Entries) -> Entries:
 
 
 def _no_entries() -> Entries:
+    """Return no entries, for a rank without a shard."""
     none = torch.empty(0, dtype=torch.int64)
     return Entries(none, none, None, {"weight": torch.empty(0, 0)})
 
 
-def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
+def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
     """Merge the changes of all shards into one `ChangeSet`."""
     tables = [change.tables[name] for change in shard_changes]
     changes = Changes(
@@ -594,12 +611,12 @@ def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
     first_changes = shard_changes[0]
     hash_keys = first_changes.hash_keys
     if any(
-        not torch.equal(_or_empty(change.hash_keys), _or_empty(hash_keys))
+        not torch.equal(_tensor_or_empty(change.hash_keys), _tensor_or_empty(hash_keys))
         for change in shard_changes
     ):
         hash_keys = None
     all_rows = [change.fallback_rows[name] for change in shard_changes]
-    rows = {key: torch.cat([of_shard[key] for of_shard in all_rows]) for key in all_rows[0]}
+    rows = {key: torch.cat([shard_rows[key] for shard_rows in all_rows]) for key in all_rows[0]}
     return first_changes._replace(
         until=min(change.until for change in shard_changes),
         tables={name: changes},
@@ -608,15 +625,16 @@ def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
     )
 
 
-def _or_empty(value: Tensor | None) -> Tensor:
+def _tensor_or_empty(value: Tensor | None) -> Tensor:
     return torch.empty(0, dtype=torch.int64) if value is None else value
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
+def _cat_or_empty(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add up counts by name."""
     total: dict[str, int] = {}
     for shard_counts in counts:
         for name, count in shard_counts.items():
@@ -624,7 +642,8 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def _total(reports: Sequence[Loaded]) -> Loaded:
+def _sum_loaded(reports: Sequence[Loaded]) -> Loaded:
+    """Add up the numbers of entries that shards loaded."""
     names = Loaded._fields
     return Loaded(**{name: sum(getattr(report, name) for report in reports) for name in names})
 
@@ -676,10 +695,11 @@ class DynamicTables(Mapping[str, DynamicTable]):
         """
         table = self._tables.get(name) or self._by_path.get(name)
         if table is None:
-            raise KeyError(self._problem(name))
+            raise KeyError(self._missing_table_message(name))
         return table
 
-    def _problem(self, name: str) -> str:
+    def _missing_table_message(self, name: str) -> str:
+        """Return the message of the KeyError for a name without a table."""
         paths = [path for path in self._by_path if path.endswith(f".{name}")]
         if len(paths) > 1:
             return f"several collections have a table {name!r}: name one of {sorted(paths)}"

@@ -158,7 +158,10 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
 
 
 def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
-    """Return which of `count` equal ranges of routes has each key; a count or one per key."""
+    """Return which of `count` equal ranges of routes has each key, int64 `[n]`.
+
+    `count` is one number, or int64 `[n]`, one per key.
+    """
     return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * count >> 32
 
 
@@ -173,5 +176,5 @@ def keys_of_ranges(count: int) -> Tensor:
 
 
 def canonical_order(keys: Tensor) -> Tensor:
-    """Return the permutation that sorts keys by route, the order of all checkpoints."""
+    """Return the permutation, int64 `[n]`, that sorts keys by route, the order of checkpoints."""
     return torch.argsort(route(keys), stable=True)

@@ -75,7 +75,7 @@ class LastUses:
         size = self.buffer.itemsize
         layout = [[[f * size, w * size]] for f, w in zip(self._first, self.widths, strict=False)]
         self.layout = torch.tensor(layout, device=device)
-        self._places = torch.tensor(
+        self._table_ranges = torch.tensor(
             list(zip(self._first, self.widths, strict=False)), device=device
         ).view(-1, 2)
         ttls = values_by_feature([spec.ttl for spec in specs], feature_tables)
@@ -94,18 +94,18 @@ class LastUses:
         """Note the uses of an inserted batch; repeated calls have no further effect."""
         tables, levels = tables_of(keys), self._levels[features_of(keys)]
         slots = inserted.slots
-        first, width = self._places[tables].unbind(1)
+        first, width = self._table_ranges[tables].unbind(1)
         at, spare = first + slots * width, self.buffer.numel() - 1
         is_new = torch.zeros_like(slots, dtype=torch.bool)
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0
         for level in range(1, max(self.widths) + 1):
             has_level = (slots >= 0) & (level <= width)
-            places = at + level - 1
-            self.buffer.index_fill_(0, torch.where(has_level & is_new, places, spare), 0)
+            positions = at + level - 1
+            self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare), 0)
             is_use = has_level & (levels >= level)
-            places = torch.where(is_use, places, spare)
-            self.buffer.scatter_(0, places, index.clock.expand(places.numel()))
+            positions = torch.where(is_use, positions, spare)
+            self.buffer.scatter_(0, positions, index.clock.expand(positions.numel()))
 
     def expire(
         self,
@@ -115,7 +115,7 @@ class LastUses:
         before: Sequence[int],
         effects: Effects,
     ) -> Tensor:
-        """Remove the keys whose last use of every level is too old; return them (waits).
+        """Remove the keys whose last use of every level is too old; return them, int64 `[n]`.
 
         Args:
             index: the keys.

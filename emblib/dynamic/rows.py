@@ -75,6 +75,7 @@ class RowLayout:
         return self.specs[table].rows + self.overflow_rows
 
     def _num_rows(self, table: int) -> int:
+        """Return the rows of a table in the buffers: slots, then overflow and fallback rows."""
         return self.first_fallback_row(table) + self.specs[table].fallback_rows
 
     def table_number(self, table: int | str) -> int:
@@ -162,6 +163,7 @@ class RowLayout:
     def _views(
         self, buffers: Sequence[Tensor], table: int, first_row: int, count: int
     ) -> dict[str, Tensor]:
+        """Return views of `count` rows from `first_row` of a table on, by name of the buffer."""
         views = {}
         for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
             width = self.width(table, number)
@@ -171,7 +173,7 @@ class RowLayout:
         return views
 
     def moves(self, device: torch.device) -> Tensor:
-        """Return `RowBuffers.layout`."""
+        """Return `RowBuffers.layout`, int64 `[T, P, 2]`."""
         layout = [
             [
                 (self.first_element(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
@@ -179,7 +181,7 @@ class RowLayout:
             ]
             for t in range(len(self.specs))
         ]
-        return self._tensor(layout, 2, torch.int64, device)
+        return self._stack_fields(layout, 2, torch.int64, device)
 
     def initial_layout(self, device: torch.device) -> Tensor:
         """Return the layout argument of `initial_rows_`, int64 `[T, P, 5]`."""
@@ -196,7 +198,7 @@ class RowLayout:
             ]
             for t in range(len(self.specs))
         ]
-        return self._tensor(layout, 5, torch.int64, device)
+        return self._stack_fields(layout, 5, torch.int64, device)
 
     def initial_rules(self, device: torch.device) -> Tensor:
         """Return the rules argument of `initial_rows_`, float64 `[T, P, 7]`."""
@@ -207,19 +209,20 @@ class RowLayout:
             ]
             for spec in self.specs
         ]
-        return self._tensor(rules, 7, torch.float64, device)
+        return self._stack_fields(rules, 7, torch.float64, device)
 
     def default_row_layout(self, rows: int, device: torch.device) -> Tensor:
-        """Return the layout argument of `initial_rows_` for default rows, one per miss."""
+        """Return the layout of `initial_rows_` for default rows, int64 `[T, 1, 5]`."""
         layout = [
             [(0, self.stride, rows, spec.dim, stream)]
             for spec, stream in zip(self.specs, self._streams, strict=True)
         ]
-        return self._tensor(layout, 5, torch.int64, device)
+        return self._stack_fields(layout, 5, torch.int64, device)
 
-    def _tensor(
+    def _stack_fields(
         self, rows: Sequence[Any], fields: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Return a tensor `[T, P, fields]` of `fields` numbers per table and buffer."""
         buffers = len(rows[0]) if rows else 0
         return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
 
@@ -435,7 +438,7 @@ class RowInitializer(nn.Module):
         return reads.with_defaults(default_slots, self.default_values.view(-1))
 
     def _draw(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
-        """Draw default rows by miss for the keys that were not admitted."""
+        """Draw default rows by miss, `[L, dim]`, for the keys that were not admitted."""
         assert inserted.misses is not None
         count = unadmitted.numel()
         rows = self.default_values.new_zeros(count * self._stride)
@@ -461,7 +464,7 @@ class BackingSearch(Protocol):
     generation: int
 
     def search(self, keys: Keys) -> Tensor:
-        """Return the slots of keys; those in the backing store get overflow rows."""
+        """Return the slots of keys, int64 `[L]`; those in the backing store get overflow rows."""
 
     def will_update(self) -> None:
         """Record that backward is about to update overflow rows."""
@@ -572,7 +575,7 @@ class TrainingUpdate:
             self._backing_tier().will_update()
 
     def locate(self) -> tuple[Tensor, Tensor]:
-        """Return the current slots of the batch, -1 for none, and the rows its lookups read.
+        """Return the current slots of the batch, -1 for none, and the rows it reads; `[L]`.
 
         Raises:
             RuntimeError: sample weights get a gradient, which needs a row that was evicted.

@@ -121,7 +121,7 @@ class _TableShrink:
         self._has_written = self._is_demoted = False
 
     def _order(self, slots: Tensor) -> Tensor:
-        """Return the permutation of entries from the last to be evicted to the first."""
+        """Return the permutation, int64 `[n]`, from the last entry to be evicted to the first."""
         columns = self._slot_views[0][slots].unbind(1)
         keys, stamps, *scores = columns
         entries = Entries(keys, stamps, scores[0] if scores else None, {})

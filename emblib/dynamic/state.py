@@ -166,6 +166,7 @@ class DynamicState:
         return int(self.slot_rows().layout[table, :, 1].sum())
 
     def _use_rows(self, table: int, rows_before: int, rows_now: int) -> None:
+        """Prepare the memory of the rows that a table starts to use."""
         self.layout.use(self.row_buffers, table, rows_before, rows_now)
 
     def use_initial_rows(self) -> None:
@@ -329,6 +330,7 @@ def status_of(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 
 
 def _last_batch(state: DynamicState) -> LastBatch:
+    """Return the last training batch; raise RuntimeError if there was none."""
     if state.last_batch is None:
         raise RuntimeError(
             "key_status is that of the last training forward, and there was none; call the "
@@ -507,6 +509,7 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
 
 
 def _timed_expiry(state: DynamicState) -> Expiry:
+    """Return the expiry by time; raise ValueError if no ttl is a time."""
     if state.expiry is None or not state.expiry.has_times:
         raise ValueError(
             f"the tables {state.table_names} have no ttl that is a time: a clock and pauses have "

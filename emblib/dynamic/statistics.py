@@ -242,6 +242,7 @@ class StatisticsCollector:
             self._evicted_keys.copy_(evicted_keys)
 
     def _place_of(self, keys: Tensor) -> Tensor:
+        """Return the place of each key among the remembered keys of its table, int64 `[n]`."""
         return keys * _MULTIPLIER >> 64 - self._places_log2 & (1 << self._places_log2) - 1
 
     def reset(self) -> None:
@@ -317,11 +318,13 @@ class StatisticsCollector:
             self._remember(self._places(tables, keys), weight)
 
     def _places(self, tables: Tensor, keys: Tensor) -> _Places:
+        """Return the places of keys of some tables in the memory of all tables."""
         return _Places((tables << self._places_log2) + self._place_of(keys), keys)
 
     def _count_reinserted(
         self, places: _Places, tables: Tensor, weight: Tensor, effects: Effects
     ) -> None:
+        """Count the keys of weight 1 that are remembered as evicted."""
         assert self._evicted_keys is not None
         is_known = self._evicted_keys[places.at] == places.keys
         _add(effects, self._reinserted, tables, is_known * weight)
@@ -375,7 +378,7 @@ class _Places(NamedTuple):
 
 
 def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions of true entries and their weight 1.
+    """Return the positions of true entries and their weight 1, int64 `[n]` each.
 
     On a GPU their number is not known, so these are all positions, and false ones have weight 0.
     """

@@ -201,7 +201,7 @@ assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COU
 
 
 def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
-    """Sort `rows` by ascending uses, larger keys first if equal; `keys` ascend."""
+    """Return `rows`, int64, by ascending uses, larger keys first if equal; `keys` ascend."""
     candidates = cached_keys[rows]
     counts = torch.zeros_like(candidates)
     if len(keys):

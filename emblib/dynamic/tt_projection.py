@@ -46,7 +46,7 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         grads = reference.core_grads(
             cores, train_rows, residual, spec.row_factors, spec.dim_factors
         )
-        moved = _moved(spec, cores, grads, train_rows)
+        moved = _row_derivative(spec, cores, grads, train_rows)
         size = float(moved.square().sum())
         step = float((moved * residual).sum()) / size if size else 0.0
         while step > _SHORTEST_STEP:
@@ -62,7 +62,7 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
 
 
 def _train_rows_of(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Map ids to rows of the tensor train: permuted if the spec says so."""
+    """Map ids to rows of the tensor train, int64 `[n]`: permuted if the spec says so."""
     multiplier, offset = spec.permutation
     if spec.rows > _MAX_ROWS_IN_INT64:
         return reference.permuted(ids, spec.rows, spec.permutation)
@@ -70,10 +70,11 @@ def _train_rows_of(spec: TTSpec, ids: Tensor) -> Tensor:
 
 
 def _rows_at(spec: TTSpec, cores: Sequence[Tensor], train_rows: Tensor) -> Tensor:
+    """Return rows of a tensor train, `[n, dim]`."""
     return reference.rows(cores, train_rows, spec.row_factors, spec.dim_factors)
 
 
-def _moved(
+def _row_derivative(
     spec: TTSpec, cores: Sequence[Tensor], grads: Sequence[Tensor], train_rows: Tensor
 ) -> Tensor:
     """Return the derivative of the rows, `[n, dim]`, along the gradients of the cores."""

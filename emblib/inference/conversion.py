@@ -189,7 +189,7 @@ def quantization_errors(
     """
     errors = []
     generator = torch.Generator().manual_seed(seed)
-    for name, blocks, module, table in _compared(source, served):
+    for name, blocks, module, table in _tables_to_compare(source, served):
         sums = _ErrorSums(generator, bag)
         for block in blocks:
             if sums.rows + block.size(0) > module.tables[table].rows:
@@ -199,7 +199,7 @@ def quantization_errors(
     return errors
 
 
-def _compared(
+def _tables_to_compare(
     source: Any, served: ReadOnly | Collections
 ) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int]]:
     """Yield each table: its name, the rows that it was made of, its module and its number there."""

@@ -131,6 +131,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _lookup_config(module: Any) -> dict[str, Any]:
+    """Return the options of lookups of a module, as JSON values."""
     return {
         "pooling": module.pooling.value,
         "feature_tables": list(module.feature_tables),
@@ -140,6 +141,7 @@ def _lookup_config(module: Any) -> dict[str, Any]:
 
 
 def _open_lookup(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the constructor's arguments for the options of `_lookup_config`."""
     return {
         "pooling": Pooling(config["pooling"]),
         "feature_tables": config["feature_tables"],
@@ -161,6 +163,7 @@ def _tables_content(tables: ReadOnly, prefix: str = "") -> tuple[dict[str, Any],
 
 
 def _open_tables(config: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> ReadOnly:
+    """Return the tables of a file, with their indexes if they have any."""
     rows = _open_rows(config, tensors[f"{prefix}rows"])
     memory = tensors.get(f"{prefix}index")
     if memory is None:
@@ -198,6 +201,7 @@ def _collection_content(
 def _open_collection(
     config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
+    """Return the collection that a configuration describes."""
     features = [ServedFeature(*feature) for feature in config["features"]]
     parts = [
         (_open_tables(part["tables"], tensors, _section_prefix(number)), part["positions"])
@@ -217,6 +221,7 @@ def _section_prefix(part: int) -> str:
 
 
 def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
+    """Return what `_open_rows` needs to make the module again, as JSON values."""
     return {
         **_lookup_config(rows),
         "tables": [[spec.rows, spec.dim, spec.name] for spec in rows.tables],
@@ -226,6 +231,7 @@ def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
 
 
 def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags:
+    """Return quantised tables whose memory is `packed`, uint8 `[n]`."""
     rows = QuantizedEmbeddingBags(
         [TableSpec(*table) for table in config["tables"]],
         formats=[RowFormat(format) for format in config["formats"]],
@@ -238,6 +244,7 @@ def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags
 
 
 def _index_config(index: RowIndex | None) -> dict[str, Any] | None:
+    """Return an index as JSON values, its entries as their number; None for no index."""
     if index is None:
         return None
     config = {name: value for name, value in vars(index).items() if name != "entries"}
@@ -247,6 +254,7 @@ def _index_config(index: RowIndex | None) -> dict[str, Any] | None:
 
 
 def _open_indexes(configs: list[dict[str, Any] | None], memory: Tensor) -> list[RowIndex | None]:
+    """Return the indexes of tables; their entries follow one another in `memory`."""
     indexes: list[RowIndex | None] = []
     begin = 0
     for config in configs:
@@ -261,6 +269,7 @@ def _open_indexes(configs: list[dict[str, Any] | None], memory: Tensor) -> list[
 
 
 def _trains_config(trains: TableBatchedTTEmbeddingBags) -> dict[str, Any]:
+    """Return what `_open_trains` needs to make the module again, as JSON values."""
     precision = trains.precision
     return {
         **_lookup_config(trains),
@@ -272,6 +281,7 @@ def _trains_config(trains: TableBatchedTTEmbeddingBags) -> dict[str, Any]:
 
 
 def _open_trains(config: dict[str, Any], tensors: dict[str, Tensor]) -> TableBatchedTTEmbeddingBags:
+    """Return tensor-train tables whose cores are `tensors`, without gradients."""
     specs = [TTSpec(**_spec_fields(table)) for table in config["tables"]]
     precision = Precision(
         weights=getattr(torch, config["weights"]),

@@ -63,7 +63,7 @@ def write(
     header: dict[str, Any] = {"kind": kind, "config": config, "sections": sections, "nbytes": 0}
     end = _PREFIX.size + len(_json(header)) + 32 * (len(sections) + 1)  # and digits of places
     for section in sections:
-        section["begin"] = begin = _aligned(end)
+        section["begin"] = begin = _align(end)
         end = begin + section["nbytes"]
     header["nbytes"] = end
     text = _json(header)
@@ -80,8 +80,8 @@ def _json(header: dict[str, Any]) -> bytes:
     return json.dumps(header, sort_keys=True).encode()
 
 
-def _aligned(place: int) -> int:
-    return -(-place // ALIGNMENT) * ALIGNMENT
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -297,7 +297,7 @@ def prune(
     if unknown:
         raise KeyError(f"there are no tables {unknown}, only {tables.table_names}")
     masks = [_mask(tables, table, keep) for table in range(len(tables.tables))]
-    indexes = [None if mask is None else _index_of(mask, index) for mask in masks]
+    indexes = [None if mask is None else _make_index(mask, index) for mask in masks]
     sizes = [
         spec.rows if mask is None else int(mask.sum())
         for spec, mask in zip(tables.tables, masks, strict=True)
@@ -309,7 +309,7 @@ def prune(
 
 
 def _mask(tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the checked mask of a table, on the device of its rows."""
+    """Return the checked mask of a table, bool `[rows]`, on the device of its rows."""
     name = tables.table_names[table]
     if name not in keep:
         return None
@@ -323,7 +323,8 @@ def _mask(tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]
     return mask.to(tables.packed.device)
 
 
-def _index_of(mask: Tensor, index: str | None) -> RowIndex:
+def _make_index(mask: Tensor, index: str | None) -> RowIndex:
+    """Return the index of the rows of `mask`: "array", "hash", or the smaller one for None."""
     if index is None:
         hash_bytes = 16 << quant.hash_bits(int(mask.sum()))
         index = "array" if 4 * mask.numel() <= hash_bytes else "hash"

@@ -309,7 +309,7 @@ def convert(
     parts = []
     for key, tables in groups.items():
         positions = [n for n, unit in enumerate(features) if unit.table in tables]
-        module = _part(
+        module = _convert_part(
             [configs[table] for table in tables],
             readers,
             device,
@@ -333,7 +333,7 @@ def convert(
     return bags
 
 
-def _part(
+def _convert_part(
     configs: Sequence[Any],
     readers: dict[str, RowReader],
     device: torch.device,

@@ -19,10 +19,10 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
         TypeError: another layout, or raggedness in another dimension.
         ValueError: weights of other lengths.
     """
-    values, lengths, offsets = _ragged(nested)
+    values, lengths, offsets = _unpack_nested(nested)
     if weights is None:
         return values, None, lengths, offsets
-    weight_values, raw_weight_lengths, weight_offsets = _ragged(weights)
+    weight_values, raw_weight_lengths, weight_offsets = _unpack_nested(weights)
     value_lengths = offsets.diff() if lengths is None else lengths
     weight_lengths = weight_offsets.diff() if raw_weight_lengths is None else raw_weight_lengths
     if not torch.equal(value_lengths, weight_lengths):
@@ -30,7 +30,7 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
     return values, weight_values, lengths, offsets
 
 
-def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+def _unpack_nested(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return packed values, lengths (None unless the values had holes) and offsets."""
     if not nested.is_nested or nested.layout is not torch.jagged:
         kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
@@ -55,6 +55,7 @@ def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def _require_accessors(other: Any, kind: str, *names: str) -> None:
+    """Raise TypeError unless an object has all methods `names` of a `kind` of tensor."""
     missing_names = [name for name in names if not callable(getattr(other, name, None))]
     if missing_names:
         raise TypeError(

@@ -217,7 +217,7 @@ class JaggedTensor(metaclass=TracedClass):
 
         None is the length of the longest bag, which is read from the device.
         """
-        return self._padded(self._values, desired_length, padding_value)
+        return self._pad_dense(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
@@ -225,9 +225,10 @@ class JaggedTensor(metaclass=TracedClass):
         """Return the weights as `to_padded_dense` returns the values."""
         if self._weights is None:
             return None
-        return self._padded(self._weights, desired_length, padding_value)
+        return self._pad_dense(self._weights, desired_length, padding_value)
 
-    def _padded(self, values: Tensor, width: int | None, padding: float) -> Tensor:
+    def _pad_dense(self, values: Tensor, width: int | None, padding: float) -> Tensor:
+        """Return values as `[B, width, ...]`, padded or cut; None is the longest length."""
         lengths = self.lengths()
         if width is None:
             width = int(lengths.max()) if lengths.numel() else 0
@@ -279,6 +280,7 @@ class JaggedTensor(metaclass=TracedClass):
         return [tensor for tensor in optional_tensors if tensor is not None]
 
     def _map_tensors(self, change: Any) -> "JaggedTensor":
+        """Return a jagged tensor in which `change` has replaced each tensor."""
         lengths, offsets = self._lengths, self._offsets
         return JaggedTensor.from_valid(
             change(self._values),
@@ -488,7 +490,9 @@ def nested_text(values: Tensor, lengths: Tensor) -> str:
     lengths_shown = lengths[:_MAX_BAGS].tolist()
     bags, start = [], 0
     for length in lengths_shown:
-        entries = [_entry(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()]
+        entries = [
+            _format_value(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()
+        ]
         omitted = [f"... ({length} in all)"] if length > _MAX_VALUES else []
         bags.append(f"[{', '.join(entries + omitted)}]")
         start += length
@@ -497,9 +501,10 @@ def nested_text(values: Tensor, lengths: Tensor) -> str:
     return f"[{', '.join(bags)}]"
 
 
-def _entry(value: float | list[float]) -> str:
+def _format_value(value: float | list[float]) -> str:
+    """Format a number or nested list of numbers for `repr`."""
     if isinstance(value, list):
-        return f"[{', '.join(_entry(v) for v in value)}]"
+        return f"[{', '.join(_format_value(v) for v in value)}]"
     return str(float(f"{value:.6g}") if isinstance(value, float) else value)
 
 

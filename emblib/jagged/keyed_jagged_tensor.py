@@ -441,6 +441,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self
 
     def _read_bounds(self) -> list[int]:
+        """Return the first position of each key's ids, then the number of ids (waits for a GPU)."""
         offsets = self.offsets()
         if offsets.is_meta:  # without data: features of about the same size
             count = max(len(self._keys), 1)
@@ -569,6 +570,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def _select_keys(
         self, order: Sequence[int], order_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
+        """Return the keys with numbers `order`; `order_tensor` is the same on the device."""
         sizes = self.length_per_key()
         tensors = self._view(order) if is_run(order) else self._gather(order, order_tensor)
         keys, strides = self._keys, self._stride_per_key_per_rank
@@ -705,6 +707,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return freed
 
     def _map_tensors(self, change: _Change) -> "KeyedJaggedTensor":
+        """Return a tensor in which `change` has replaced each tensor; cached sizes are kept."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
         mapped = KeyedJaggedTensor.from_valid(

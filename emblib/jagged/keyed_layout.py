@@ -234,6 +234,7 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
 
 
 def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate weights, None if none has any; raise ValueError if only some have."""
     present = [tensor for tensor in weights if tensor is not None]
     if not present:
         return None

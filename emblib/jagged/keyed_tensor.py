@@ -131,7 +131,7 @@ class KeyedTensor(metaclass=TracedClass):
         return self
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the block of `key`, as a view."""
+        """Return the block of `key`, `[B, dim]`, as a view."""
         position = self.index_per_key().get(key)
         if position is None:
             raise KeyError(f"no key {key!r}; there are {self._keys}")
@@ -175,17 +175,18 @@ class KeyedTensor(metaclass=TracedClass):
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "KeyedTensor":
         """Return one with the values on `device`, not copied if they are there already."""
-        return self._with(self._values.to(device, non_blocking=non_blocking))
+        return self._with_values(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":
         """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
-        return self._with(self._values.pin_memory())
+        return self._with_values(self._values.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""
         self._values.record_stream(stream)
 
-    def _with(self, values: Tensor) -> "KeyedTensor":
+    def _with_values(self, values: Tensor) -> "KeyedTensor":
+        """Return a tensor of the same keys and dims with other values."""
         keyed = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
         keyed._index_per_key, keyed._offset_per_key = self._index_per_key, self._offset_per_key
         return keyed

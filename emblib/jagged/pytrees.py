@@ -124,6 +124,7 @@ def _reorder_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
 
 
 def _position(key: str, keys: list[str]) -> int:
+    """Return the number of a key; raise KeyError if an input of a graph lacks it."""
     if key not in keys:
         raise KeyError(f"a graph was made for inputs with the key {key!r}; there are {keys}")
     return keys.index(key)

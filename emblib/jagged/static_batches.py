@@ -166,6 +166,7 @@ class StaticBatch:
         self._staging = StagingRing(offsets[-1]) if device.type == "cuda" else None
 
     def _views(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors of the batch as views of its memory, uint8 `[n]`."""
         return [
             memory[begin:end].view(part.dtype).view(shape)
             for (begin, end), part, shape in zip(
@@ -224,7 +225,7 @@ class StagingRing:
         self._blocks: list[tuple[Tensor, Any]] = []  # in the order of their copies
 
     def take(self) -> Tensor:
-        """Return a block that no copy reads; wait only if `MAX_STAGING_BLOCKS` are in flight."""
+        """Return a block, uint8, that no copy reads; wait only for `MAX_STAGING_BLOCKS` copies."""
         if self._blocks:
             memory, event = self._blocks[0]
             is_free = event.query()

@@ -32,7 +32,7 @@ from emblib.memory_plan.selection import (
     SHARES,
     Limits,
     MemoryChoice,
-    pick,
+    choose_options,
     without_dominated,
 )
 from emblib.optim import SGD, Optimizer
@@ -281,7 +281,7 @@ def plan_memory(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
     options = [_candidates(table, methods, serving, device) for table in planned]
-    indices = pick(options, Limits(budget, None if backing is None else backing.nbytes))
+    indices = choose_options(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_with_reason(c, k) for c, k in zip(options, indices, strict=True))
     assumptions = tuple(_assumptions(planned, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
@@ -364,6 +364,7 @@ Method = Callable[[_PlannedTable], Iterator[_Option]]
 
 
 def _bf16_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield 16-bit rows, whose loss was measured with stochastic rounding alone."""
     if not is_fused(table.optimizer):
         return  # torch.optim rounds updates to nearest, whose loss was not measured
     loss = _loss_at(table.curves["bf16"], 0.5)
@@ -372,12 +373,14 @@ def _bf16_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _narrow_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield narrower tables, projected to their dim."""
     dim = table.config.embedding_dim
     for columns in sorted({int(share * dim) for share in _CURVE_SHARES} - {0}):
         yield _measured_option(table, "narrow", Narrow(columns))
 
 
 def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield tensor trains of the ranks to try."""
     with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
     max_ranks = shapes.max_ranks(with_ranks.row_factors, with_ranks.dim_factors)
     # Small tables clip large ranks to equal ones.
@@ -386,6 +389,7 @@ def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _hashed_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield tables whose ids share fewer rows; the loss is the share of lookups that collide."""
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
@@ -393,6 +397,7 @@ def _hashed_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield quotient-remainder tables of the shares to try."""
     for share in _CURVE_SHARES:
         try:
             storage = QuotientRemainder.for_share(table.rows, share)
@@ -419,6 +424,7 @@ def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield tables in backing memory behind a cache with a sufficient hit rate."""
     backing = table.backing
     if backing is None or not is_fused(table.optimizer):
         return  # only emblib's optimizers update rows behind a cache
@@ -553,6 +559,7 @@ def _with_reason(choices: Sequence[MemoryChoice], index: int) -> MemoryChoice:
 
 
 def _describe_storage(choice: MemoryChoice) -> str:
+    """Describe the storage of a choice for the report."""
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
     storage = choice.config.storage
     if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:

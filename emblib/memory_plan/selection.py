@@ -1,9 +1,9 @@
 """Pick one choice per table: minimise the sum of costs within the limits of one or two memories.
 
 Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
-`pick` solves a knapsack over both memories, with bytes rounded up to coarse units. It compares the
-result with plans that treat all tables alike, and spends the bytes that rounding left unused on the
-choices with the largest gain per byte.
+`choose_options` solves a knapsack over both memories, with bytes rounded up to coarse units. It
+compares the result with plans that treat all tables alike, and spends the bytes that rounding left
+unused on the choices with the largest gain per byte.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
     return frontier[::-1]
 
 
-def pick(options: Options, limits: Limits) -> list[int]:
+def choose_options(options: Options, limits: Limits) -> list[int]:
     """Return the index of one choice per table, with the least sum of costs within the limits.
 
     Raises:
@@ -230,6 +230,10 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
 
 
 def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
+    """Return the units of device and backing memory of a choice, rounded up.
+
+    `units` are those of the limits.
+    """
     device = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:
         return device, 0

@@ -170,6 +170,7 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
 
 
 def _max_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the maximum absolute difference over pairs of tensors; 0 without elements."""
     differences = [
         (old.float() - new.float()).abs().max().item() for old, new in pairs if old.numel()
     ]

@@ -120,6 +120,7 @@ class Migration:
         return "\n".join([*lines, *self.warnings])
 
     def _memory(self) -> tuple[TrainingMemory, TrainingMemory]:
+        """Return the bytes of all replaced modules, and of those that replace them."""
         sizes = [replaced.memory for replaced in self.replaced]
         before, after = zip(*sizes, strict=True)
         return sum(before, TrainingMemory()), sum(after, TrainingMemory())
@@ -235,6 +236,7 @@ class Migration:
         self._is_undone = True
 
     def _require_migrated(self) -> None:
+        """Raise RuntimeError if the migration was undone, or a module was replaced since."""
         if self._is_undone:
             raise RuntimeError("the migration was undone already")
         modules = dict(self._model.named_modules(remove_duplicate=False))
@@ -347,6 +349,8 @@ def _factory(module: nn.Module) -> Factory | None:
 
 
 def _refuse(reason: str) -> Factory:
+    """Return a factory that raises `NotMigrated` with a reason."""
+
     def refuse(*arguments: Any) -> Replaced:
         raise NotMigrated(reason)
 
@@ -388,6 +392,7 @@ def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
 
 
 def _set_module(model: nn.Module, paths: Sequence[str], module: nn.Module) -> None:
+    """Put a module at each of some paths of a model."""
     for path in paths:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)

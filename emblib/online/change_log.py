@@ -133,7 +133,7 @@ class ChangeLog:
         if compact_every is not None:
             self.snapshot(self.step)
         else:
-            self._put(RecordKind.DELTA, self.step)  # says at which step the log begins
+            self._write_changes(RecordKind.DELTA, self.step)  # says at which step the log begins
 
     @without_gradients
     def record(self, step: int) -> bool:
@@ -160,9 +160,9 @@ class ChangeLog:
         self._writer.wait_for_space()
         self._keyed.check()
         self._lookups.check()
-        self._put(RecordKind.DELTA, step)
+        self._write_changes(RecordKind.DELTA, step)
         if is_due:
-            self._put(RecordKind.COMPACTION, step)
+            self._write_changes(RecordKind.COMPACTION, step)
         return True
 
     @without_gradients
@@ -174,9 +174,10 @@ class ChangeLog:
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
         self._generation += 1
-        self._put(RecordKind.SNAPSHOT, step)
+        self._write_changes(RecordKind.SNAPSHOT, step)
 
-    def _put(self, kind: RecordKind, step: int) -> None:
+    def _write_changes(self, kind: RecordKind, step: int) -> None:
+        """Append a record of the changes, or of all rows, as of a step."""
         lookups = self._lookups if kind is RecordKind.DELTA else None
         changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
         position = (self._rank, self._num_ranks, self._generation, self._sequence + 1)
@@ -271,6 +272,7 @@ class _Writer:
                 self._changed.notify_all()
 
     def _write(self, record: Record) -> None:
+        """Append a record; one with all rows makes those before it superfluous."""
         position = self._sink.append(encode(record), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole is not None:
@@ -297,14 +299,15 @@ class _Writer:
         with self._changed:
             return len(self._queue) >= self._max_pending
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        """Wait until `is_done`, or raise the error of the writing thread."""
         with self._changed:
             self._changed.wait_for(lambda: is_done() or self._error is not None)
         self.raise_error()
 
     def wait_for_space(self) -> None:
         """Wait until another record may be put."""
-        self._wait(lambda: len(self._queue) < self._max_pending)
+        self._wait_until(lambda: len(self._queue) < self._max_pending)
 
     def put(self, record: Record) -> None:
         """Add a record to the queue."""
@@ -314,7 +317,7 @@ class _Writer:
 
     def flush(self) -> None:
         """Wait until the queue is empty."""
-        self._wait(lambda: not self._queue)
+        self._wait_until(lambda: not self._queue)
 
     def close(self) -> None:
         """Write all records, and end the thread."""

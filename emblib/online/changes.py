@@ -80,6 +80,7 @@ class LookupHook:
             self._make_distinct()
 
     def _make_distinct(self) -> None:
+        """Replace the recorded batches by the distinct rows of each table."""
         parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
             ends = repair_offsets(offsets, ids.numel())
@@ -123,7 +124,7 @@ class Lookups:
         return {key: module.step for key, module in self._modules.items()}
 
     def of(self, module: Any, number: int) -> Tensor:
-        """Return the distinct rows or keys of a table that were looked up, in order."""
+        """Return the distinct rows or keys of a table that were looked up, int64, ascending."""
         none = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
         return torch.cat(
             [none, *(part for _, hook in self._hooks for part in hook.rows((id(module), number)))]

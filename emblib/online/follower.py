@@ -130,6 +130,7 @@ class LogFollower:
         return Lag(max(steps, 0), max(seconds, 0.0))
 
     def _is_new(self, record: Record) -> bool:
+        """Return whether a record is newer than the state of the tables."""
         if self._key is not None:
             return record.key > self._key
         return self._step is None or record.step > self._step
@@ -259,6 +260,7 @@ class LogFollower:
         return writes
 
     def _table(self, name: str) -> ServedTable | None:
+        """Return the table that a log names; None if it is not followed."""
         if self._names is not None and name not in self._names:
             return None
         if name not in self._tables:
@@ -367,6 +369,7 @@ class ReaderLock:
                 self._leave()
 
     def _leave(self) -> None:
+        """End a reader, and wake a waiting writer."""
         with self._changed:
             self._num_readers -= 1
             self._changed.notify_all()

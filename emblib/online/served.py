@@ -59,12 +59,12 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             "a follower has whole tables in one process, and this model is sharded: give it the "
             "unsharded model, or emblib.inference.for_inference of its tables"
         )
-    tables = [(table.name, _plain(table)) for table in model_tables.tables]
+    tables = [(table.name, _serve_plain(table)) for table in model_tables.tables]
     tables += [(name, DynamicRows(handle)) for name, handle in tables_of(model).items()]
     for module in model.modules():
         if isinstance(module, InferenceEmbeddingBags):
             for t, name in enumerate(module.rows.table_names):
-                tables.append((name, _indexed(module, t, name)))
+                tables.append((name, _serve_indexed(module, t, name)))
     names = [name for name, _ in tables]
     if repeated_names := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
@@ -73,13 +73,15 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
     return dict(tables)
 
 
-def _plain(table: PlainTable) -> ServedTable:
+def _serve_plain(table: PlainTable) -> ServedTable:
+    """Return the served table of a float or quantised table without index."""
     if isinstance(table.module, QuantizedEmbeddingBags):
         return QuantizedRows(table.name, lambda: table.module, table.number)
     return FloatRows(table)
 
 
-def _indexed(served: InferenceEmbeddingBags, table: int, name: str) -> ServedTable:
+def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> ServedTable:
+    """Return the served table of a table whose ids an index may map to rows."""
     index = served.indexes[table]
     if index is None:
         return QuantizedRows(name, lambda: served.rows, table)
@@ -179,7 +181,7 @@ class QuantizedRows:
         module = self._module()
         spec = module.tables[self._number]
         _check_rows(self._name, change, spec.rows, spec.dim)
-        packed = _packed(module, self._number, change.weight)
+        packed = _pack_rows(module, self._number, change.weight)
 
         def write() -> None:
             view = self._module().table_views()[self._number]["packed"]
@@ -193,7 +195,7 @@ class QuantizedRows:
         return self.prepare(change)
 
 
-def _packed(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Tensor:
+def _pack_rows(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Tensor:
     """Return rows in the format of a table, as `QuantizedEmbeddingBags.write_rows` has them."""
     name, spec = module.table_names[table], module.tables[table]
     part = QuantizedEmbeddingBags(
@@ -222,13 +224,13 @@ class IndexedRows:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
         _check_dim(self._name, change, rows.tables[self._table].dim)
         _check_fallback(self._name, change, self._index.fallback)
-        packed = _packed(rows, self._table, change.weight)
+        packed = _pack_rows(rows, self._table, change.weight)
         device = rows.packed.device
         removed, keys = change.removed.to(device), change.keys.to(device)
         if not change.fallback:
             return lambda: self._apply(removed, keys, packed)
         numbers = range_of(change.fallback["keys"], self._index.fallback).to(device)
-        shared = _packed(rows, self._table, change.fallback["weight"])
+        shared = _pack_rows(rows, self._table, change.fallback["weight"])
 
         def write() -> None:
             self._apply(removed, keys, packed)
@@ -241,7 +243,7 @@ class IndexedRows:
         write = self.prepare(change)
 
         def replace() -> None:
-            _, keys, _ = self._live()
+            _, keys, _ = self._live_entries()
             removed_keys = keys[~torch.isin(keys, change.keys.to(keys.device))]
             self._apply(removed_keys, change.keys.to(keys.device)[:0], self._view()[:0])
             write()
@@ -260,8 +262,8 @@ class IndexedRows:
     def _entries(self) -> Tensor:
         return self._index.entries.view(-1, 2)
 
-    def _live(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the positions of the keys in the index, the keys, and their rows."""
+    def _live_entries(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions of the keys in the index, the keys, and their rows; int64 `[n]`."""
         entries = self._entries()
         is_live = (entries[:, 1] >= 0) & (entries[:, 1] != self._removed_row)
         positions = is_live.nonzero().view(-1)
@@ -290,7 +292,7 @@ class IndexedRows:
         self._insert(keys[~is_found], rows[~is_found])
 
     def _take_rows(self, count: int) -> Tensor:
-        """Return rows without a key: those of removed keys first."""
+        """Return rows without a key, int64 `[count]`: those of removed keys first."""
         freed, self._freed = self._freed[:count], self._freed[count:]
         assert self._free is not None
         count -= freed.numel()
@@ -303,7 +305,7 @@ class IndexedRows:
         """Find the rows without a key, and a row for removed keys."""
         spec, index = self._served.rows.tables[self._table], self._index
         device = self._served.rows.packed.device
-        _, _, rows = self._live()
+        _, _, rows = self._live_entries()
         self._num_used = rows.numel()
         rows, counts = rows.unique(return_counts=True)
         is_free = torch.ones(spec.rows, dtype=torch.bool, device=device)
@@ -321,7 +323,7 @@ class IndexedRows:
                 self._grow(1)
             self._removed_row, self._free = int(self._free[0]), self._free[1:]
             zeros = torch.zeros(1, spec.dim)
-            self._view()[self._removed_row] = _packed(self._served.rows, self._table, zeros)[0]
+            self._view()[self._removed_row] = _pack_rows(self._served.rows, self._table, zeros)[0]
 
     def _grow(self, num_rows: int) -> None:
         """Build larger rows; those of all tables of the module are copied."""
@@ -338,11 +340,12 @@ class IndexedRows:
         self._free = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:
+        """Add keys with their rows, int64 `[n]` each, to the index, rebuilding it if it is full."""
         entries, bits = self._entries(), self._index.hash_bits
         self._num_used += keys.numel()
         is_full = keys.numel() > 0 and self._num_used > _FULL * (1 << bits)
         if is_full or not _insert(entries, bits, keys, rows):
-            _, live_keys, live_rows = self._live()
+            _, live_keys, live_rows = self._live_entries()
             is_waiting = ~torch.isin(keys, live_keys)  # some may be in already
             self._build(
                 torch.cat([live_keys, keys[is_waiting]]), torch.cat([live_rows, rows[is_waiting]])
@@ -430,6 +433,7 @@ class DynamicRows:
         return entries
 
     def _hyperparams(self, change: TableChange) -> Tensor:
+        """Return the hyperparameters after a change; its own ones if they fit the optimizer."""
         present = self._location.module.state.hyperparams.cpu()
         new = change.hyperparams
         return present if new is None or new.shape != present.shape else new

@@ -131,10 +131,11 @@ class DirectorySink:
             self._segment, end = segments[-1], 0
             for entry in self._read_segment(self._segment, 0, is_last=True):
                 end = int(entry.position.split(":")[1])
-            os.truncate(self._path(self._segment), end)
+            os.truncate(self._segment_path(self._segment), end)
 
     def _next_segment(self) -> None:
-        path = self._path(self._segment + 1)
+        """Start a new file, whose name is durable before a record is in it."""
+        path = self._segment_path(self._segment + 1)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         if self._file >= 0:
             os.close(self._file)
@@ -153,7 +154,10 @@ class DirectorySink:
         """
         segments = self._segments()
         segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
-        if segments and (segment, end) > (segments[-1], self._path(segments[-1]).stat().st_size):
+        if segments and (segment, end) > (
+            segments[-1],
+            self._segment_path(segments[-1]).stat().st_size,
+        ):
             segment, end = 0, 0  # the directory was emptied, and has another log
         for number in segments:
             if number >= segment:
@@ -162,7 +166,7 @@ class DirectorySink:
 
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
         """Yield the records of one file from `begin` on; stop at one that is being written."""
-        path, offset = self._path(number), begin
+        path, offset = self._segment_path(number), begin
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
@@ -194,7 +198,7 @@ class DirectorySink:
         """
         for number in reversed(self._segments()):
             if number < int(before.split(":")[0]):
-                self._path(number).unlink(missing_ok=True)
+                self._segment_path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files, and let another process write."""
@@ -208,16 +212,18 @@ class DirectorySink:
 
     def _segments(self) -> list[int]:
         """Return the numbers of the files; the writer may delete some while they are listed."""
-        numbers, previous = self._listed(), None
+        numbers, previous = self._segment_numbers(), None
         while numbers != previous:
-            numbers, previous = self._listed(), numbers
+            numbers, previous = self._segment_numbers(), numbers
         return numbers
 
-    def _listed(self) -> list[int]:
+    def _segment_numbers(self) -> list[int]:
+        """Return the numbers of the existing files, ascending."""
         names = (path.stem for path in self.directory.glob(f"*{_SUFFIX}"))
         return sorted(int(name) for name in names if name.isdigit())
 
-    def _path(self, number: int) -> Path:
+    def _segment_path(self, number: int) -> Path:
+        """Return the path of a file by its number."""
         return self.directory / f"{number:012d}{_SUFFIX}"
 
 

@@ -15,6 +15,7 @@ _MINIMUM_TORCH = (2, 10)
 
 
 def _load() -> None:
+    """Load the native libraries: that of the CPU, and that of CUDA where there is a GPU."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < _MINIMUM_TORCH:
         raise ImportError(
@@ -37,6 +38,7 @@ def _find(name: str) -> Path | None:
 
 
 def _load_library(name: str) -> None:
+    """Load one library; raise ImportError with the way out if that fails."""
     path = _find(name)
     if path is None:
         raise ImportError(f"emblib's native library lib{name}.so is missing; {_way_out()}")

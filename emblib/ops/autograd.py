@@ -231,6 +231,7 @@ class FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Update weights and states; return the gradients of the inputs of `forward`."""
         batch, _, row_weights = _saved(ctx)
         required = RequiredResults(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
         scale = scale_of_backward() if required.update else None
@@ -476,6 +477,7 @@ class GradientLookup(torch.autograd.Function):
 
     @staticmethod
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs of `forward`, those of weights last."""
         batch, sample_weights, memory = _saved(ctx)
         sample_grad = None
         if ctx.rule.max_gradient is not None:
@@ -609,7 +611,7 @@ def lookup_no_grad(
     sample_weights: Tensor | None,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """Pool each bag, without gradients.
+    """Pool each bag, without gradients; shapes are as in `lookup`.
 
     `weights` are as in `Tiers`; the output is as of `FusedLookup.forward`, of `output_dtype`.
     """
@@ -739,6 +741,7 @@ def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the batch with its saved tensors, then the other saved tensors."""
     indices, offsets, bag_layout, slots, *tensors = ctx.saved_tensors
     batch = ctx.batch._replace(indices=indices, offsets=offsets, bag_layout=bag_layout, slots=slots)
     return batch, *tensors

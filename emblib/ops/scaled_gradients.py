@@ -47,7 +47,8 @@ class _Scaled:
 _scaled: OrderedDict[int, _Scaled] = OrderedDict()  # by the id of a graph task
 
 
-def _entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
+def _scaler_entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
+    """Return the entry of a scaler, made at its first use and removed with the scaler."""
     entry = scalers.get(id(scaler))
     if entry is None or entry.reference() is not scaler:
         entry = scalers[id(scaler)] = _Scaler(scaler)
@@ -63,7 +64,7 @@ def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Call
         result = method(self, *arguments, **options)
         if torch.compiler.is_compiling():
             return result
-        entry = _entry(scalers, self)
+        entry = _scaler_entry(scalers, self)
         if name == "scale":
             scale = getattr(self, "_scale", None)
             entry.has_scaled = True
@@ -79,6 +80,7 @@ def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Call
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
+    """Yield the tensors in a value or in nested iterables of values."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Iterable):
@@ -105,6 +107,7 @@ def _record_scalers() -> _Scalers:
 
 
 def _wrap_methods(cls: type, scalers: _Scalers) -> None:
+    """Make the methods of a class of scalers record what they do."""
     for name in ("__init__", "__setstate__", "scale", "update"):
         method = vars(cls).get(name)
         if method is not None and not hasattr(method, _MARK):
@@ -112,6 +115,7 @@ def _wrap_methods(cls: type, scalers: _Scalers) -> None:
 
 
 def _wrap_subclass(scalers: _Scalers, cls: type, **options: Any) -> None:
+    """Wrap the methods of a new subclass of `GradScaler`; its `__init_subclass__`."""
     base: Any = super
     base(GradScaler, cls).__init_subclass__(**options)
     _wrap_methods(cls, scalers)
@@ -122,10 +126,11 @@ _scalers = _record_scalers()
 
 def mark_scaled(loss: Tensor, scale: Tensor) -> None:
     """Record that gradients of every backward from `loss` are multiplied by `scale`."""
-    _mark(loss, lambda: _Scaled(scale))
+    _mark_loss(loss, lambda: _Scaled(scale))
 
 
-def _mark(loss: Tensor, scaled: Callable[[], _Scaled]) -> None:
+def _mark_loss(loss: Tensor, scaled: Callable[[], _Scaled]) -> None:
+    """Record the scale of the backward that begins at a scaled loss."""
     if not loss.requires_grad:
         return
 
@@ -141,7 +146,7 @@ def mark_nested(output: Tensor) -> None:
     """Record that a nested backward from `output` has the scale of the running one."""
     outer = _of_this_backward()
     if outer is not None:
-        _mark(output, lambda: outer)
+        _mark_loss(output, lambda: outer)
 
 
 def note_finite(is_finite: Tensor) -> None:
@@ -159,13 +164,13 @@ def _of_this_backward() -> _Scaled | None:
 
 
 def known_scale() -> Tensor | None:
-    """Return the scale of the gradients of the running backward, if it is known."""
+    """Return the scale of the running backward's gradients, a scalar tensor, if it is known."""
     scaled = _of_this_backward()
     return None if scaled is None else scaled.scale
 
 
 def scale_of_backward() -> Tensor | None:
-    """Return the scale of the gradients of the running backward; None if they are not scaled.
+    """Return the scale of the running backward, a scalar tensor; None if it is not scaled.
 
     In a graph that is being compiled this returns None, see `counted_step`.
 
@@ -235,6 +240,7 @@ def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
 
 
 def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:
+    """Return a scalar 1 like `hyper`; raise RuntimeError if the backward is scaled."""
     if scale_of_backward() is not None:
         raise RuntimeError(
             "the gradients of a compiled graph are scaled by a torch.amp.GradScaler, and updates "
@@ -246,6 +252,7 @@ def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:
 
 
 def _define_op() -> torch.library.Library | None:
+    """Define `one_unless_scaled`, which a compiled backward calls; None if it exists."""
     if hasattr(torch.ops.emblib_python, "one_unless_scaled"):  # this module is loaded again
         return None
     # Not `emblib`, which has the ops of csrc.

@@ -703,6 +703,7 @@ def _save(
 
 
 def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
+    """Return the computed rows, the sample weights and the other saved tensors."""
     groups, plan = _GROUP_TENSORS, len(TTPlan._fields)
     tensors = ctx.saved_tensors
     *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]

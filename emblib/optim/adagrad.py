@@ -52,10 +52,11 @@ def encode_steps(steps: Tensor) -> Tensor:
 
 
 class TailRate(Choice):
-    """Learning rate of the rows seen more often than `Counter.threshold`, `c` being the count.
+    """Learning rate of the rows seen more often than `Counter.threshold`.
 
-    EQUAL changes nothing; RAISED multiplies by `(largest / (c + 1)) ** bound`, within [1, 10];
-    LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; BY_COUNT uses
+    With `c` the count of the row, `largest` that of the table plus 1 and `bound` that of the
+    `Counter`: EQUAL changes nothing; RAISED multiplies the rate by `(largest / (c + 1)) ** bound`,
+    within [1, 10]; LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; BY_COUNT uses
     `lr / (sqrt(bound * c) + eps)`.
 
     Example:
@@ -112,7 +113,11 @@ class Counter:
         object.__setattr__(self, "tail", TailRate(self.tail))
 
     def parameters(self, decay: WeightDecay | None) -> tuple[float, ...]:
-        """Return the numbers in the functor's order, the largest count (1 at first) last."""
+        """Return the numbers in the order of the functor (csrc/optim/rowwise_adagrad.h).
+
+        These are halflife, code and rate of the decay, start, bound, code of the tail, threshold,
+        whether it is relative, and the largest count plus 1, which is 1 at first.
+        """
         kinds = {type(None): 0.0, L2: 1.0, Decoupled: 2.0, AdagradW: 3.0}
         tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
         tail = float(tails.index(self.tail)) if self.tail in tails else -1.0
@@ -138,9 +143,14 @@ class Counter:
 
 @dataclass(frozen=True)
 class CowClip:
-    """Clip the gradient of a row to `count * max(coefficient * norm of the row, lower_bound)`.
+    """Clip the norm of a row's gradient by its count (Zheng et al., "CowClip", 2022).
 
-    `halflife` is that of the count, as in `Counter` (Zheng et al., "CowClip", 2022).
+    The bound is `count * max(coefficient * norm of the row, lower_bound)`.
+
+    Args:
+        halflife: steps after which an occurrence counts half, as in `Counter`.
+        coefficient: share of the norm of the row.
+        lower_bound: minimum of the bound per occurrence.
 
     Example:
         >>> clip = emblib.optim.CowClip(coefficient=1.0, lower_bound=1e-4)
@@ -228,7 +238,7 @@ class Adagrad(Optimizer):
         """Return `(eps,)`."""
         return (self.eps,)
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         return {"eps": numbers[0]}
 
 
@@ -279,7 +289,7 @@ class RowwiseAdagrad(Optimizer):
                 f"{self.weight_decay!r} and {self.counter!r}"
             )
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         if self.name == "rowwise_adagrad":
             return {"eps": numbers[0]}
         fields: dict[str, Any] = {"eps": numbers[0], "max_norm": numbers[1]}
@@ -330,8 +340,8 @@ class RowwiseAdagrad(Optimizer):
             return (*norms, decay.rate, decay.lower_bound, float(decay.start))
         return norms
 
-    def _decay_head(self) -> tuple[float, float]:
-        return (0.0, 0.0) if isinstance(self.counter, Counter) else super()._decay_head()
+    def _kernel_decay_rates(self) -> tuple[float, float]:
+        return (0.0, 0.0) if isinstance(self.counter, Counter) else super()._kernel_decay_rates()
 
 
 class EmaReset(Choice):
@@ -388,7 +398,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         """Return `(eps,)`."""
         return (self.eps,)
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         return {"eps": numbers[0]}
 
 
@@ -400,7 +410,8 @@ def ensemble_(
 ) -> None:
     """Update the averages, or replace weights by them, at forward number `step` (from 1).
 
-    `weights` and `slow` are views of the tables and of their states `sparse_ema`.
+    `weights` are views of the tables, `slow` of their states `sparse_ema`: `[rows, dim]` each, in
+    the same order. Both are written in place.
     """
     average, swap = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
     if not (average or swap):
@@ -419,9 +430,10 @@ def ensemble_(
 def count_largest_(
     optimizer: RowwiseAdagrad, step: int, hyper: Tensor, counters: Sequence[Tensor]
 ) -> None:
-    """Write the largest row count plus one to `hyperparams` every `update_every` steps.
+    """Write the largest row count plus 1 to `hyper` every `Counter.update_every` steps.
 
-    `counters` are the states `row_counter`.
+    `hyper` are the hyperparameters, float64, see `emblib.columns.Hyper`; `counters` are the states
+    `row_counter`, `[rows]` each. Without a `Counter` this does nothing.
     """
     counter = optimizer.counter
     if not isinstance(counter, Counter) or counter.update_every <= 0:

@@ -5,16 +5,20 @@ from typing import Any, ClassVar
 
 from emblib.optim.base import Decoupled, Optimizer, State, check_number
 
-_ELEMENTS = (State("exp_avg"), State("exp_avg_sq"))
-_PARTIAL = (State("exp_avg"), State("exp_avg_sq", per_row=True))
+_ELEMENTWISE_STATES = (State("exp_avg"), State("exp_avg_sq"))
+_ROWWISE_STATES = (State("exp_avg"), State("exp_avg_sq", per_row=True))
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
     """Adam on the rows a batch touches (Kingma & Ba, 2015; lazy as `torch.optim.SparseAdam`).
 
-    With `m` and `v` the moments without bias: `w -= lr * m / (sqrt(v) + eps)`. `Decoupled(rate)`
-    makes it AdamW.
+    With `m` and `v` the bias-corrected moments: `w -= lr * m / (sqrt(v) + eps)`. A weight decay of
+    `Decoupled(rate)` makes it AdamW.
+
+    Args:
+        betas: decay rates of the first and the second moment, in [0, 1).
+        eps: constant that is added to the root.
 
     Example:
         >>> [state.name for state in emblib.optim.Adam(lr=0.01, betas=(0.9, 0.99)).states]
@@ -25,7 +29,7 @@ class Adam(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "adam"
-    base_states: ClassVar[tuple[State, ...]] = _ELEMENTS
+    base_states: ClassVar[tuple[State, ...]] = _ELEMENTWISE_STATES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,14 +40,14 @@ class Adam(Optimizer):
         """Return `(beta1, beta2, eps)`."""
         return (*self.betas, self.eps)
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         beta1, beta2, eps = numbers
         return {"betas": (beta1, beta2), "eps": eps}
 
 
 @dataclass(frozen=True)
 class PartialRowwiseAdam(Adam):
-    """Adam whose second moment is one number per row, of the mean of `g*g`.
+    """Adam whose second moment is one number per row: the moving average of `mean(g*g)`.
 
     Example:
         >>> [(state.name, state.per_row) for state in emblib.optim.PartialRowwiseAdam(0.01).states]
@@ -51,15 +55,19 @@ class PartialRowwiseAdam(Adam):
     """
 
     functor: ClassVar[str] = "partial_rowwise_adam"
-    base_states: ClassVar[tuple[State, ...]] = _PARTIAL
+    base_states: ClassVar[tuple[State, ...]] = _ROWWISE_STATES
 
 
 @dataclass(frozen=True)
 class LAMB(Optimizer):
-    """Adam with steps as long as the row is (You et al., 2020).
+    """Adam whose steps are scaled to the norm of the row (You et al., 2020).
 
-    `r = m / (sqrt(v) + eps) + rate * w; w -= lr * |w| / |r| * r`, with the rate of
-    `weight_decay=Decoupled(rate)`; where a norm is zero the ratio is 1.
+    With `m` and `v` the bias-corrected moments: `r = m / (sqrt(v) + eps) + rate * w; w -= lr * |w|
+    / |r| * r`, with the rate of `weight_decay=Decoupled(rate)`. If a norm is 0, `|w| / |r|` is 1.
+
+    Args:
+        betas: decay rates of the first and the second moment, in [0, 1).
+        eps: constant that is added to the root.
 
     Example:
         >>> [state.name for state in emblib.optim.LAMB(lr=0.01).states]
@@ -70,7 +78,7 @@ class LAMB(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "lamb"
-    base_states: ClassVar[tuple[State, ...]] = _ELEMENTS
+    base_states: ClassVar[tuple[State, ...]] = _ELEMENTWISE_STATES
     decays: ClassVar[tuple[type, ...]] = (Decoupled,)
 
     def __post_init__(self) -> None:
@@ -80,20 +88,20 @@ class LAMB(Optimizer):
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(beta1, beta2, eps, rate of the weight decay)`."""
-        return (*self.betas, self.eps, self._rate())
+        return (*self.betas, self.eps, self._functor_decay_rate())
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         beta1, beta2, eps, rate = numbers
-        decay = self._with_rate(Decoupled, rate)
+        decay = self._make_decay(Decoupled, rate)
         return {"betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
 
-    def _decay_head(self) -> tuple[float, float]:
+    def _kernel_decay_rates(self) -> tuple[float, float]:
         return (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class PartialRowwiseLAMB(LAMB):
-    """LAMB whose second moment is one number per row, of the mean of `g*g`.
+    """LAMB whose second moment is one number per row: the moving average of `mean(g*g)`.
 
     Example:
         >>> [(state.name, state.per_row) for state in emblib.optim.PartialRowwiseLAMB(0.01).states]
@@ -101,7 +109,7 @@ class PartialRowwiseLAMB(LAMB):
     """
 
     functor: ClassVar[str] = "partial_rowwise_lamb"
-    base_states: ClassVar[tuple[State, ...]] = _PARTIAL
+    base_states: ClassVar[tuple[State, ...]] = _ROWWISE_STATES
 
 
 def _check_betas(betas: tuple[float, float]) -> None:

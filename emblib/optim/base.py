@@ -161,10 +161,10 @@ class Optimizer:
 
     def hyperparams(self, device: torch.device | str | None = None) -> Tensor:
         """Return float64 `(lr, step = 0, L2, decay, seed = -1, *parameters)` on `device`."""
-        head = (self.lr, 0.0, *self._decay_head(), -1.0)
+        head = (self.lr, 0.0, *self._kernel_decay_rates(), -1.0)
         return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)
 
-    def _decay_head(self) -> tuple[float, float]:
+    def _kernel_decay_rates(self) -> tuple[float, float]:
         """Return the rates (L2, decoupled) that kernels apply outside the functor."""
         decay = self.weight_decay
         return (
@@ -182,20 +182,20 @@ class Optimizer:
         rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]
         if not rate and self.weight_decay is not None:
             kind = type(self.weight_decay)
-        changes: dict[str, Any] = {"weight_decay": self._with_rate(kind, rate)}
-        changes |= self._fields_of(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
+        changes: dict[str, Any] = {"weight_decay": self._make_decay(kind, rate)}
+        changes |= self._unpack_fields(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
         changed = replace(self, **changes)
         return self if changed == self else changed  # `ShortCalls` compares by identity
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         """Return the fields that `parameters` packed into these numbers."""
         return {}
 
-    def _with_rate(self, kind: Any, rate: float) -> Any:
+    def _make_decay(self, kind: Any, rate: float) -> Any:
         """Return `kind(rate)`; None for a rate of 0 if there is no decay."""
         return None if not rate and self.weight_decay is None else kind(rate)
 
-    def _rate(self) -> float:
+    def _functor_decay_rate(self) -> float:
         """Return the rate of a decay inside the functor."""
         return 0.0 if self.weight_decay is None else float(self.weight_decay.rate)
 
@@ -268,13 +268,13 @@ class LARS(Optimizer):
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(momentum, eta, rate of the weight decay)`."""
-        return (self.momentum, self.eta, self._rate())
+        return (self.momentum, self.eta, self._functor_decay_rate())
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         momentum, eta, rate = numbers
-        return {"momentum": momentum, "eta": eta, "weight_decay": self._with_rate(L2, rate)}
+        return {"momentum": momentum, "eta": eta, "weight_decay": self._make_decay(L2, rate)}
 
-    def _decay_head(self) -> tuple[float, float]:
+    def _kernel_decay_rates(self) -> tuple[float, float]:
         return (0.0, 0.0)
 
 
@@ -314,7 +314,7 @@ class FTRL(Optimizer):
         """Return `(beta, l1, l2)`."""
         return (self.beta, self.l1, self.l2)
 
-    def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
+    def _unpack_fields(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         return dict(zip(("beta", "l1", "l2"), numbers, strict=True))
 
 

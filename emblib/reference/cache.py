@@ -114,12 +114,14 @@ class CacheModel:
         return (1, 0, way.stamp)
 
     def _table(self, row: int) -> int:
+        """Return the table of a row; -1 if no table has it."""
         for t, (first_row, rows) in enumerate(self.ranges):
             if first_row <= row < first_row + rows:
                 return t
         return -1
 
     def _count(self, batch: Counter[int], plan: CachePlan, missing_rows: set[int]) -> None:
+        """Add a planned batch to the counters; `batch` has the lookups of each row."""
         for t in {self._table(row) for row in batch}:
             self.tables[t]["calls"] += 1
         self.whole["calls"] += 1

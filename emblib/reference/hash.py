@@ -248,10 +248,10 @@ class HashModel:
             else:
                 chosen_by.setdefault(choice, []).append((miss, entry))
         for (bucket, evict), bucket_misses in chosen_by.items():
-            self._serve(table, bucket, bucket_misses, evict=evict)
+            self._insert_into_bucket(table, bucket, bucket_misses, evict=evict)
         return [miss for miss in pending if miss.slot < 0 and miss.status != REFUSED]
 
-    def _serve(
+    def _insert_into_bucket(
         self,
         table: ReferenceHashTable,
         bucket: int,
@@ -260,13 +260,18 @@ class HashModel:
         evict: bool,
     ) -> None:
         """Insert keys in order into at most half of a bucket's usable slots, rounded up."""
-        room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)
+        room = (
+            len(self._evictable_entries(table, bucket))
+            if evict
+            else table.bucket(bucket).count(None)
+        )
         max_inserts = (room + 1) // 2
         for miss in bucket_misses:
             if max_inserts and (self._replace if evict else self._fill)(table, bucket, miss):
                 max_inserts -= 1
 
     def _first_score(self, miss: Miss, batch_score: int) -> int:
+        """Return the score of an entry when it is inserted; 0 if the order uses none."""
         if self.order in ("lfu", "lru_lfu"):
             return miss.total
         return batch_score if self.order == "assigned" else 0
@@ -287,7 +292,7 @@ class HashModel:
             for candidate, number in candidates
             if candidate is not None
         ]
-        if not ranked or self._gives_up(entry, min(ranked)[0]):
+        if not ranked or self._may_evict(entry, min(ranked)[0]):
             return None
         return min(ranked)[1], True
 
@@ -308,7 +313,7 @@ class HashModel:
         """Replace an entry of the bucket by the new key; return False if the key is refused."""
         miss, entry = miss_and_entry
         candidate = self._candidate(table, number)
-        if candidate is None or self._gives_up(entry, self._rank(candidate)):
+        if candidate is None or self._may_evict(entry, self._rank(candidate)):
             return False
         miss.slot, miss.status = number * SLOTS + table.bucket(number).index(candidate), EVICTING
         miss.evicted, table.slots[miss.slot] = candidate, entry
@@ -322,15 +327,15 @@ class HashModel:
 
     def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
         """Return a bucket's eviction candidate: its lowest entry that this batch did not use."""
-        return min(self._older(table, number), key=self._rank, default=None)
+        return min(self._evictable_entries(table, number), key=self._rank, default=None)
 
-    def _older(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
+    def _evictable_entries(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
         """Return the entries of a bucket that may be evicted."""
         if self.order == "none":
             return []
         return [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
 
-    def _gives_up(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
+    def _may_evict(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
         return self.insert_policy == "competes" and self._rank(entry) < candidate
 
     # Calls of their own

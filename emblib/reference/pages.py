@@ -1,6 +1,8 @@
 """Pages of the files of a store: the definition of `emblib.ops.pages`.
 
-`fetch_pages` has none, since it changes no value.
+The arguments are those of the ops: row r of a file, int64, has `width` bytes from byte `first_byte
++ r * width` on, and -1 is no row; `marks` are uint8 by page. `fetch_pages` has no definition here,
+since it changes no value.
 """
 
 import zlib
@@ -28,7 +30,7 @@ def crc32(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
 
 
 def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
-    """Return the pages of rows; pages of several rows repeat."""
+    """Return the numbers of the pages of rows, int64, row after row; a page may repeat."""
     begins = [first_byte + row * width for row in rows.tolist() if row >= 0 and width]
     pages = [range(at // page_bytes, (at + width - 1) // page_bytes + 1) for at in begins]
     return torch.tensor([page for row_pages in pages for page in row_pages], dtype=torch.int64)
@@ -37,7 +39,7 @@ def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tens
 def without_mark(
     marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int
 ) -> Tensor:
-    """Return the pages of rows that have a mark and it is 0; a page may repeat."""
+    """Return the pages of rows that have a mark and it is 0, int64; a page may repeat."""
     pages = pages_of(rows, width, first_byte, page_bytes)
     pages = pages[pages < marks.numel()]
     return pages[marks[pages] == 0]
@@ -52,7 +54,10 @@ def mark_(
 
 
 def file_slots(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
-    """Return the entry of each slot, -1 for slot -1 and for hidden entries."""
+    """Return `file_slots` of each slot, int64 `[n]`; -1 for slot -1 and for hidden entries.
+
+    `is_hidden` is uint8 by entry, 1 for an entry to hide; None hides none.
+    """
     entries = torch.full_like(slots, -1)
     entries[slots >= 0] = file_slots[slots[slots >= 0]]
     if is_hidden is not None:

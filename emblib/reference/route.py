@@ -1,18 +1,21 @@
 """Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
-The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms. The loops run
-over features, blocks and segments, never over ids.
+The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms: a *unit* is
+the part of a feature that one rank looks up, `copies` are the units that get the ids of a block.
+The loops run over features, blocks and segments, never over ids.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from emblib.columns import RouteRule
+from emblib.columns import RouteBlockColumn, RouteRule
 from emblib.reference.random import mix
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Concatenate segments `order` of `values`, `total` rows in all."""
+    """Concatenate segments `order` of `values` `[N, ...]`, `total` rows in all."""
     segments = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
     out = torch.cat([values[:0], *segments])
     if out.size(0) != total:
@@ -25,72 +28,93 @@ def owners(keys: Tensor, num_blocks: int) -> Tensor:
     return (mix(mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
 
-def ranks_and_rows(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the block of each id of one feature, int64 `[L]`, and the id within that block.
 
-    `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`.
+    `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`. The
+    ids within blocks have the dtype of `ids`.
     """
-    first_row, count, rows, rule = feature.tolist()
+    first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
-        return first_row + owners(ids, count), ids
+        return first_block + owners(ids, num_blocks), ids
     pruned = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
     row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
-    first_rows = blocks[first_row : first_row + count, 0].contiguous()
+    first_rows = blocks[
+        first_block : first_block + num_blocks, RouteBlockColumn.FIRST_ROW
+    ].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
     local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
     block, local = torch.where(pruned, 0, block), torch.where(pruned, -1, local)
     if rule == RouteRule.BY_RANGE_ELSE_SPREAD:
         beyond = ids >= rows
-        block = torch.where(beyond, ids % count, block)
-        local = torch.where(beyond, ids // count, local)
-    return first_row + block, local
+        block = torch.where(beyond, ids % num_blocks, block)
+        local = torch.where(beyond, ids // num_blocks, local)
+    return first_block + block, local
 
 
-def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return per unit the positions of its ids, the bag of each, all bags, ids within the block."""
+class _UnitRoute(NamedTuple):
+    """The ids that one unit looks up, in the order of its bags.
+
+    Attributes:
+        positions: int64 `[n]`, positions of the ids in the batch.
+        bag: int64 `[n]`, number of each id's bag among `bags`.
+        bags: int64, numbers in the batch of the bags of the unit's feature.
+        local_ids: `[n]` in the dtype of the batch, the ids within the unit's block.
+    """
+
+    positions: Tensor
+    bag: Tensor
+    bags: Tensor
+    local_ids: Tensor
+
+
+def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[_UnitRoute]:
+    """Return the route of every unit."""
     first_bags, features, blocks, copies, units = routing
     none = ids.new_empty(0, dtype=torch.int64)
-    routes: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
+    routes = [_UnitRoute(none, none, none, ids[:0])] * (units.numel() - 1)
     for f, feature in enumerate(features):
-        if int(feature[1]) == 0:
+        first_block, num_blocks, _, _ = feature.tolist()
+        if num_blocks == 0:
             continue
         bags = torch.arange(int(first_bags[f]), int(first_bags[f + 1]), device=ids.device)
         begin, end = (int(offsets[int(bag)]) for bag in first_bags[f : f + 2])
         bag = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
-        block, local = ranks_and_rows(ids[begin:end], feature, blocks)
-        for b in range(int(feature[0]), int(feature[:2].sum())):
+        block, local = blocks_and_local_ids(ids[begin:end], feature, blocks)
+        for b in range(first_block, first_block + num_blocks):
             selected = (block == b).nonzero().flatten()
             _, first_copy, num_copies = blocks[b].tolist()
             for unit in copies[first_copy : first_copy + num_copies].tolist():
-                routes[unit] = (begin + selected, bag[selected], bags, local[selected])
+                routes[unit] = _UnitRoute(begin + selected, bag[selected], bags, local[selected])
     return routes
 
 
 def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
-    """Return the number of ids of each bag, unit after unit."""
+    """Return the number of ids per bag, unit after unit, in the dtype of `ids`."""
     routes = _routes(ids, offsets, routing)
-    counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in routes]
+    counts = [torch.bincount(route.bag, minlength=route.bags.numel()) for route in routes]
     return torch.cat([ids[:0], *counts]).to(ids.dtype)
 
 
 def route_ids(
     ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the ids of all units, their positions in `ids`, and their weights if there are any."""
+    """Return the ids of all units, their positions in `ids` and their weights, each `[total]`."""
     routes = _routes(ids, offsets, routing)
     positions = torch.cat(
-        [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in routes)]
+        [ids.new_empty(0, dtype=torch.int64), *(route.positions for route in routes)]
     )
-    routed = torch.cat([ids[:0], *(local for *_, local in routes)])
+    routed = torch.cat([ids[:0], *(route.local_ids for route in routes)])
     return routed, positions, None if weights is None else weights[positions]
 
 
 def _rows(flat: Tensor, offset: int, stride: int, rows: int, width: int) -> Tensor:
-    """View `rows` rows that begin `stride` elements apart."""
+    """View `[rows, width]` in a flat tensor, from element `offset` on, rows `stride` apart."""
     return flat.as_strided((rows, width), (stride, 1), flat.storage_offset() + offset)
 
 
-def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | float:
+def _divisors(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | float:
+    """Return what rows of a target are divided by, `[rows, 1]`: lengths of bags, or 1 for sums."""
     if first_bag < 0 or lengths is None:
         return 1.0
     return lengths[first_bag : first_bag + rows].clamp(min=1).float().unsqueeze(1)
@@ -109,6 +133,7 @@ def _rows_of_piece(rows: Tensor | None, first_row: int, count: int) -> tuple[Ten
 
 
 def _num_rows(rows: Tensor) -> int:
+    """Return the number of rows that a piece needs to have all of `rows`."""
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
@@ -135,7 +160,7 @@ def combine(
             in_piece, positions = _rows_of_piece(rows, first_row, count)
             values = _rows(source, piece, piece_stride, _num_rows(positions), width)
             total[in_piece] += values[positions].float()
-        total /= _divisor(lengths, first_bag, count)
+        total /= _divisors(lengths, first_bag, count)
         _rows(out, offset, stride, count, width).copy_(total * scale)
     return out
 
@@ -157,7 +182,7 @@ def combine_backward(
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         share = _rows(grad, offset, stride, count, width).float()
-        share = share / _divisor(lengths, first_bag, count) * scale
+        share = share / _divisors(lengths, first_bag, count) * scale
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
             in_piece, positions = _rows_of_piece(rows, first_row, count)
             values = _rows(out, piece, piece_stride, _num_rows(positions), width)

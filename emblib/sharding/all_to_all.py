@@ -252,8 +252,8 @@ def start_all_to_alls(
     sizes, received_sizes = (
         [
             n * width
-            for of_rank in zip(*counts, strict=True)
-            for n, width in zip(of_rank, widths, strict=True)
+            for rank_counts in zip(*counts, strict=True)
+            for n, width in zip(rank_counts, widths, strict=True)
         ]
         for counts in ([m.sizes for m in messages], [m.received_sizes for m in messages])
     )
@@ -275,7 +275,7 @@ def start_all_to_alls(
 
 def start_sizes(
     common: Sequence[int],
-    rows: Sequence[Sequence[Sequence[int]]],
+    lists: Sequence[Sequence[Sequence[int]]],
     received_sizes: Sequence[int],
     ranks: RankGroup,
 ) -> Awaitable[list[tuple[list[int], list[list[int]]]]]:
@@ -284,27 +284,33 @@ def start_sizes(
     In host memory the numbers travel in the header, if those of all ranks fit there.
 
     Args:
-        common: equally many on all ranks.
-        rows: `rows[r][i]`: list i for rank r.
-        received_sizes: numbers of list i of every rank to this one.
+        common: numbers for all ranks, equally many on all ranks.
+        lists: `lists[r][i]` are the numbers of list i for rank r.
+        received_sizes: length of list i that this rank gets, the same from every rank.
         ranks: the ranks, which all make this call.
 
     Returns:
         An awaitable of the common numbers and the lists, by the rank that sent them.
     """
     if ranks.size == 1:
-        return ReadyAwaitable([(list(common), [list(row) for row in rows[0]])])
+        return ReadyAwaitable([(list(common), [list(numbers) for numbers in lists[0]])])
     kind = [Content.SIZES, _ALL_TO_ALL, len(received_sizes)]
     if ranks.device.type == "cpu":
-        compact = [[number for row in of_rank for number in _trimmed(row)] for of_rank in rows]
+        compact = [
+            [number for list_ in rank_lists for number in _trim_repeats(list_)]
+            for rank_lists in lists
+        ]
         numbers = [*common, *map(len, compact), *chain.from_iterable(compact)]
         headers = Headers(kind, [0] * ranks.size, [0] * ranks.size, ranks, numbers)
         received = headers.check()
         if received is not None:
             return ReadyAwaitable(
-                [_parsed(numbers, len(common), received_sizes, ranks) for numbers in received]
+                [
+                    _parse_numbers(numbers, len(common), received_sizes, ranks)
+                    for numbers in received
+                ]
             )
-    payloads = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
+    payloads = [[*common, *chain.from_iterable(rank_lists)] for rank_lists in lists]
     size = len(common) + sum(received_sizes)
     pending = start_all_to_all(
         torch.tensor(list(chain.from_iterable(payloads)), device=ranks.device),
@@ -326,15 +332,15 @@ def start_sizes(
     return DeferredAwaitable(split)
 
 
-def _trimmed(row: Sequence[int]) -> list[int]:
-    """Drop repeats of the last number; return [original length, remaining numbers ...]."""
-    end = len(row)
-    while end > 1 and row[end - 2] == row[end - 1]:
+def _trim_repeats(numbers: Sequence[int]) -> list[int]:
+    """Drop repeats of the last number; return [how many numbers remain, these numbers ...]."""
+    end = len(numbers)
+    while end > 1 and numbers[end - 2] == numbers[end - 1]:
         end -= 1
-    return [end, *row[:end]]
+    return [end, *numbers[:end]]
 
 
-def _parsed(
+def _parse_numbers(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
     """Split the numbers of one rank into the common ones and the lists for this rank."""
@@ -352,6 +358,16 @@ def _parsed(
 # Headers
 
 _ALL_TO_ALL, _ALL_GATHER = range(2)
+
+
+class _KindEntry(enum.IntEnum):
+    """First entries of a header, which must be equal on all ranks; the sizes follow."""
+
+    CONTENT = 0  # a `Content`
+    COLLECTIVE = 1  # _ALL_TO_ALL or _ALL_GATHER
+    MESSAGES = 2  # bit mask of the outputs (GRADIENTS), or number of lists (SIZES), else 0
+
+
 # They follow the sizes of the same batch, which had a header: a second one would find nothing new.
 _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 
@@ -363,14 +379,14 @@ class Headers:
     none waits in the collective for a rank that has raised.
 
     Args:
-        kind: the content, the collective, and a bit mask of its messages.
+        kind: the first entries of the header, see `_KindEntry`; missing ones are 0.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that it expects from each rank.
         ranks: the ranks, in host memory.
-        numbers: numbers to send in the header, if at most `ROOM`.
+        numbers: numbers to send in the header, if at most `MAX_NUMBERS`.
     """
 
-    ROOM = 124
+    MAX_NUMBERS = 124
 
     def __init__(
         self,
@@ -382,10 +398,10 @@ class Headers:
     ) -> None:
         self._ranks = ranks
         self._in_flight = _enter_collective(ranks)
-        has_room = len(numbers) <= self.ROOM
-        header = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
-        header += [len(numbers), *numbers] if has_room else [-1]
-        header += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(header))
+        fits = len(numbers) <= self.MAX_NUMBERS
+        header = [*kind, *(0,) * (len(_KindEntry) - len(kind)), *nbytes, *received_nbytes]
+        header += [len(numbers), *numbers] if fits else [-1]
+        header += (0,) * (len(_KindEntry) + 2 * ranks.size + 1 + self.MAX_NUMBERS - len(header))
         # By an array, because torch.tensor of a list takes long for every number.
         self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
         self._received = torch.empty_like(self._sent)
@@ -409,10 +425,10 @@ class Headers:
         entries = self._received.tolist()
         headers = [entries[i : i + length] for i in range(0, len(entries), length)]
         headers.insert(self._ranks.rank, self._header)
-        begin = _KIND + 2 * world
-        sent_sizes = [header[_KIND : _KIND + world] for header in headers]
-        expected = [header[_KIND + world : begin] for header in headers]
-        kinds = [header[:_KIND] for header in headers]
+        begin = len(_KindEntry) + 2 * world
+        sent_sizes = [header[len(_KindEntry) : len(_KindEntry) + world] for header in headers]
+        expected = [header[len(_KindEntry) + world : begin] for header in headers]
+        kinds = [header[: len(_KindEntry)] for header in headers]
         if (
             kinds.count(kinds[0]) < world
             or list(map(list, zip(*sent_sizes, strict=True))) != expected
@@ -443,44 +459,50 @@ def gradient_headers(
         return None
     outputs = sum({1 << (index % _SCALED_BIT) for index in indices}) | is_scaled << _SCALED_BIT
     sent, received = (
-        [sum(of_rank) for of_rank in zip(*side, strict=True)] for side in zip(*nbytes, strict=True)
+        [sum(rank_nbytes) for rank_nbytes in zip(*by_output, strict=True)]
+        for by_output in zip(*nbytes, strict=True)
     )
     return Headers([Content.GRADIENTS, _ALL_TO_ALL, outputs], sent, received, ranks)
 
 
-_KIND = 3  # entries of a header before the sizes
-_SCALED_BIT = 62  # bit of a header's third entry: the gradient is scaled
+_SCALED_BIT = 62  # bit of `_KindEntry.MESSAGES`: the gradient is scaled
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
-    """Raise RuntimeError for one pair of headers that disagree, preferably one of this rank."""
+    """Raise RuntimeError for one pair of headers that disagree, preferably one of this rank.
+
+    `kinds` is `[W, 3]`, see `_KindEntry`; `sent[r, p]` are the bytes that rank r sends to rank p,
+    `expected[r, p]` those that it expects from rank p.
+    """
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
     peer = int(differs[rank].nonzero()[0])
-    contents = kinds[:, 0].tolist()
+    contents = kinds[:, _KindEntry.CONTENT].tolist()
     if contents[rank] != contents[peer]:
         raise _content_error(peer, Content(contents[peer]), rank, Content(contents[rank]))
-    if kinds[rank, 1] != kinds[peer, 1]:
+    collectives = kinds[:, _KindEntry.COLLECTIVE].tolist()
+    if collectives[rank] != collectives[peer]:
         names = ("an all-to-all", "an all-gather")
         raise RuntimeError(
-            f"rank {peer} called {names[int(kinds[peer, 1])]} where rank {rank} called "
-            f"{names[int(kinds[rank, 1])]}: {_SAME_ORDER}"
+            f"rank {peer} called {names[collectives[peer]]} where rank {rank} called "
+            f"{names[collectives[rank]]}: {_SAME_ORDER}"
         )
-    if contents[rank] == Content.GRADIENTS and kinds[rank, 2] >> _SCALED_BIT != (
-        kinds[peer, 2] >> _SCALED_BIT
+    messages = kinds[:, _KindEntry.MESSAGES].tolist()
+    if contents[rank] == Content.GRADIENTS and (
+        messages[rank] >> _SCALED_BIT != messages[peer] >> _SCALED_BIT
     ):
-        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
+        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -messages[r])
         raise RuntimeError(
             f"a torch.amp.GradScaler has scaled the loss of rank {scaled_rank} and not that of "
             f"rank {unscaled_rank}: use one on all ranks, or on none"
         )
-    if kinds[rank, 2] != kinds[peer, 2] and contents[rank] == Content.GRADIENTS:
+    if messages[rank] != messages[peer] and contents[rank] == Content.GRADIENTS:
         raise RuntimeError(
             f"the losses of rank {peer} and rank {rank} used the outputs of different sharded "
             "collections: every rank's loss must use all of them, if only times 0"
         )
-    if kinds[rank, 2] != kinds[peer, 2]:
+    if messages[rank] != messages[peer]:
         raise RuntimeError(
             f"rank {peer} sent {Content(contents[peer]).description} of other collections than "
             f"rank {rank}: {_SAME_ORDER}"
@@ -511,8 +533,8 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
 # Threads
 
 
-class _Thread:
-    """The thread that has collectives in flight; no other thread may start any."""
+class _CollectiveThread:
+    """The thread that has `in_flight` collectives in flight; no other thread may start any."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self.thread, self.in_flight = thread, 0
@@ -521,14 +543,14 @@ class _Thread:
 class _Collective:
     """A collective in flight, until the object is freed."""
 
-    __slots__ = ("_by",)
+    __slots__ = ("_owner",)
 
-    def __init__(self, by: _Thread) -> None:
-        self._by = by
-        by.in_flight += 1
+    def __init__(self, owner: _CollectiveThread) -> None:
+        self._owner = owner
+        owner.in_flight += 1
 
     def __del__(self) -> None:
-        self._by.in_flight -= 1
+        self._owner.in_flight -= 1
 
 
 class _GroupState:
@@ -536,7 +558,7 @@ class _GroupState:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.by = _Thread(threading.current_thread())
+        self.owner = _CollectiveThread(threading.current_thread())
         self.error = ""
 
 
@@ -561,19 +583,19 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
         state = _group_states.setdefault(group, _GroupState())
     thread = threading.current_thread()
     with state.lock:
-        other_thread = state.by.thread
+        other_thread = state.owner.thread
         if other_thread is not thread:
-            if not state.error and state.by.in_flight and other_thread.is_alive():
+            if not state.error and state.owner.in_flight and other_thread.is_alive():
                 state.error = (
                     f"threads {other_thread.name!r} and {thread.name!r} exchange over one process "
                     "group at the same time, which mixes up their messages: give every thread a "
                     "process group of its own (torch.distributed.new_group, made in the same "
                     "order on all ranks, and RankGroup(group)), or let one thread use it"
                 )
-            state.by = _Thread(thread)
+            state.owner = _CollectiveThread(thread)
         if state.error:
             raise RuntimeError(state.error)
-        return _Collective(state.by)
+        return _Collective(state.owner)
 
 
 # Gradients

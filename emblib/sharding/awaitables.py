@@ -57,6 +57,7 @@ class Awaitable(Generic[T]):
         return self._callbacks
 
     def _finish(self) -> T:
+        """Wait, and return the result that the callbacks make of it."""
         result: Any = self._wait_impl()
         for callback in self._callbacks:
             result = callback(result)
@@ -197,6 +198,7 @@ _PENDING = object()  # no result yet; None may be a result
 
 
 def _operator(name: str) -> Callable[..., Any]:
+    """Return a method that applies a binary operator to the awaited result."""
     act = getattr(operator, f"__{name}__")
 
     def method(self: LazyAwaitable[Any], *others: Any) -> Any:
@@ -206,6 +208,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 def _reflected(name: str) -> Callable[..., Any]:
+    """Return a method that applies a binary operator with the awaited result on the right."""
     act = getattr(operator, f"__{name}__")
 
     def method(self: LazyAwaitable[Any], other: Any) -> Any:

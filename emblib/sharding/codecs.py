@@ -263,6 +263,7 @@ class _ScaledRows(Codec):
         return values.float().view(-1, self.row_dim)
 
     def _without_padding(self, values: Tensor, splits: Sequence[int]) -> Tensor:
+        """Return values without what pads each split to whole rows."""
         if not any(n % self.row_dim for n in splits):
             return values
         padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
@@ -497,6 +498,10 @@ def _decoded(
     local_begin: int,
     pending: Awaitable[Tensor],
 ) -> Received:
+    """Wait for a payload and decode it, unless `combine` can read it as it is.
+
+    `local` are the elements that this rank did not send, from element `local_begin` on.
+    """
     payload = pending.wait()
     if _is_read_directly(codec, payload):
         return Received(payload, local, local_begin)

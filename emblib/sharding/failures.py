@@ -118,7 +118,7 @@ class detect_rank_failures:
             name = f"emblib/guard/{group.group_name}/{number}"
             try:
                 self._board = _StatusBoard(self._ranks, name)
-                self._board.enter()
+                self._board.register()
             except dist.DistError as error:
                 self._board = None
                 raise _without_store(error) from error
@@ -149,7 +149,7 @@ class detect_rank_failures:
                 if failure is not None:
                     # Log it now: torchrun may end this process before its traceback is printed.
                     _LOG.error("%s", failure)
-                self._board.linger(self._timeout)
+                self._board.wait_for_readers(self._timeout)
                 if failure is not None:
                     raise failure from error
                 error.add_note(
@@ -210,7 +210,7 @@ class _StatusBoard:
         self._store = dist.PrefixStore(name, store.clone())
         self._beats = 0
 
-    def enter(self) -> None:
+    def register(self) -> None:
         """Write the machine and the process of this rank."""
         self._store.set(f"who/{self._ranks.rank}", f"{_machine()}\n{os.getpid()}")
         self.beat()
@@ -289,12 +289,12 @@ class _StatusBoard:
         if state:
             return state if state.startswith(_FAILED) else ""
         machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
-        return "died" if machine == _machine() and is_gone(int(pid)) else ""
+        return "died" if machine == _machine() and has_ended(int(pid)) else ""
 
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""
 
-    def linger(self, timeout_s: float) -> None:
+    def wait_for_readers(self, timeout_s: float) -> None:
         """Wait until the other ranks have read the store, if it is in this process."""
         if self._ranks.rank > 0 or _agent_has_store():
             return
@@ -331,7 +331,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def is_gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Return whether a process of this machine has ended, even if it is still a zombie."""
     try:
         os.kill(pid, 0)
@@ -364,8 +364,8 @@ def init_distributed(
 
     Where every rank of a node has a GPU, it becomes the current device, and the backend is NCCL for
     GPUs and gloo for the host; otherwise it is gloo. The ranks agree about a fresh part of the
-    store (`meet`): after a restart torchrun may pass them the store of the previous attempt, with
-    addresses of processes that have ended.
+    store (`rendezvous`): after a restart torchrun may pass them the store of the previous attempt,
+    with addresses of processes that have ended.
 
     Args:
         backend: a backend of `torch.distributed.init_process_group` to use instead.
@@ -386,7 +386,7 @@ def init_distributed(
     """
     joins = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if joins:
-        _join(backend, timedelta(seconds=timeout_seconds))
+        _init_process_group(backend, timedelta(seconds=timeout_seconds))
     ranks = RankGroup(device=None if dist.is_initialized() else _device_alone())
     beat = min(1.0, heartbeat_timeout_s / 5)
     with detect_rank_failures(
@@ -429,7 +429,8 @@ def _device_alone() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _join(backend: str | None, timeout: timedelta) -> None:
+def _init_process_group(backend: str | None, timeout: timedelta) -> None:
+    """Initialize torch.distributed from the environment that torchrun sets."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(
         os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -440,11 +441,11 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         torch.cuda.set_device(local_rank)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    store = meet(store, rank, size, timeout)
+    store = rendezvous(store, rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return a fresh part of `store` for the `size` processes that call this now.
 
     Rank 0 opens a round with a new number. Each other rank joins the newest round that it sees,

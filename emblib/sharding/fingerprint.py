@@ -135,7 +135,7 @@ def _values_text(values: Mapping[int, str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
-    texts = [f"{_shortened(value)} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items()]
+    texts = [f"{_abbreviate(value)} on {_ranks_text(ranks)}" for value, ranks in ranks_of.items()]
     return f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
@@ -143,7 +143,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
 
-def _shortened(text: str) -> str:
+def _abbreviate(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
 
 
@@ -173,6 +173,7 @@ def versions() -> dict[str, Any]:
 
 
 def _digest_of_sources() -> str:
+    """Return a digest of the Python files of emblib."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -228,7 +229,7 @@ def collection_description(
         if precision is not None:
             values["stored"] = replace(precision, output=torch.float32)  # as sharded tables have it
         if plan is not None and config.name in plan:
-            values |= _sharding(plan[config.name])
+            values |= _describe_sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # replicas get the values of rank 0
                 values |= _values_of(module, source.device)
         description[f"table {config.name}{place_text}"] = values
@@ -244,7 +245,8 @@ def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
     return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": other_numbers}}
 
 
-def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
+def _describe_sharding(sharding: ParameterSharding) -> dict[str, Any]:
+    """Return what ranks compare of a sharding, with one line per shard."""
     description = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, shard in enumerate(sharding.shards):
         (first_row, end), (first_column, end_column) = shard.rows, shard.columns

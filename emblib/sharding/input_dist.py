@@ -80,13 +80,13 @@ class LocalBatch(NamedTuple):
     counts: Tensor | None = None
 
     def starts(self) -> Tensor:
-        """Return the first id of each feature, then the number of ids."""
+        """Return the first id of each feature, then the number of ids, int64 `[F + 1]`."""
         if not self.is_variable and self.bags and self.bags[0]:
             return self.offsets[:: self.bags[0]]
         return self.offsets[self.first_bags(range(len(self.bags)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
-        """Return the first bag of each of these features, in order, then the number of bags."""
+        """Return the first bag of each of these features, then the number of bags, int64."""
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(bounds_of([self.bags[f] for f in features]), device=device)
@@ -372,6 +372,7 @@ class InputDist(nn.Module):
         )
 
     def _lengths_in_order(self, inputs: LocalBatch) -> Tensor:
+        """Return the lengths of all bags, flat, unit after unit in the order of ranks."""
         bags = inputs.bags
         if inputs.is_variable:
             first_bags = inputs.first_bags(range(len(bags)))
@@ -460,7 +461,7 @@ class InputDist(nn.Module):
         return lengths[has_ids.view(-1)], number_bags(has_ids).view(-1), has_ids.sum(1).tolist()
 
     def positions(self, received: IncomingBatch) -> Tensor:
-        """Return the position in the batch of each id sent, without those for replicated tables."""
+        """Return the position in the batch of each id sent, int64; not of replicated tables."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         positions = sent.positions
@@ -680,6 +681,7 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
 
 
 def _batch_kind(inputs: LocalBatch) -> int:
+    """Return a bit mask of what a batch has, on which all ranks must agree."""
     return (
         _Kind.LONG_IDS * (inputs.ids.dtype is torch.int64)
         + _Kind.WEIGHTS * (inputs.weights is not None)

@@ -171,16 +171,17 @@ def start_joint_input_dist(
             for (i, j), batch in zip(positions, batches, strict=True):
                 received[i][j] = batch
         return [
-            DeferredAwaitable(partial(_joined, request.join, batches))
+            DeferredAwaitable(partial(_join_when_received, request.join, batches))
             for request, batches in zip(inputs, received, strict=True)
         ]
 
     return DeferredAwaitable(send_ids)
 
 
-def _joined(
+def _join_when_received(
     join: Callable[[list[IncomingBatch]], Any], batches: Sequence[Awaitable[IncomingBatch]]
 ) -> Any:
+    """Wait for several batches, and return what `join` makes of them."""
     return join([batch.wait() for batch in batches])
 
 

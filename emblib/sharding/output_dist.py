@@ -254,6 +254,7 @@ class _RowsInFlight:
         return gradient_headers(indices, sizes, self._ranks, is_scaled=is_scaled)
 
     def _add_to_scaling(self, grad: Tensor) -> None:
+        """Add a gradient to the check for overflow, if a `GradScaler` scales the loss."""
         scale = known_scale()
         if scale is None:
             return
@@ -693,12 +694,13 @@ def _append_sums(
     return [
         awaitable
         if step is None
-        else DeferredAwaitable(partial(_joined, awaitable, next(following)))
+        else DeferredAwaitable(partial(_join_received, awaitable, next(following)))
         for step, awaitable in zip(steps, first, strict=True)
     ]
 
 
-def _joined(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
+def _join_received(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
+    """Wait for two messages, and concatenate their values."""
     values_of_both = [received.wait().values for received in (first, second)]
     parts = [values for values in values_of_both if values.numel()]
     return Received(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])

@@ -168,6 +168,7 @@ def clip_grad_norm_(
 
 
 def _peers_in(model: nn.Module) -> _RankPeers | None:
+    """Return the ranks of the sharded modules of a model; None without any."""
     # A rank may have no parameter at all, but takes part in the collective.
     for module in model.modules():
         ranks = getattr(module, "ranks", None)

@@ -80,7 +80,7 @@ class ShardingPlan:
     def to_json(self) -> str:
         """Return the plan as JSON; equal plans give equal text."""
         modules = {
-            path: {name: _to_json(sharding) for name, sharding in tables.items()}
+            path: {name: _sharding_to_json(sharding) for name, sharding in tables.items()}
             for path, tables in self.modules.items()
         }
         return json.dumps({"version": _VERSION, "world": list(self.world), "modules": modules})
@@ -103,7 +103,7 @@ class ShardingPlan:
             raise ValueError(f"a plan must be of version {_VERSION}, got {version!r}")
         try:
             modules = {
-                path: {name: _read(sharding) for name, sharding in tables.items()}
+                path: {name: _sharding_from_json(sharding) for name, sharding in tables.items()}
                 for path, tables in data["modules"].items()
             }
             return cls(modules, World(*data["world"]))
@@ -126,7 +126,7 @@ class ShardingPlan:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("module", "table", "sharding", "kept as", "ranks", "parts")]
         for path, tables in self.modules.items():
-            rows += [(path or "(the model)", name, *_cells(s)) for name, s in tables.items()]
+            rows += [(path or "(the model)", name, *_table_cells(s)) for name, s in tables.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         rows.insert(1, tuple("-" * width for width in widths))
         lines = [
@@ -158,6 +158,7 @@ def module_plan(
 
 
 def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
+    """Return a rule as a function of shape and world size; raise TypeError for another value."""
     if isinstance(rule, ParameterSharding):
         return lambda shape, world: rule
     if isinstance(rule, Mapping):
@@ -197,8 +198,9 @@ def construct_plan(
     return plan
 
 
-def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
-    storage = "as configured" if sharding.storage is None else _brief(sharding.storage)
+def _table_cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
+    """Return the cells of a table's row in the text of a plan."""
+    storage = "as configured" if sharding.storage is None else _format_storage(sharding.storage)
     if sharding.is_replicated:
         return sharding.type.value, storage, "all", "a copy each"
     shapes = [f"{rows} x {columns}" for rows, columns in (shard.shape for shard in sharding.shards)]
@@ -220,7 +222,8 @@ def ranges(ranks: Sequence[int], max_ranges: int | None = None) -> str:
     return ", ".join([*described, "..."] if len(described) < len(runs) else described)
 
 
-def _brief(storage: Storage) -> str:
+def _format_storage(storage: Storage) -> str:
+    """Format a storage with the options that are set."""
     choices: Any = storage
     values = [
         getattr(storage, f.name)
@@ -235,7 +238,8 @@ def _alternatives() -> dict[str, Any]:
     return {name: kind for name, kind in kinds().items() if kind.is_alternative}
 
 
-def _to_json(sharding: ParameterSharding) -> dict[str, Any]:
+def _sharding_to_json(sharding: ParameterSharding) -> dict[str, Any]:
+    """Return a sharding as JSON values; raise ValueError for a storage that plans cannot have."""
     storage = sharding.storage
     if storage is not None and not storage.is_alternative:
         names = sorted(kind.__name__ for kind in _alternatives().values())
@@ -258,7 +262,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _read(described: Mapping[str, Any]) -> ParameterSharding:
+def _sharding_from_json(described: Mapping[str, Any]) -> ParameterSharding:
+    """Return the sharding that `_sharding_to_json` described."""
     storage: Any = None
     if described["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}

@@ -331,6 +331,7 @@ def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
 
 
 def _configs(collection: Any) -> Any:
+    """Return the configurations of a collection of either class."""
     if isinstance(collection, EmbeddingBagCollection):
         return collection.embedding_bag_configs()
     return collection.embedding_configs()

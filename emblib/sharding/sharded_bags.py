@@ -150,7 +150,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
         """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
-        return Inputs([self.input_request(features)], _only)
+        return Inputs([self.input_request(features)], _single_batch)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
@@ -181,6 +181,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return Outputs([self._output_dist.step(local, copies, sink, received)], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
+        """Return the tensor through which replicated tables get gradients; None without any."""
         if (
             self.replicated is None
             or not self.replicated.is_synchronised
@@ -190,12 +191,13 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
     def _output(self, pending: Awaitable[Tensor], received: IncomingBatch) -> KeyedTensor:
+        """Wait for the pooled rows, and return them by feature."""
         values = pending.wait()
         if received.inputs.is_variable:
-            values = self._expanded(values, received)
+            values = self._expand(values, received)
         return KeyedTensor(self._names, self._dims, values)
 
-    def _expanded(self, values: Tensor, received: IncomingBatch) -> Tensor:
+    def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Expand the rows of distinct bags to the examples that have them, by feature."""
         inputs = received.inputs
         if inputs.inverse is None and len(set(inputs.bags)) > 1:
@@ -215,7 +217,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return torch.cat(blocks, dim=1)
 
 
-def _only(batches: list[IncomingBatch]) -> IncomingBatch:
+def _single_batch(batches: list[IncomingBatch]) -> IncomingBatch:
     (batch,) = batches
     return batch
 
@@ -402,6 +404,7 @@ class PooledOutputDist(nn.Module):
         return flat.view(self._shape(received))
 
     def _shape(self, received: IncomingBatch) -> tuple[int, ...]:
+        """Return the shape of the output: `[B, columns]`, flat for variable batch sizes."""
         inputs = received.inputs
         if inputs.is_variable:
             return (-1,)
@@ -428,6 +431,7 @@ class PooledOutputDist(nn.Module):
         return self._flat_sources if received.skips_sums else self._sources
 
     def _tables(self, received: IncomingBatch) -> _CopyTables:
+        """Return the descriptors of the copies that assemble the output of a batch."""
         inputs = received.inputs
         if received.by_unit:
             return self._tables_by_unit(received)
@@ -590,6 +594,7 @@ class _PooledStep(OutputStep):
         self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
+        """Return the rows to send, summed per node if nodes do that."""
         assert self.local is not None
         flat = self.local.detach().reshape(-1)
         is_summed = self.node_sums is not None
@@ -599,6 +604,7 @@ class _PooledStep(OutputStep):
         return Values(flat, self._sent, self._received, codec, needs_one_tensor=is_summed)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+        """Sum received and replicated rows to the output of this rank's examples."""
         tables, values = self._tables, received.values
         if replica_rows is not None and tables.num_replicated:
             values = torch.cat([values, replica_rows.detach().reshape(-1).to(values.dtype)])
@@ -667,6 +673,7 @@ class _PooledStep(OutputStep):
         return values, replica_grads
 
     def local_gradient(self, received: Tensor) -> Tensor:
+        """Return the gradient of the local lookup, from the received gradients, flat."""
         if self.node_sums is not None:
             return self.node_sums.unpack(received).view(self.local_shape)
         grads, self._local_grads = self._local_grads, None

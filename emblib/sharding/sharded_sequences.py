@@ -216,6 +216,7 @@ class SequenceTables(ShardedTables):
         return torch.repeat_interleave(begin, pieces) + piece_in_id, num_received
 
     def _copies_index(self, received: IncomingBatch) -> Tensor | None:
+        """Return the positions of the ids of replicated tables, int64; None without any."""
         if self.replicated is None:
             return None
         inputs = received.inputs
@@ -258,6 +259,7 @@ class _SequenceStep(OutputStep):
         self._local_grads: Tensor | None = None  # gradients that no rank sends
 
     def rows(self) -> Values:
+        """Return the rows to send, in the order of the ids that were received."""
         assert self.local is not None
         rows = self.local.detach().reshape(-1, self._tables.format.width)
         sent = rows.index_select(0, self._route.order).view(-1)
@@ -265,6 +267,7 @@ class _SequenceStep(OutputStep):
         return Values(sent, self._sent, self._num_received, codec)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
+        """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
         width, dim = self._tables.format.width, self._tables.dim
         out = torch.empty(self._route.total, dim, device=received.values.device)
         index, pieces = self._route.index, out.view(-1, width)
@@ -316,6 +319,7 @@ class _SequenceStep(OutputStep):
         return values, copies
 
     def local_gradient(self, received: Tensor) -> Tensor:
+        """Return the gradient of the local lookup, from the received gradients, flat."""
         grads, order = received.view(-1, self._tables.format.width), self._route.order
         rows = grads.new_empty((order.numel(), grads.size(1)))
         local, self._local_grads = self._local_grads, None
@@ -522,6 +526,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     def _output(
         self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]
     ) -> dict[str, JaggedTensor]:
+        """Wait for the vectors, and return them by feature."""
         vectors = [awaitable.wait() for awaitable in pending]
         split = [
             _by_feature(values, batch) for values, batch in zip(vectors, received, strict=True)

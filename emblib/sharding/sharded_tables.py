@@ -563,11 +563,13 @@ class ShardedTables(nn.Module):
         )
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Return the weights of a batch in float32; None if the collection is not weighted."""
         weights = features.weights_or_none() if self._is_weighted else None
         refuse_tangents("the weights of a batch", weights)
         return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:
+        """Return the inverse indices of each feature, `[B]`; None without."""
         inverse = features.inverse_indices_or_none()
         if inverse is None:
             return None
@@ -575,6 +577,7 @@ class ShardedTables(nn.Module):
         return [indices[keys.index(key)] for key in self._keys]
 
     def _order(self, keys: tuple[str, ...]) -> list[int]:
+        """Return the position of each feature in a batch of these keys; raise KeyError without."""
         if keys not in self._orders:
             missing_keys = sorted(set(self._keys) - set(keys))
             if missing_keys:
@@ -643,6 +646,7 @@ class ShardedTables(nn.Module):
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids, offsets and weights of a batch without those of replicated tables."""
         bags = sum(map(sum, received.bags[: len(self._layout_here.units)]))
         ids = received.ids.numel() - received.num_replicated_ids
         weights = received.weights

@@ -174,7 +174,7 @@ def table_wise(rank: int) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        return ParameterSharding(ShardingType.TABLE_WISE, (Shard(rank, *_whole(shape)),))
+        return ParameterSharding(ShardingType.TABLE_WISE, (Shard(rank, *_full_spans(shape)),))
 
     return rule
 
@@ -198,7 +198,7 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        return ParameterSharding(ShardingType.ROW_WISE, _by_rows(shape, _ranks(ranks, world)))
+        return ParameterSharding(ShardingType.ROW_WISE, _row_shards(shape, _ranks(ranks, world)))
 
     return rule
 
@@ -243,7 +243,9 @@ def table_row_wise(node: int) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        return ParameterSharding(ShardingType.TABLE_ROW_WISE, _by_rows(shape, world.ranks_of(node)))
+        return ParameterSharding(
+            ShardingType.TABLE_ROW_WISE, _row_shards(shape, world.ranks_of(node))
+        )
 
     return rule
 
@@ -295,7 +297,7 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
         shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
-            for rows in _by_rows(shape, ranks_of_node[block.rank])
+            for rows in _row_shards(shape, ranks_of_node[block.rank])
         )
         return ParameterSharding(ShardingType.GRID, shards)
 
@@ -325,7 +327,7 @@ def blocks(size: int, num_spans: int, unit: int = 1) -> list[Span]:
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def _whole(shape: TableShape) -> tuple[Span, Span]:
+def _full_spans(shape: TableShape) -> tuple[Span, Span]:
     return (0, shape.rows), (0, shape.columns)
 
 
@@ -338,7 +340,8 @@ def _ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
     return chosen
 
 
-def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
+def _row_shards(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
+    """Return blocks of rows over ranks, of about equal sizes."""
     spans = blocks(shape.rows, len(ranks), shape.row_unit)
     return tuple(
         Shard(rank, span, (0, shape.columns)) for rank, span in zip(ranks, spans, strict=False)

@@ -71,9 +71,9 @@ def check_shared(
             if other_sharding != sharding:
                 raise ValueError(
                     f"the collections {first_path!r} and {path!r} read one shared table {name!r}, "
-                    f"but the plan shards it in two ways, {_text(sharding)} and "
-                    f"{_text(other_sharding)}: give both the same rule; or construct the "
-                    "collections without shared=, for a table each"
+                    f"but the plan shards it in two ways, {_describe_sharding(sharding)} and "
+                    f"{_describe_sharding(other_sharding)}: give both the same rule; or construct "
+                    "the collections without shared=, for a table each"
                 )
         if type(sharding.storage) not in (type(None), Dense):
             raise ValueError(
@@ -108,7 +108,8 @@ def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
     return not all(reader in readers for reader in table.readers())
 
 
-def _text(sharding: ParameterSharding) -> str:
+def _describe_sharding(sharding: ParameterSharding) -> str:
+    """Describe a sharding in an error message."""
     ranks = f" on ranks {list(sharding.ranks)}" if sharding.shards else ""
     storage = "" if sharding.storage is None else f" as {sharding.storage}"
     return f"{sharding.type.value}{ranks}{storage}"

@@ -85,6 +85,7 @@ def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
 
 
 def _cache_of(table_slice: TableSlice) -> TTCache:
+    """Return the cache of a slice's storage."""
     storage: Any = table_slice.storage
     cache: TTCache = storage.cache
     return cache
@@ -226,6 +227,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
             self._since[table] = int(statistics["since"])
 
     def _fill_layout(self) -> None:
+        """Recompute buffers, and empty rows and hash tables, whose memory is new."""
         super()._fill_layout()
         # The memory is new: neither rows nor hash tables have their values any more.
         self._begin_selection()

@@ -242,7 +242,9 @@ class ComposedStorage(Storage):
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for components that were saved with another mapping of ids."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
-            problem = _difference(entries.get(LAYOUT), self.layout_entry(table.num_embeddings))
+            problem = _describe_difference(
+                entries.get(LAYOUT), self.layout_entry(table.num_embeddings)
+            )
             if problem:
                 raise ValueError(f"{table.name}: {problem}")
 
@@ -281,7 +283,7 @@ class ComposedStorage(Storage):
 LAYOUT = "id_layout"  # in state dicts
 
 
-def _difference(actual: Tensor | None, expected: Tensor) -> str:
+def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
     """Describe how the saved mapping of ids differs from the expected one; "" if it does not."""
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
@@ -294,6 +296,8 @@ def _difference(actual: Tensor | None, expected: Tensor) -> str:
 
 
 def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
+    """Return a region function: any rows of the table need all rows of a part."""
+
     def region(_: Span, columns: Span) -> tuple[Span, Span]:
         return (0, rows), columns
 
@@ -330,7 +334,7 @@ class ComposedModule(nn.Module):
             self._storage_of(table_slice).components(table_slice.config.num_embeddings)
             for table_slice in slices
         ]
-        self._first_component = [0, *accumulate(len(of_table) for of_table in self._components)]
+        self._first_component = [0, *accumulate(len(components) for components in self._components)]
         features = [
             self._first_component[t] + self._storage_of(slices[t]).reads[k]
             for k in range(self._rows_per_id)
@@ -457,17 +461,17 @@ class ComposedModule(nn.Module):
             return self._concatenate_columns(blocks.unbind(1)) if halves else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
         lengths = [
-            [n * width for n, width in zip(of_rank, self._widths, strict=True)]
-            for of_rank in by_rank
+            [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
+            for bag_counts in by_rank
         ]
-        rank_blocks = looked_up.split([count * sum(of_rank) for of_rank in lengths])
+        rank_blocks = looked_up.split([count * sum(rank_lengths) for rank_lengths in lengths])
         joined = []
-        for rank_block, of_rank in zip(rank_blocks, lengths, strict=True):
+        for rank_block, rank_lengths in zip(rank_blocks, lengths, strict=True):
             blocks = rank_block.view(count, -1)
             if not halves:
                 joined.append(blocks.sum(0))
                 continue
-            for block, width in zip(blocks.split(of_rank, 1), self._widths, strict=True):
+            for block, width in zip(blocks.split(rank_lengths, 1), self._widths, strict=True):
                 joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
         return torch.cat(joined)
 
@@ -475,7 +479,7 @@ class ComposedModule(nn.Module):
         """Concatenate the columns of all blocks, feature by feature."""
         columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
         return torch.cat(
-            [columns for of_feature in columns_by_feature for columns in of_feature], 1
+            [columns for feature_columns in columns_by_feature for columns in feature_columns], 1
         )
 
     def _widen(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
@@ -488,9 +492,9 @@ class ComposedModule(nn.Module):
             blocks = looked_up.split(self._widths, 1)
             padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
-        counts = [n for of_rank in zip(*batch_sizes, strict=True) for n in of_rank]
+        counts = [n for rank_sizes in zip(*batch_sizes, strict=True) for n in rank_sizes]
         row_widths, row_zeros = (
-            list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, pad_widths)
+            list(widths) * len(batch_sizes[0]) for widths in (self._widths, pad_widths)
         )
         blocks = looked_up.split([n * width for n, width in zip(counts, row_widths, strict=True)])
         sizes = zip(blocks, row_widths, row_zeros, strict=True)
@@ -527,9 +531,9 @@ class ComposedModule(nn.Module):
             bags = bags / offsets.diff().clamp(min=1)[:, None]
         if batch_sizes is None:
             return bags.view(len(self._reads), -1, dim).transpose(0, 1).flatten(1)
-        blocks = iter(bags.split([n for of_feature in batch_sizes for n in of_feature]))
-        by_feature = [[next(blocks) for _ in of_feature] for of_feature in batch_sizes]
-        in_order = [block for of_rank in zip(*by_feature, strict=True) for block in of_rank]
+        blocks = iter(bags.split([n for rank_sizes in batch_sizes for n in rank_sizes]))
+        by_feature = [[next(blocks) for _ in rank_sizes] for rank_sizes in batch_sizes]
+        in_order = [block for rank_blocks in zip(*by_feature, strict=True) for block in rank_blocks]
         return torch.cat(in_order).view(-1)
 
     # Tables
@@ -573,7 +577,7 @@ class ComposedModule(nn.Module):
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer."""
+        """Return the hyperparameters, float64, see `emblib.columns.Hyper`."""
         return self.dense.hyperparams
 
     def load_hyperparams(self, values: Tensor) -> None:
@@ -624,7 +628,7 @@ class ComposedHandle(DenseHandle):
         if any(prefix + name in state_dict for name in self._tables):
             saved = state_dict.get(prefix + LAYOUT)
             problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
-            problem = problem or _difference(saved, self._layout)
+            problem = problem or _describe_difference(saved, self._layout)
             if problem:
                 yield f"{prefix}: {problem}"
                 return

@@ -365,6 +365,7 @@ class Hash(Storage):
 
 
 def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
+    """Return the bytes of the counter of an admission; 0 without."""
     if admission is None:
         return 0
     counter = admission.counter
@@ -539,6 +540,7 @@ class HashHandle(TableHandle):
         return dict.fromkeys(names, "_names_in_checkpoints")
 
     def _entry_names(self) -> set[str]:
+        """Return the names of the handle's state dict entries, without those of children."""
         module: DynamicEmbeddingBags = self.module
         table = f"{module.table_names[self.index]}."
         names = {key for key in state_names(module.state) if key.startswith(table)}

@@ -348,13 +348,13 @@ class TensorTrain(Storage):
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
         """Return the layout of the tensor train, see `emblib.tt.layout_entry`."""
-        return {layout_entry.NAME: layout_entry.entry(table.spec())}
+        return {layout_entry.NAME: layout_entry.from_spec(table.spec())}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
         """Raise ValueError for cores of another tensor train."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
-            expected = layout_entry.entry(table.spec())
-            problem = layout_entry.difference(entries.get(layout_entry.NAME), expected)
+            expected = layout_entry.from_spec(table.spec())
+            problem = layout_entry.describe_difference(entries.get(layout_entry.NAME), expected)
             if problem:
                 raise ValueError(f"{table.name}.cores: {problem}")
 

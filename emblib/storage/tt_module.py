@@ -83,6 +83,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
         self._mark_parameters()
 
     def _all_cores(self) -> list[nn.Parameter]:
+        """Return the cores of all tables, once each has a handle those of the handles."""
         if len(self._cores_of_handles) < len(self.tables):
             return super()._all_cores()
         return [
@@ -156,7 +157,7 @@ class TTHandle(TableHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.entry(self.spec)
+        destination[f"{prefix}{layout_entry.NAME}"] = layout_entry.from_spec(self.spec)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         unexpected, errors = arguments[-2:]
@@ -169,15 +170,15 @@ class TTHandle(TableHandle):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message if a state dict has another layout; loading checks the cores."""
-        problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
+        problem = layout_entry.describe_mismatch(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem
-        layout_entries = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
+        layout_entries = {prefix + layout_entry.NAME: layout_entry.from_spec(self.spec)}
         yield from state_dicts.entry_problems(state_dict, layout_entries)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        return SimpleNamespace(**{layout_entry.NAME: layout_entry.entry(self.spec)})
+        return SimpleNamespace(**{layout_entry.NAME: layout_entry.from_spec(self.spec)})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""

@@ -317,7 +317,7 @@ class FusedTables(nn.Module):
         self.hyperparams.copy_(values)
 
     def initial_hyperparams(self) -> Tensor:
-        """Return the optimizer's numbers before the first step, on the CPU."""
+        """Return `hyperparams` before the first step, float64 on the CPU."""
         hyper = self.optimizer.hyperparams()
         if self.precision.stochastic_rounding is not None:
             hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)
@@ -342,6 +342,7 @@ class FusedTables(nn.Module):
         self._apply_gradients()
 
     def _apply_gradients(self) -> None:
+        """Apply the gradients that are on the parameters of deferred tables."""
         tables = [(f, p.grad) for f, p in self._parameters_by_feature() if p.grad is not None]
         if not tables:
             return

@@ -162,6 +162,7 @@ class BoundsReport:
             self._report_copy(counts)
 
     def _start_copy(self, counts: Tensor) -> None:
+        """Start to copy the counts of violations, int64 `[2]`, to host memory."""
         with torch.cuda.device(counts.device):
             pinned = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
             pinned.copy_(counts, non_blocking=True)

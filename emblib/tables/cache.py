@@ -462,6 +462,7 @@ class Prefetcher:
     def _fill_in_passes(
         self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
     ) -> None:
+        """Fetch the rows of a batch in passes of at most `size` ids, for its forward."""
         passes = self._passes(batch, size)
         groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
         ticket = self._new_ticket(flight)
@@ -538,7 +539,7 @@ class Prefetcher:
                 self._fetched.end(device)
 
     def find(self, groups: tbe.Groups) -> Tensor:
-        """Return the current slots of a batch's distinct rows, after all prefetches."""
+        """Return the current slots of a batch's distinct rows, int32, after all prefetches."""
         self.settle()
         self.begin_use()
         row_slots = self.cache.find(groups)
@@ -625,6 +626,7 @@ class Prefetcher:
             self._dropped.append(flight.ticket)
 
     def _release_dropped(self) -> None:
+        """End batches whose forward never came, so that their rows may be evicted."""
         while self._dropped:
             ticket = self._dropped[0]
             self.fetch_later(ticket.number)

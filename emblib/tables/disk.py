@@ -301,7 +301,7 @@ class DiskStore:
         return rows
 
     def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (block index, row numbers within the block) for each block with some of `rows`."""
+        """Yield (block index, rows within the block, int64) for each block with some of `rows`."""
         if not rows.numel():
             return
         firsts = torch.tensor([block.first for block in self._blocks])

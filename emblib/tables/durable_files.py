@@ -191,6 +191,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _fsync(handle: int, path: Path) -> None:
+    """Flush a file to the disk; raise SyncError if that fails."""
     try:
         os.fsync(handle)
     except OSError as error:
@@ -252,7 +253,7 @@ class MappedFile:
         return self.path.exists() and self.path.stat().st_size == self.nbytes
 
     def map(self) -> Tensor:
-        """Map the file and return it as a tensor."""
+        """Map the file and return it as a tensor, uint8 `[bytes]`."""
         if not self.fits():
             size = self.path.stat().st_size if self.path.exists() else None
             size_text = "is missing" if size is None else f"has {size} bytes"

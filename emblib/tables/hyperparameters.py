@@ -35,7 +35,7 @@ class HasHyperparams(Protocol):
         """Return the learning rate (reads the device)."""
 
     def initial_hyperparams(self) -> Tensor:
-        """Return the numbers of `optimizer` before the first step, on the CPU."""
+        """Return the hyperparameters of `optimizer` before the first step, float64 on the CPU."""
 
 
 class Follower(Protocol):

@@ -94,10 +94,11 @@ class Journal:
         """
         max_rows = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
         for row_block in rows.split(max_rows):
-            self._append(self._packed(block, row_block))
+            self._append(self._pack_record(block, row_block))
             yield row_block
 
-    def _packed(self, index: int, rows: Tensor) -> bytearray:
+    def _pack_record(self, index: int, rows: Tensor) -> bytearray:
+        """Return the record of rows of a block: header, numbers, and the present rows."""
         block = self.blocks[index]
         data = bytearray(_RECORD.size + _body_bytes(block, rows.numel()))
         body = memoryview(data)[_RECORD.size :]
@@ -167,7 +168,9 @@ class Journal:
             return False
         of_epoch, start = self._header(memoryview(data))
         if of_epoch > epoch:
-            raise self._damaged(f"it leads back to commit {of_epoch}, the tables are at {epoch}")
+            raise self._damage_error(
+                f"it leads back to commit {of_epoch}, the tables are at {epoch}"
+            )
         if of_epoch < epoch:
             return False
         if start != machine_start() or not any(start):
@@ -186,9 +189,10 @@ class Journal:
             durable_files.sync_file(self._handle, self.path)
 
     def _header(self, data: memoryview) -> tuple[int, bytes]:
+        """Return epoch and start of a journal's header; raise JournalError if it is damaged."""
         magic, epoch, start, checksum = _HEADER.unpack_from(data)
         if magic != _MAGIC or checksum != zlib.crc32(data[: _HEADER.size - _CHECKSUM.size]):
-            raise self._damaged("its header has a wrong checksum")
+            raise self._damage_error("its header has a wrong checksum")
         return epoch, start
 
     def _records(self, data: memoryview) -> Iterator[_Record]:
@@ -204,7 +208,7 @@ class Journal:
             if magic != _ROWS or own_checksum != zlib.crc32(data[offset : body - _CHECKSUM.size]):
                 if self.interrupted:
                     return
-                raise self._damaged(f"the record at byte {offset} has a wrong head")
+                raise self._damage_error(f"the record at byte {offset} has a wrong head")
             block = self.blocks[index]
             end = body + _body_bytes(block, count)
             if end > len(data):
@@ -212,11 +216,12 @@ class Journal:
             if checksum != zlib.crc32(data[body:end]):
                 if self.interrupted:
                     return
-                raise self._damaged(f"the record at byte {offset} has a wrong checksum")
+                raise self._damage_error(f"the record at byte {offset} has a wrong checksum")
             yield _Record(block, *_body(block, count, data[body:end]))
             offset = end
 
-    def _damaged(self, defect: str) -> JournalError:
+    def _damage_error(self, defect: str) -> JournalError:
+        """Return the error for a damaged journal."""
         return JournalError(
             f"{self.path} is damaged: {defect}. The tables were written to since their last commit "
             "and cannot be led back to it; delete the directory and start from a checkpoint"

@@ -261,6 +261,7 @@ class Memory:
         return self._allocate_empty()
 
     def _allocate_empty(self) -> list[Tensor]:
+        """Return weights and states without elements, with their dtypes."""
         weights = torch.empty(0, dtype=self.precision.weights)
         dtypes = (torch.float32 if s.per_row else self.precision.states for s in self.states)
         return [weights, *(torch.empty(0, dtype=dtype) for dtype in dtypes)]

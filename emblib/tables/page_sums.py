@@ -100,7 +100,7 @@ class PageSums:
         if sums is not None:
             self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
         self._has_sum, self._changed, self._journaled = (
-            _extended(flags, self.sums.shape[0])
+            _extend_flags(flags, self.sums.shape[0])
             for flags in (self._has_sum, self._changed, self._journaled)
         )
 
@@ -141,6 +141,7 @@ class PageSums:
         self.all_known = True
 
     def _verify(self, pages: Tensor, *, skip_holes: bool = False) -> None:
+        """Compare the checksums of pages, int64 `[n]`; raise ChecksumError if one differs."""
         if not pages.numel():
             return
         sums_found = self._sums_of(pages, self.length, skip_holes=skip_holes)
@@ -150,6 +151,7 @@ class PageSums:
         self._has_sum[pages] = 1
 
     def _error(self, wrong: list[int]) -> ChecksumError:
+        """Return the error that names the first wrong page."""
         begin = wrong[0] * PAGE
         end = min(begin + PAGE, self.length)
         omitted = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
@@ -185,7 +187,7 @@ class PageSums:
             self.change(torch.arange(self.length // PAGE, num_pages(length)))
 
     def renewed(self, length: int, *, skip_holes: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pages whose checksums are out of date, and their new ones.
+        """Yield pages, int64 `[n]`, whose checksums are out of date, and new ones, uint8 `[n, 4]`.
 
         Args:
             length: bytes of the file that the checksums are to cover.
@@ -237,14 +239,15 @@ class PageSums:
         return torch.cat(blocks)
 
 
-def _extended(flags: Tensor, count: int) -> Tensor:
+def _extend_flags(flags: Tensor, count: int) -> Tensor:
+    """Return uint8 flags `[count]` that begin with `flags`; the others are 0."""
     longer = zeros(count)
     longer[: flags.numel()] = flags
     return longer
 
 
 def _in_holes(path: Path, pages: Tensor) -> Tensor:
-    """Return whether each of `pages`, ascending, lies in a hole of the file; False if unknown."""
+    """Return which of ascending pages lie in a hole of the file, bool `[n]`; False if unknown."""
     first_page, last_page = int(pages[0]), int(pages[-1])
     has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool)
     handle = os.open(path, os.O_RDONLY)

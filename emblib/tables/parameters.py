@@ -208,6 +208,7 @@ def _attribute(func: Any) -> str:
 
 
 def _refuses(value: Any) -> bool:
+    """Return whether a value is, or has in nested sequences, a tensor that cannot be written."""
     if isinstance(value, list | tuple):
         return any(map(_refuses, value))
     return isinstance(value, _RefusesWrites)
@@ -316,6 +317,7 @@ _METADATA = frozenset(
 
 
 def _is_metadata(func: Any) -> bool:
+    """Return whether a torch function reads no values, such as `shape`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return _attribute(func) not in ("data", "T", "mT", "H", "mH", "real", "imag")
@@ -414,6 +416,7 @@ def disown(parameter: nn.Parameter) -> None:
 
 
 def _notify_owner(parameter: TableParameter) -> None:
+    """Tell the module of a parameter that `requires_grad` has changed."""
     reference = _owners.get(parameter)
     owner = None if reference is None else reference()
     if owner is not None:

@@ -222,6 +222,7 @@ class QuantizedEmbeddingBags(nn.Module):
     _layout: list[FeatureRow]
 
     def _allocate(self, device: torch.device) -> None:
+        """Allocate the packed rows and the buffers on a device."""
         packed = ops.empty_table((self._bytes,), torch.uint8, device)
         self.register_buffer("packed", packed, persistent=False)
         counts = torch.zeros(2, dtype=torch.int64, device=device)
@@ -230,6 +231,7 @@ class QuantizedEmbeddingBags(nn.Module):
         self.reset_parameters()
 
     def _features(self, device: torch.device) -> Tensor:
+        """Return `features`, int64 `[F, 8]`, on a device."""
         return torch.tensor(self._layout, dtype=torch.int64, device=device).view(
             -1, len(FeatureColumn)
         )
@@ -646,7 +648,7 @@ class FloatTables(NamedTuple):
         return [torch.float32] * len(self.specs)
 
     def blocks(self, table: int) -> Iterator[Tensor]:
-        """Yield the rows of a table as floats, in blocks and in order."""
+        """Yield the rows of a table, float32 `[n, dim]`, in blocks and in order."""
         if isinstance(self.tensors, list):
             yield from self.tensors[table].split(_CHUNK)
         else:

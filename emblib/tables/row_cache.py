@@ -280,7 +280,7 @@ class RowCache(nn.Module):
         self._in_flight.discard(ticket)
 
     def oldest_in_flight(self) -> Tensor:
-        """Return the number of the oldest batch in flight; of the next batch if none is."""
+        """Return the number of the oldest batch in flight, a scalar; of the next one if none is."""
         oldest = min(self._in_flight, default=self._now + 1)
         return self.clock[0] - (self._now - oldest)
 
@@ -382,10 +382,11 @@ class RowCache(nn.Module):
         )
 
     def evictions(self, groups: Groups) -> Tensor:
-        """Return the rows that `fetch` would write back for one pass; -1 and -2 are none."""
+        """Return the rows that `fetch` would write back for one pass, int64; -1 and -2 are none."""
         return cache_ops.evictions(*self._plan_arguments(groups))
 
     def _plan_arguments(self, groups: Groups) -> tuple[Any, ...]:
+        """Return the arguments of `cache_plan_` for grouped lookups."""
         return (
             self.tags,
             self.stamps,

@@ -157,6 +157,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._register_common(device)
 
     def _make_cache(self, device: torch.device) -> None:
+        """Make the cache of rows and its prefetcher, if a table is cached."""
         layout = self._memory.layout
         self.row_cache = self._prefetcher = None
         if layout.cached_rows:
@@ -190,6 +191,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._count_forwards_from_step()
 
     def _count_forwards_from_step(self) -> None:
+        """Continue to count forwards from the number of steps."""
         self._num_begun_steps = self._begun_steps_at_update = (
             0 if self.hyperparams.is_meta else self.step
         )
@@ -475,6 +477,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return every_forward_does or self._num_begun_steps == self._begun_steps_at_update
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
+        """Return where the rows of grouped lookups are: cache slots, if there is a cache."""
         if self._prefetcher is None:
             return super()._locate(groups)
         return self._prefetcher.locate(groups)

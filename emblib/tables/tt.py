@@ -176,12 +176,13 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             check_ranks(spec.ranks, spec.row_factors, spec.dim_factors)
 
     def _allocate(self, device: torch.device) -> None:
+        """Allocate cores and buffers on a device."""
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         self._allocate_cores(shapes, device)
         self._mark_parameters()
         kinds = (self._key_feature, self._id_feature, self._row_feature)
         self._layout = [row for kind in kinds for row in self._feature_rows(kind)]
-        self.register_buffer(layout_entry.NAME, layout_entry.entries(self.tables).to(device))
+        self.register_buffer(layout_entry.NAME, layout_entry.from_specs(self.tables).to(device))
         for name, ids in self._ids().items():
             self.register_buffer(name, ids.to(device), persistent=False)
         self._register_common(device)
@@ -234,7 +235,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self._calls = None  # which would keep the memory of the module on another device
         super()._restore()
         device = self.hyperparams.device
-        setattr(self, layout_entry.NAME, layout_entry.entries(self.tables).to(device))
+        setattr(self, layout_entry.NAME, layout_entry.from_specs(self.tables).to(device))
         for name, ids in self._ids().items():
             buffer = getattr(self, name)
             if buffer.device == device and not buffer.is_meta:
@@ -268,7 +269,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the module in a state dict."""
-        problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
+        problem = layout_entry.describe_mismatch(state_dict, prefix, self.tables, self.cores)
         if problem:
             yield problem
         else:
@@ -388,6 +389,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return self._calls
 
     def _apply_gradients(self) -> None:
+        """Apply the gradients that are on the cores of deferred tables."""
         cores = self._all_cores()
         if all(core.grad is None for core in cores):
             return

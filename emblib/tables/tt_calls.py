@@ -171,6 +171,7 @@ class ShortTrainCalls:
         num_saved: int,
         mode: int | None,
     ) -> list[Tensor]:
+        """Look up a training batch with one op; return its results."""
         indices, offsets, sample_weights, bag_layout, output_dim = batch
         results: list[Tensor] = _lookup_checked(
             self._cores,

@@ -256,11 +256,12 @@ def _gram(matrix: Tensor) -> Tensor:
 
 
 def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
+    """Return a core, float32 `[p, rank * q * next rank]`, from a basis `[n, next rank]`."""
     return basis.reshape(p, rank * q * basis.size(1)).float()
 
 
 def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, rows) of chunks of a table."""
+    """Yield (first row, rows `[n, dim]`) of chunks of a table."""
     step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
     for begin in range(0, weight.size(0), step):
         yield begin, weight[begin : begin + step].detach()
@@ -282,13 +283,13 @@ def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
 
 
 def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
-    """Map rows of the tensor train to ids, the inverse of `_rows`."""
+    """Map rows of the tensor train to ids, int64 `[n]`, the inverse of `_rows`."""
     multiplier, offset = shapes.inverse(spec.permutation, spec.rows)
     return (multiplier * rows + offset) % spec.rows
 
 
 def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Map ids to rows of the tensor train: permuted if the spec says so."""
+    """Map ids to rows of the tensor train, int64 `[n]`: permuted if the spec says so."""
     multiplier, offset = spec.permutation
     return (multiplier * ids + offset) % spec.rows
 

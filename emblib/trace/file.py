@@ -96,7 +96,7 @@ class LookupTrace:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}; record or copy it again") from error
         try:
-            trace = cls._of(content)
+            trace = cls._from_content(content)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{path} is damaged: it lacks parts of a trace ({error!r})") from error
         if problem := trace._problem():  # noqa: SLF001 (of this class)
@@ -104,7 +104,8 @@ class LookupTrace:
         return trace
 
     @classmethod
-    def _of(cls, content: dict[str, Any]) -> LookupTrace:
+    def _from_content(cls, content: dict[str, Any]) -> LookupTrace:
+        """Return the trace that a file of torch.save holds."""
         lengths = [
             _Lengths(values, samples).expand()
             for values, samples in zip(content["lengths"], content["samples"], strict=True)

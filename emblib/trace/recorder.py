@@ -46,13 +46,14 @@ def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
     """
     by_id: dict[int, NamedEmbedding] = {}
     for root in roots:
-        for embedding in _outermost(root):
+        for embedding in _outermost_embeddings(root):
             by_id.setdefault(id(embedding[1]), embedding)
     inner = {id(m) for _, outer, _ in by_id.values() for m in outer.modules() if m is not outer}
     return [embedding for key, embedding in by_id.items() if key not in inner]
 
 
-def _outermost(root: nn.Module) -> list[NamedEmbedding]:
+def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
+    """Return the embedding modules of a model that are in no other one; the model if none is."""
     embeddings_: list[NamedEmbedding] = []
     outer_paths: list[str] = []
     for path, module in root.named_modules():
@@ -78,6 +79,7 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def _reading_of(module: nn.Module) -> Reading | None:
+    """Return the function that reads the lookups of a module's calls; None if it is no table."""
     if isinstance(module, nn.EmbeddingBag):
         return _read_bag
     if isinstance(module, nn.Embedding):
@@ -96,7 +98,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
 
 
 def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and lengths of bags without offsets: dimension 0 counts the samples."""
+    """Return ids and lengths, int64 `[samples]`, of bags without offsets: one per sample."""
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
         return torch.cat(rows), torch.tensor([row.numel() for row in rows])
@@ -113,7 +115,7 @@ def _read_bag(
     if offsets is None:
         ids, lengths = _bags_of_one_length(ids)
     else:
-        ends = offsets if module.include_last_offset else _with_end(offsets, ids.numel())
+        ends = offsets if module.include_last_offset else _append_offset(offsets, ids.numel())
         ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids after the last end
     if module.padding_idx is not None:
         ids = torch.where(ids == module.padding_idx, -1, ids)
@@ -121,7 +123,8 @@ def _read_bag(
     return [Bags(feature, ids, lengths)]
 
 
-def _with_end(offsets: Tensor, end: int) -> Tensor:
+def _append_offset(offsets: Tensor, end: int) -> Tensor:
+    """Return offsets with their last entry, the number of ids, appended."""
     return torch.cat([offsets, offsets.new_full((1,), end)])
 
 
@@ -188,6 +191,7 @@ def _feature_major(
 def _split(
     features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags: Sequence[int]
 ) -> list[Bags]:
+    """Split the bags of a batch by feature; `bags` is the number of bags per feature."""
     by_feature = lengths.to("cpu", torch.int64).split(list(bags))
     ids_by_feature = ids.split([int(feature_lengths.sum()) for feature_lengths in by_feature])
     return [Bags(*fields) for fields in zip(features, ids_by_feature, by_feature, strict=True)]
@@ -320,8 +324,13 @@ class TraceRecorder:
             )
         return LookupTrace(
             tuple(calls[0].feature for calls in calls_by_name),
-            tuple(_narrow(torch.cat([c.ids for c in calls])) for calls in calls_by_name),
-            tuple(_narrow(torch.cat([c.lengths for c in calls])) for calls in calls_by_name),
+            tuple(
+                _to_narrowest_dtype(torch.cat([c.ids for c in calls])) for calls in calls_by_name
+            ),
+            tuple(
+                _to_narrowest_dtype(torch.cat([c.lengths for c in calls]))
+                for calls in calls_by_name
+            ),
         )
 
     def save(self, path: str | Path) -> str:
@@ -377,10 +386,12 @@ def _valid_lookups(bags: Bags) -> Bags:
         bag_of_lookup = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
         lengths = torch.bincount(bag_of_lookup[is_valid], minlength=lengths.numel())
         ids = ids[is_valid]
-    return Bags(bags.feature, _narrow(ids).clone(), _narrow(lengths).clone())
+    return Bags(
+        bags.feature, _to_narrowest_dtype(ids).clone(), _to_narrowest_dtype(lengths).clone()
+    )
 
 
-def _narrow(values: Tensor) -> Tensor:
+def _to_narrowest_dtype(values: Tensor) -> Tensor:
     """Convert non-negative values to the narrowest integers that hold them."""
     largest = int(values.max()) if values.numel() else 0
     return values.to(next(dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max))

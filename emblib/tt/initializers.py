@@ -82,7 +82,7 @@ def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
 
 
 def _tails(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Draw normal numbers with |z| >= 2."""
+    """Draw a tensor of `shape` of normal numbers with |z| >= 2."""
     tail = 0.5 * math.erfc(math.sqrt(2.0))
     u = torch.rand(shape, dtype=torch.float64, device=device)
     z = -torch.special.ndtri(tail * (1.0 - u))
@@ -208,7 +208,7 @@ _TOOTH_WIDTH = 0.7 / (2 * _TEETH)
 
 
 def _saw_tooth(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Draw numbers in (-1, 1) near multiples of 1/15."""
+    """Draw a tensor of `shape` of numbers in (-1, 1) near multiples of 1/15."""
     tooth = torch.randint(1 - _TEETH, _TEETH, shape, device=device) / _TEETH
     return tooth + (torch.rand(shape, device=device) - 0.5) * _TOOTH_WIDTH
 

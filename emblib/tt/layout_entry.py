@@ -19,43 +19,46 @@ NAME = "tt_layout"
 _MIN_NUMBERS = 7  # numbers of an entry for two cores: rows, dim, 2 + 2 factors, 1 rank
 
 
-def entry(spec: Any) -> Tensor:
-    """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor.
+def from_spec(spec: Any) -> Tensor:
+    """Return the entry of a `TTSpec`: int64 `[n]` on the CPU.
 
-    For a table with permuted ids, 1 + seed follows.
+    Its numbers are rows, dim, the row factors, the dim factors and the inner ranks. For a table
+    with permuted ids, 1 + seed follows.
     """
-    order = () if spec.ids.value == "as_given" else (1 + spec.seed,)
-    numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks, *order)
+    ids = () if spec.ids.value == "as_given" else (1 + spec.seed,)
+    numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks, *ids)
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
-def entries(specs: Sequence[Any]) -> Tensor:
-    """Return the entry of a module: `[n]` for one table, else one padded row per table."""
-    rows = [entry(spec) for spec in specs]
+def from_specs(specs: Sequence[Any]) -> Tensor:
+    """Return the entry of a module: `[n]` for one table, else `[T, n]`, padded with zeros."""
+    rows = [from_spec(spec) for spec in specs]
     return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
 
-def _rows_of(saved: Tensor | None, count: int) -> list[Tensor | None]:
-    """Return the entry of each of `count` tables."""
+def _entry_per_table(saved: Tensor | None, count: int) -> list[Tensor | None]:
+    """Split the entry of a module into one per table, without padding; None where it has none."""
     if saved is None or saved.dim() != 2:
         return [saved] * count
     rows: list[Tensor | None] = [row[: int((row != 0).sum())] for row in saved]
     return (rows + [None] * count)[:count]
 
 
-def difference(saved: Tensor | None, current: Tensor) -> str:
+def describe_difference(saved: Tensor | None, current: Tensor) -> str:
     """Describe how the saved entry differs from the current one; "" if it does not.
 
     Older state dicts have no entry (None). Then the shapes of the cores must determine ranks and
     factors, and the number of rows is not compared: common rows are equal.
     """
-    current_fields = _fields(current)
+    current_fields = _parse_entry(current)
     if saved is None and current_fields["ids"] != "as_given":
         current_ids = current_fields["ids"]
         return f"there is no {NAME}, so the ids of these cores are as given, here {current_ids}"
     if saved is None:
         other_layouts = [
-            layout for layout in _of_equal_shapes(current_fields) if layout != current_fields
+            layout
+            for layout in _layouts_of_equal_shapes(current_fields)
+            if layout != current_fields
         ]
         if not other_layouts:
             return ""
@@ -67,7 +70,7 @@ def difference(saved: Tensor | None, current: Tensor) -> str:
         )
     if saved.dim() != 1 or saved.numel() < _MIN_NUMBERS:
         return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
-    saved_fields = _fields(saved)
+    saved_fields = _parse_entry(saved)
     if saved_fields == current_fields:
         return ""
     differing = ", ".join(key for key in current_fields if saved_fields[key] != current_fields[key])
@@ -78,23 +81,26 @@ def difference(saved: Tensor | None, current: Tensor) -> str:
     )
 
 
-def problem(
+def describe_mismatch(
     state_dict: Mapping[str, Any], prefix: str, specs: Sequence[Any], cores: Iterable[Tensor]
 ) -> str:
     """Return why the cores in a state dict do not fit `specs`, as a message; "" if they do."""
-    own_cores = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
-    names_saved = [key for key in own_cores if key in state_dict]
-    if not names_saved:
+    expected_cores = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
+    saved_names = [key for key in expected_cores if key in state_dict]
+    if not saved_names:
         return ""
     saved = state_dict.get(f"{prefix}{NAME}")
     if saved is not None and (not isinstance(saved, Tensor) or saved.is_meta):
         return f"{prefix}{NAME}: must be a tensor with values, got {saved!r}"
-    differences = map(difference, _rows_of(saved, len(specs)), map(entry, specs))
+    differences = map(
+        describe_difference, _entry_per_table(saved, len(specs)), map(from_spec, specs)
+    )
     differing = next(filter(None, differences), "")
     return f"{prefix}cores: {differing}" if differing else ""
 
 
-def _fields(numbers: Tensor) -> dict[str, Any]:
+def _parse_entry(numbers: Tensor) -> dict[str, Any]:
+    """Return the fields of the entry of one table, by name; the inverse of `from_spec`."""
     rows, dim, *more_numbers = numbers.tolist()
     cores = (len(more_numbers) + 1) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
     seed = more_numbers.pop() - 1 if len(more_numbers) == 3 * cores else None
@@ -109,13 +115,14 @@ def _fields(numbers: Tensor) -> dict[str, Any]:
 
 
 def _describe(fields: dict[str, Any]) -> str:
+    """Format fields for a message, without ids that are as given."""
     shown_fields = {
         key: value for key, value in fields.items() if (key, value) != ("ids", "as_given")
     }
     return ", ".join(f"{key}={value}" for key, value in shown_fields.items())
 
 
-def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _layouts_of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the fields of all tensor trains with equal rows, dim and core shapes."""
     full_ranks = (1, *fields["ranks"], 1)
     widths = [
@@ -124,7 +131,7 @@ def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
             full_ranks, fields["dim_factors"], full_ranks[1:], strict=False
         )
     ]
-    for ranks, dim_factors in _solutions(widths, 1):
+    for ranks, dim_factors in _ranks_and_dim_factors(widths, 1):
         if math.prod(dim_factors) != fields["dim"]:
             continue
         try:
@@ -134,19 +141,24 @@ def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**fields, "dim_factors": dim_factors, "ranks": ranks}
 
 
-def _solutions(
-    widths: Sequence[int], remaining: int
+def _ranks_and_dim_factors(
+    widths: Sequence[int], first_rank: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield all (ranks, dim factors) of cores of these widths whose first rank is `remaining`."""
-    product = widths[0] // remaining  # a divisor of it: see below
+    """Yield (ranks, dim factors) of all trains of cores of these widths.
+
+    The width of a core is `rank * dim factor * next rank`: the elements per row of it. The train
+    begins with `first_rank`, which must divide the first width and is not among the ranks.
+    """
+    product = widths[0] // first_rank  # dim factor * next rank
     if len(widths) == 1:
         yield (), (product,)
         return
-    for right in _divisors(math.gcd(product, widths[1])):
-        for ranks, factors in _solutions(widths[1:], right):
-            yield (right, *ranks), (product // right, *factors)
+    for next_rank in _divisors(math.gcd(product, widths[1])):
+        for ranks, dim_factors in _ranks_and_dim_factors(widths[1:], next_rank):
+            yield (next_rank, *ranks), (product // next_rank, *dim_factors)
 
 
 def _divisors(number: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
+    """Return the divisors of a positive number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

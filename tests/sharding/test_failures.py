@@ -216,13 +216,13 @@ def test_a_process_nobody_waited_for_is_gone() -> None:
         os._exit(0)
     try:
         end = time.monotonic() + 10
-        while not failures.is_gone(child) and time.monotonic() < end:
+        while not failures.has_ended(child) and time.monotonic() < end:
             time.sleep(0.01)
-        assert failures.is_gone(child)
+        assert failures.has_ended(child)
     finally:
         os.waitpid(child, 0)
-    assert failures.is_gone(child)
-    assert not failures.is_gone(os.getpid())
+    assert failures.has_ended(child)
+    assert not failures.has_ended(os.getpid())
 
 
 def test_one_rank_and_wrong_use() -> None:

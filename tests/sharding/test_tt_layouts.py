@@ -169,7 +169,7 @@ def test_whether_shapes_leave_a_choice() -> None:
     assert {1, 2} <= {len(specs) for specs in by_shapes.values()}
     for specs in by_shapes.values():
         for spec in specs:
-            is_refused = bool(layout_entry.difference(None, layout_entry.entry(spec)))
+            is_refused = bool(layout_entry.describe_difference(None, layout_entry.from_spec(spec)))
             assert is_refused == (len(specs) > 1), spec
 
 

@@ -343,10 +343,17 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
             "choose an optimizer that has it"
         )
     numbers = {name: params[name] for name in accepted if name in params}
-    return FusedParams(make(**_arguments(make, numbers, params)), table_arguments)
+    return FusedParams(make(**_convert_arguments(make, numbers, params)), table_arguments)
 
 
-def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_arguments(
+    make: Any, numbers: dict[str, Any], params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Convert FBGEMM's arguments to those of the emblib optimizer that `make` constructs.
+
+    `numbers` are the optimizer's own arguments, by FBGEMM's names, and are consumed; `params` are
+    all.
+    """
     decay = numbers.pop("weight_decay", 0.0)
     arguments = {"lr": numbers.pop("learning_rate", 0.01)}
     betas = [numbers.pop(name, None) for name in _BETAS]
@@ -358,11 +365,11 @@ def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) ->
     if params.get("gradient_clipping"):
         arguments["max_gradient"] = params.get("max_gradient", 1.0)
     if decay:
-        arguments["weight_decay"] = _decay(make, decay, params.get("weight_decay_mode"))
+        arguments["weight_decay"] = _convert_decay(make, decay, params.get("weight_decay_mode"))
     return {**arguments, **numbers}
 
 
-def _decay(make: Any, rate: float, mode: Any) -> Any:
+def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
     """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
     mode_name = str(getattr(mode, "name", mode)).lower()
     is_decoupled = mode_name in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
@@ -401,7 +408,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
         return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
     options = dict(arguments)
-    defaults = _defaults_of(optimizer_class)
+    defaults = _default_arguments(optimizer_class)
     if defaults is None:
         raise TypeError(
             "tables run torch.optim.SGD, Adagrad, Adam or AdamW, a RowWiseAdagrad, or a class of "
@@ -433,7 +440,8 @@ class _Defaults(NamedTuple):
     numbers: dict[str, Any]
 
 
-def _defaults_of(optimizer_class: Any) -> _Defaults | None:
+def _default_arguments(optimizer_class: Any) -> _Defaults | None:
+    """Return the emblib optimizer of a class of torch, with torch's defaults; None for another."""
     if optimizer_class is torch.optim.SGD:
         return _Defaults(optim.SGD, {"lr": 1e-3, "weight_decay": 0.0})
     if optimizer_class is torch.optim.Adagrad:
@@ -570,6 +578,7 @@ def _check_of_torch(optimizer: Any) -> None:
 
 
 def _step_in_backward(parameter: nn.Parameter, make: Any, arguments: dict[str, Any]) -> None:
+    """Step an optimizer of one parameter as soon as its gradient is complete, and free that."""
     stepper = make([parameter], **arguments)
     marked: Any = parameter
     if hasattr(marked, _MARK):

@@ -301,7 +301,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return [p for group in self.param_groups for p in group["params"] if not p.is_meta]
 
     def clip_grad_norm_(self) -> Tensor:
-        """Clip the norm of all gradients now, and return the norm before."""
+        """Clip the norm of all gradients now; return the norm before, a scalar tensor."""
         return clip_grad_norm_(self._parameters(), self.max_gradient, self.norm_type)
 
     def step(self, closure: Any = None) -> Any:
@@ -367,7 +367,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     peers: Peers | None = None,
 ) -> Tensor:
-    """Clip gradients by their norm over all ranks; return the norm before.
+    """Clip gradients by their norm over all ranks; return the norm before, a scalar tensor.
 
     `peers` defaults to the ranks that `mark_gradient` recorded for the parameters. Sparse gradients
     are coalesced first, and only their rows are read and scaled.
@@ -423,7 +423,7 @@ def _is_sparse(parameter: Tensor) -> bool:
 
 
 def _values_of(parameter: Tensor) -> Tensor:
-    """Return the values of a gradient; a sparse one is coalesced first."""
+    """Return the values of a gradient, of any shape; a sparse one is coalesced first."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -434,6 +434,10 @@ def _values_of(parameter: Tensor) -> Tensor:
 
 
 def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
+    """Return the ranks over which parameters are sharded; None if they are not.
+
+    Parameters over several groups of ranks raise ValueError.
+    """
     peers: list[Peers] = []
     for parameter in parameters:
         mark = _marks.get(parameter)
@@ -453,6 +457,7 @@ def _is_dtensor(parameter: Tensor) -> bool:
 
 
 def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
+    """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this."""
     shards: list[Tensor] = []
     replicas: list[Tensor] = []
     dtensor_grads: list[Tensor] = []
@@ -484,7 +489,7 @@ def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all values; 0 without values, for which torch has no infinity norm."""
+    """Return the norm of all values, a scalar tensor; 0 without values."""
     return torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
 
 
@@ -667,6 +672,7 @@ class WarmupStage:
         return self.lr_scale * self._policy_multiplier(step)
 
     def _policy_multiplier(self, step: int) -> float:
+        """Return the multiplier of the policy at a step, without `lr_scale`."""
         policy, value = self.policy, self.value
         if policy is WarmupPolicy.LINEAR:
             return value + (1.0 - value) * step / self.max_iters
@@ -721,6 +727,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rate()
 
     def _set_rate(self) -> None:
+        """Write the learning rate of the current step into the groups."""
         factor = self.stages[self._stage].multiplier(self._step)
         for group, rate in zip(self.param_groups, self._rates, strict=True):
             if rate is not None:  # a group without parameters may have no rate

@@ -170,6 +170,7 @@ class _GroupTables:
         return changes, hyperparameters.with_changes(self._optimizer, changes.fields)
 
     def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
+        """Write changed optimizer fields, `lr` among them, to a module."""
         other_fields = {name: value for name, value in fields.items() if name != "lr"}
         if any(getattr(module.optimizer, name) != value for name, value in other_fields.items()):
             # Passing the rate saves reading it from the device.

@@ -78,6 +78,7 @@ def write(
 
 
 def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:
+    """Write the arrays of a table, sorted by key; return its entry of the manifest."""
     entries = table.entries
     order = keys.canonical_order(entries.keys).cpu()
     removed = table.removed.cpu()
@@ -102,6 +103,7 @@ def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> d
 
 
 def _write_array(writer: Writer, numbers: Tensor) -> dict[str, Any]:
+    """Write a whole tensor; return its entry of the manifest."""
     with writer.array(numbers.dtype, tuple(numbers.shape)) as array:
         array.append(numbers)
     return array.description
@@ -110,6 +112,10 @@ def _write_array(writer: Writer, numbers: Tensor) -> dict[str, Any]:
 def _write_rows(
     writer: Writer, source: Rows, order: Tensor, progress: tuple[str, Report] | None
 ) -> dict[str, Any]:
+    """Write rows in the given order, in blocks; return their entry of the manifest.
+
+    `progress` is the name of the table and the function that gets the number of written rows.
+    """
     num_written = 0
     with writer.array(source.dtype, (order.numel(), *source.shape[1:])) as array:
         for index in order.split(rows_at_a_time(source)):
@@ -197,7 +203,7 @@ def _check(part: PartReader) -> None:
             if array.dtype != torch.int64 or array.dim() != 1:
                 raise DumpError(
                     f"{path} is malformed: 'arrays' and 'removed' of table {name!r} must be int64, "
-                    f"one number a key, one is {array.dtype} {list(array.shape)}"
+                    f"one number per key, one is {array.dtype} {list(array.shape)}"
                 )
         for key, value in field(path, table, "rows", dict).items():
             if not part.array(value).dim():
@@ -205,6 +211,7 @@ def _check(part: PartReader) -> None:
 
 
 def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: int) -> DumpedTable:
+    """Return the entries of a table that a rank owns, from all parts of a dump."""
     owned, removed, order = [], [], "none"
     for part in parts:
         for table in part.content["tables"]:
@@ -218,8 +225,8 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
             except (ValueError, TypeError) as error:
                 raise DumpError(f"{part.path} is malformed: table {name!r}: {error}") from error
             owned.append(entries.owned(rank, world_size))
-            gone = part.array(table["removed"])
-            removed.append(gone[keys.owner(gone, world_size) == rank])
+            removed_keys = part.array(table["removed"])
+            removed.append(removed_keys[keys.owner(removed_keys, world_size) == rank])
             order = table["order"]
     try:
         joined = of_entries.concatenate(owned)

@@ -88,17 +88,18 @@ def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
     """
     type_names = " or ".join(kind.__name__ for kind in kinds)
     if not isinstance(tree, dict):
-        raise DumpError(f"{path} is malformed: there is {_short(tree)} where {name!r} must be")
+        raise DumpError(f"{path} is malformed: there is {_abbreviate(tree)} where {name!r} must be")
     if name not in tree:
         raise DumpError(f"{path} is malformed: it lacks {name!r}, which must be {type_names}")
     if type(tree[name]) not in kinds:
         raise DumpError(
-            f"{path} is malformed: {name!r} must be {type_names}, is {_short(tree[name])}"
+            f"{path} is malformed: {name!r} must be {type_names}, is {_abbreviate(tree[name])}"
         )
     return tree[name]
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
+    """Return the text of a value, cut short for a message."""
     return repr(value)[:60]
 
 
@@ -122,7 +123,7 @@ class Writer:
         self.directory = Path(directory).expanduser()
         self.part = part
         make_directory(self.directory, "a dump")
-        self._refuse_others()
+        self._check_directory()
         self._lock = lock(
             self.directory / f"{part.name}.lock",
             "parts of a dump",
@@ -130,11 +131,16 @@ class Writer:
         )
         self._names: list[str] = []
         self._generation = 1 + max(
-            (int(match[1]) for name in self._of_part() if (match := _GENERATION.search(name))),
+            (
+                int(match[1])
+                for name in self._files_of_part()
+                if (match := _GENERATION.search(name))
+            ),
             default=0,
         )
 
-    def _refuse_others(self) -> None:
+    def _check_directory(self) -> None:
+        """Raise ValueError if the directory has other files, or a dump of other parts."""
         for name in sorted(os.listdir(self.directory)):
             match = _PART.match(name)
             if match is None:
@@ -148,7 +154,8 @@ class Writer:
                     f"{self.part.world_size}: name another directory, or delete that one"
                 )
 
-    def _of_part(self) -> list[str]:
+    def _files_of_part(self) -> list[str]:
+        """Return the names of the files of this part, committed or not."""
         return [name for name in os.listdir(self.directory) if name.startswith(self.part.name)]
 
     @contextlib.contextmanager
@@ -174,10 +181,11 @@ class Writer:
         path = self.directory / f"{self.part.name}.json"
         replace_json(path, {"content": body, "checksum": _checksum(body)})
         flush_directory(self.directory)
-        self._delete(keep={path.name, *self._names})
+        self._delete_files(keep={path.name, *self._names})
 
-    def _delete(self, keep: set[str]) -> None:
-        for name in self._of_part():
+    def _delete_files(self, keep: set[str]) -> None:
+        """Delete the files of this part except `keep` and its lock."""
+        for name in self._files_of_part():
             if name not in keep and not name.endswith(".lock"):
                 os.unlink(self.directory / name)
 
@@ -189,7 +197,7 @@ class Writer:
         try:
             if kind is not None:
                 manifest = _manifest_names(self.directory / f"{self.part.name}.json")
-                self._delete(keep={f"{self.part.name}.json", *manifest})
+                self._delete_files(keep={f"{self.part.name}.json", *manifest})
         finally:
             os.close(self._lock)
 
@@ -211,7 +219,7 @@ class ArrayWriter:
             buffer = bytearray(chunk.numel() * self.dtype.itemsize)
             torch.frombuffer(buffer, dtype=self.dtype).copy_(chunk)
             self._crc = zlib.crc32(buffer, self._crc)
-            _write(self._handle, buffer, self._at)
+            _write_all(self._handle, buffer, self._at)
             self._at += len(buffer)
 
     def flush(self) -> None:
@@ -264,7 +272,7 @@ class PartReader:
         if [type(number) for number in part] != [int, int] or not 0 <= part[0] < part[1]:
             raise DumpError(
                 f"{path} is malformed: 'part' must be a rank and a number of ranks above it, is "
-                f"{_short(part)}"
+                f"{_abbreviate(part)}"
             )
         self.part = Part(*part)
         if path.name != f"{self.part.name}.json":
@@ -350,7 +358,7 @@ def read_parts(directory: str | Path) -> list[PartReader]:
             f"{directory} holds parts of more than one dump, {[path.name for path in paths]}; "
             "delete those that do not belong to the one to read"
         )
-    identities = {_identity(part.content) for part in parts}
+    identities = {_dump_identity(part.content) for part in parts}
     if len(identities) > 1:
         raise DumpError(
             f"the parts in {directory} are of different dumps, {sorted(identities)}: writing over "
@@ -360,7 +368,8 @@ def read_parts(directory: str | Path) -> list[PartReader]:
     return parts
 
 
-def _identity(content: dict[str, Any]) -> str:
+def _dump_identity(content: dict[str, Any]) -> str:
+    """Return a text that all parts of one dump have in common."""
     since = content.get("since")
     identity = str(content.get("identity"))
     return identity if since is None else f"{identity} (changes since {since})"
@@ -398,7 +407,8 @@ def _manifest_names(path: Path) -> set[str]:
     return {description["file"] for description in _descriptions(content)}
 
 
-def _write(handle: int, data: bytes | bytearray, at: int) -> None:
+def _write_all(handle: int, data: bytes | bytearray, at: int) -> None:
+    """Write all bytes to a file, from byte `at` on, however few one call of the OS takes."""
     remaining = memoryview(data)
     while remaining:
         num_written = os.pwrite(handle, remaining, at)
@@ -413,6 +423,7 @@ def write(directory: str | Path, tree: Any) -> None:
 
 
 def _write_tree(writer: Writer, tree: Any) -> Any:
+    """Write the tensors of a tree of dicts and lists; return its description for the manifest."""
     if isinstance(tree, dict):
         return {"dict": {name: _write_tree(writer, branch) for name, branch in tree.items()}}
     if isinstance(tree, list):
@@ -444,16 +455,17 @@ def read(directory: str | Path) -> Any:
     if "tree" not in part.content:
         raise DumpError(f"{directory} holds a dump of entries, not a snapshot")
     part.verify()
-    return _read(part, part.content["tree"])
+    return _read_tree(part, part.content["tree"])
 
 
-def _read(part: PartReader, tree: Any) -> Any:
+def _read_tree(part: PartReader, tree: Any) -> Any:
+    """Return the tree that a description of `_write_tree` stands for."""
     kind = next(iter(tree)) if isinstance(tree, dict) and len(tree) == 1 else ""
     if kind == "dict":
         branches = field(part.path, tree, kind, dict)
-        return {name: _read(part, branch) for name, branch in branches.items()}
+        return {name: _read_tree(part, branch) for name, branch in branches.items()}
     if kind == "list":
-        return [_read(part, branch) for branch in field(part.path, tree, kind, list)]
+        return [_read_tree(part, branch) for branch in field(part.path, tree, kind, list)]
     if kind == "none":
         return None
     return part.array(field(part.path, tree, "tensor", dict))

@@ -126,7 +126,7 @@ def stage(
 ) -> None:
     """Stage the files of a rank for `commit`; see `write`."""
     entries, order = table.entries, layout.order
-    staged = _staged(directory, name)
+    staged = _staging_directory(directory, name)
     staged.mkdir(parents=True, exist_ok=True)
 
     def path(item: str) -> Path:
@@ -137,7 +137,7 @@ def stage(
     states = [rows for key, rows in entries.rows.items() if key not in (WEIGHT, LAST_USES)]
     if states:
         _write_rows(path("emb_opt_values"), states, len(entries))
-    _write_numbers(path("emb_scores"), _scores(entries, layout, clock))
+    _write_numbers(path("emb_scores"), _score_columns(entries, layout, clock))
     if table.counts is not None:
         _write_numbers(path("counter_keys"), table.counts[0])
         _write_numbers(path("counter_frequencies"), table.counts[1])
@@ -205,23 +205,27 @@ class _Move:
 
     @classmethod
     def of(cls, directory: Path, name: str) -> "_Move":
-        staged = _staged(directory, name)
+        """Return the move of the staged files of a table into its directory; nothing is moved."""
+        staged = _staging_directory(directory, name)
         old_files, new_files = (
             _files_of(folder, name) if folder.is_dir() else () for folder in (directory, staged)
         )
         return cls(directory, name, staged, directory / f".{name}.old", old_files, new_files)
 
     def take_old(self) -> None:
+        """Move the old files aside."""
         for file in self.old_files:
             os.rename(self.directory / file, self.replaced / file)
 
     def put_values(self) -> None:
-        self._put(file for file in self.new_files if not _is_keys(file))
+        """Move the staged files into place, except those of keys."""
+        self._move_new_files(file for file in self.new_files if not _is_key_file(file))
 
     def put_keys(self) -> None:
-        self._put(file for file in self.new_files if _is_keys(file))
+        """Move the staged files of keys into place, which makes the table readable."""
+        self._move_new_files(file for file in self.new_files if _is_key_file(file))
 
-    def _put(self, files: Iterator[str]) -> None:
+    def _move_new_files(self, files: Iterator[str]) -> None:
         for file in files:
             os.rename(self.staged / file, self.directory / file)
 
@@ -236,6 +240,7 @@ class _Move:
                     (self.directory / file).unlink(missing_ok=True)
 
     def put_back_old(self) -> None:
+        """Move the old files back; errors are ignored, so that as many as possible return."""
         for file in reversed(self.old_files):
             with contextlib.suppress(OSError):
                 if (self.replaced / file).exists():
@@ -246,10 +251,11 @@ class _Move:
 
 def discard(directory: str | Path, name: str) -> None:
     """Delete the staged files of a table that were not committed."""
-    shutil.rmtree(_staged(directory, name), ignore_errors=True)
+    shutil.rmtree(_staging_directory(directory, name), ignore_errors=True)
 
 
-def _staged(directory: str | Path, name: str) -> Path:
+def _staging_directory(directory: str | Path, name: str) -> Path:
+    """Return the directory in which the files of a table are staged."""
     return Path(directory).expanduser() / f".{name}.new"
 
 
@@ -325,14 +331,15 @@ def _files_of(directory: Path, table: str) -> list[str]:
     ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
     pattern = re.compile(rf"{re.escape(table)}_({ends})")
     names = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
-    return sorted(names, key=lambda name: not _is_keys(name))
+    return sorted(names, key=lambda name: not _is_key_file(name))
 
 
-def _is_keys(file: str) -> bool:
+def _is_key_file(file: str) -> bool:
     return "_emb_keys." in file
 
 
-def _scores(entries: Entries, layout: Layout, clock: int) -> Tensor:
+def _score_columns(entries: Entries, layout: Layout, clock: int) -> Tensor:
+    """Return the scores as DynamicEmb stores them: int64 `[n]`, for lru_lfu `[n, 2]`."""
     if layout.order == "lru":
         return clock - entries.stamps
     if layout.order == "lru_lfu" and entries.scores is not None:
@@ -380,19 +387,20 @@ def world_size(directory: str | Path, name: str) -> int:
     if not ranks:
         raise DumpError(
             f"{directory} has no keys of a table {name!r}; name the directory of its collection"
-            + _hint(directory, name)
+            + _interruption_hint(directory, name)
         )
     sizes = {int(size) for _, size in ranks}
     largest = max(sizes)
     if len(sizes) > 1 or {int(rank) for rank, _ in ranks} != set(range(largest)):
         raise DumpError(
             f"{directory} has {len(ranks)} files of keys of {name!r}, of {sorted(sizes)} ranks; "
-            "the dump is not whole" + _hint(directory, name)
+            "the dump is not whole" + _interruption_hint(directory, name)
         )
     return largest
 
 
-def _hint(directory: Path, name: str) -> str:
+def _interruption_hint(directory: Path, name: str) -> str:
+    """Return the sentence of an error that says where an interrupted `commit` left old files."""
     replaced = directory / f".{name}.old"
     if not replaced.is_dir():
         return ""
@@ -418,7 +426,7 @@ def arguments_of(directory: str | Path, name: str) -> dict[str, Any]:
     Raises:
         DumpError: the file is damaged.
     """
-    return _arguments(arguments_path(directory, name))
+    return _read_arguments(arguments_path(directory, name))
 
 
 def arguments_path(directory: str | Path, name: str) -> Path:
@@ -482,7 +490,7 @@ class _Files:
     rank: int | None
 
     def read(self, item: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the values of the ranks, concatenated; None if no rank has a file.
+        """Return the values of the ranks, concatenated, flat; None if no rank has a file.
 
         Raises:
             DumpError: some ranks have a file and others do not, even if these are not read.
@@ -498,12 +506,13 @@ class _Files:
                 "have no such file; the dump is not whole, take another one"
             )
         if self.rank is not None:
-            return _numbers(paths[self.rank], dtype)
-        parts = [_numbers(path, dtype) for path in paths]
+            return _map_numbers(paths[self.rank], dtype)
+        parts = [_map_numbers(path, dtype) for path in paths]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _numbers(path: Path, dtype: torch.dtype) -> Tensor:
+def _map_numbers(path: Path, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a file, flat and mapped; raise DumpError if it is cut short."""
     nbytes = path.stat().st_size
     if nbytes % dtype.itemsize:
         raise DumpError(f"{path} has {nbytes} bytes, which are no {dtype} numbers; it is cut short")
@@ -520,6 +529,10 @@ def _length(numbers: Tensor | None) -> int:
 def _split_states(
     numbers: Tensor, count: int, states: Mapping[str, int], name: str
 ) -> dict[str, Tensor]:
+    """Split the columns of a file of `count` rows into states by name, `[n]` or `[n, width]`.
+
+    `states` are the expected widths; `name` is that of the table, for the error.
+    """
     expected_columns = sum(states.values())
     width = numbers.numel() // count if count else expected_columns
     padded = width == _PADDED and expected_columns == 1
@@ -535,7 +548,8 @@ def _split_states(
     }
 
 
-def _arguments(path: Path) -> dict[str, Any]:
+def _read_arguments(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} without it; raise DumpError if it is damaged."""
     if not path.exists():
         return {}
     try:
@@ -550,7 +564,7 @@ def _arguments(path: Path) -> dict[str, Any]:
 def _stamps_and_scores(
     scores: Tensor | None, count: int, layout: Layout, *, ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return stamps and scores of entries; stamps are 1 if no file has times of use.
+    """Return stamps and scores of entries, int64 `[n]`; stamps are 1 without times of use.
 
     The stamps and scores give the eviction order of DynamicEmb's strategy.
     """
@@ -561,17 +575,17 @@ def _stamps_and_scores(
     if count and scores.numel() == 2 * count:
         columns = scores.view(count, 2).unbind(1)
         time, uses = columns[::-1] if layout.uses_first else columns
-        return _dense(time), uses.clone() if needs_scores else None
+        return _dense_ranks(time), uses.clone() if needs_scores else None
     if scores.numel() != count:
         raise DumpError(f"{name!r} has {scores.numel()} scores for {count} keys; it is cut short")
     if ages:
-        stamps = _dense(-scores)
+        stamps = _dense_ranks(-scores)
         return stamps, stamps.clone() if needs_scores else None
     if order == "lru":
-        return _dense(scores), None
+        return _dense_ranks(scores), None
     return ones, scores if needs_scores else None
 
 
-def _dense(times: Tensor) -> Tensor:
-    """Return the dense ranks 1, 2, ... of times; equal times have equal ranks."""
+def _dense_ranks(times: Tensor) -> Tensor:
+    """Return the dense ranks 1, 2, ... of times, int64 `[n]`; equal times have equal ranks."""
     return torch.unique(times, sorted=True, return_inverse=True)[1] + 1

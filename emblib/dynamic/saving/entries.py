@@ -88,7 +88,7 @@ class Entries:
                 (count,),
             ):
                 raise ValueError(
-                    f"{name} must be int64, one a key = [{count}], got {column.dtype} "
+                    f"{name} must be int64, one per key = [{count}], got {column.dtype} "
                     f"{list(column.shape)}"
                 )
         for name, rows in self.rows.items():
@@ -181,7 +181,7 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
 
 
 def best_first(entries: Entries, order: str) -> Tensor:
-    """Return the permutation that sorts entries from the last to be evicted to the first.
+    """Return the permutation, int64 `[N]`, from the last entry to be evicted to the first.
 
     `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the order
     is that of lru.
@@ -300,7 +300,7 @@ def combine(
         elif holders[0][key].dtype.is_floating_point or stem in unlike:
             joined[key] = holders[0][key]
         else:
-            joined[key] = _largest(state[key] for state in holders)
+            joined[key] = _elementwise_max(state[key] for state in holders)
     return joined
 
 
@@ -351,7 +351,8 @@ def _owned(state: Mapping[str, Tensor], stem: str, key: str, rank: int, world_si
     return state[key] if bool(is_owned.all()) else state[key][is_owned]
 
 
-def _largest(tensors: Iterable[Tensor]) -> Tensor:
+def _elementwise_max(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the element-wise maximum of tensors of equal shapes."""
     first, *other_tensors = tensors
     for other in other_tensors:
         first = torch.maximum(first.to(other.device), other)

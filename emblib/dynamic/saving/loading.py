@@ -36,7 +36,7 @@ def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
 
 
 def tags_of(keys: Tensor, hash_key: int) -> Tensor:
-    """Return the byte in `tags` that marks a slot as a candidate for the key."""
+    """Return the byte in `tags` that marks a slot of each key, uint8 `[N]`."""
     return (1 + ((mix(keys ^ hash_key) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
 
 
@@ -57,7 +57,7 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
     while waiting.numel() and idle < _MAX_IDLE_ROUNDS and int(room.free.sum()):
         step += 1
         block, waiting_later = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
-        settled = room.settle(block, step)
+        settled = room.assign_within_one_move(block, step)
         unsettled = block[~settled]
         if unsettled.numel() and not bool(settled.any()):
             idle += 1
@@ -85,8 +85,8 @@ class _Assignment:
         # entry of another bucket moves into them.
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
-    def settle(self, waiting: Tensor, step: int) -> Tensor:
-        """Assign slots to waiting entries with at most one move each; return which got one."""
+    def assign_within_one_move(self, waiting: Tensor, step: int) -> Tensor:
+        """Assign slots to waiting entries by at most one move each; return which got one, bool."""
         neighbours = self._holder[self._bucket_pairs[:, waiting].T].reshape(waiting.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
         empty = neighbours < 0
@@ -105,21 +105,21 @@ class _Assignment:
         takes, gives = waiting[move], buckets_taken[move]
         freed = self.slots[gives]
         self._put(gives, goes_to[move])
-        self._hold(takes, freed)
+        self._occupy(takes, freed)
         plain = settled & (buckets_taken < 0)
         self._put(waiting[plain], goes_to[plain])
         return settled
 
     def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
-        """Give each waiting entry the slot of another entry, which waits instead."""
+        """Give each waiting entry another entry's slot; return those that wait now, int64 `[n]`."""
         slots = self._bucket_pairs[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
         once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
-        gone = self._holder.view(-1)[slots[once]]
-        self.slots[gone] = -1
-        self._hold(waiting[once], slots[once])
+        displaced = self._holder.view(-1)[slots[once]]
+        self.slots[displaced] = -1
+        self._occupy(waiting[once], slots[once])
         # They try their other bucket next time.
         self._bucket_pairs[:, waiting] = self._bucket_pairs[:, waiting].flip(0)
-        return torch.cat([gone, waiting[~once]])
+        return torch.cat([displaced, waiting[~once]])
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
@@ -149,12 +149,12 @@ class _Assignment:
         self.free[bucket] -= 1
         while current != entry:
             freed_slot = int(self.slots[current])
-            self._hold(torch.tensor([current]), torch.tensor([slot]))
+            self._occupy(torch.tensor([current]), torch.tensor([slot]))
             slot, current = freed_slot, int(mover[freed_slot // SLOTS])
-        self._hold(torch.tensor([entry]), torch.tensor([slot]))
+        self._occupy(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other_bucket(self, entries: Tensor) -> Tensor:
-        """Return the alternative bucket of each entry."""
+        """Return the alternative bucket of each entry, int64 `[n]`."""
         return (
             self._bucket_pairs[0, entries]
             + self._bucket_pairs[1, entries]
@@ -164,16 +164,17 @@ class _Assignment:
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
         free_way = (self._holder[buckets] < 0).int().argmax(1)
-        self._hold(entries, buckets * SLOTS + free_way)
+        self._occupy(entries, buckets * SLOTS + free_way)
         self.free[buckets] -= 1
 
-    def _hold(self, entries: Tensor, slots: Tensor) -> None:
+    def _occupy(self, entries: Tensor, slots: Tensor) -> None:
+        """Record that entries are in these slots now."""
         self._holder.view(-1)[slots] = entries
         self.slots[entries] = slots
 
 
 def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
-    """Return which elements are the first valid ones of their value."""
+    """Return which elements are the first valid ones of their value, bool `[n]`."""
     numbers = torch.arange(values.numel())
     num_values = int(values.max()) + 1 if values.numel() else 0
     first_positions = torch.full((num_values,), values.numel())
@@ -182,7 +183,7 @@ def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def _noise(shape: tuple[int, ...], step: int) -> Tensor:
-    """Return positive pseudo-random numbers that are the same on every machine."""
+    """Return positive pseudo-random int64 that are the same on every machine."""
     count = 1
     for size in shape:
         count *= size
@@ -276,6 +277,7 @@ def check(target: TableTarget, entries: Entries) -> None:
 
 
 def _check_rows(target: TableTarget, entries: Entries) -> None:
+    """Raise ValueError unless names, shapes and last uses of rows fit a table."""
     names = entries.rows.keys() - {LAST_USES}  # of a table with another ttl they are ignored
     unknown = sorted(names - target.views.keys())
     missing_names = sorted(target.views.keys() - names)
@@ -308,10 +310,10 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
 
 def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
     """Return whether saved last uses have the levels of a table; others are ignored."""
-    own = target.last_uses
-    if own is None or uses is None or not own.size(1):
+    last_uses = target.last_uses
+    if last_uses is None or uses is None or not last_uses.size(1):
         return False
-    return tuple(uses.shape[1:]) == tuple(own.shape[1:])
+    return tuple(uses.shape[1:]) == tuple(last_uses.shape[1:])
 
 
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
@@ -342,6 +344,7 @@ def _put(
     report: Report | None,
     assign_slots: Callable[[TableTarget, Entries], tuple[Tensor, int]],
 ) -> Loaded:
+    """Write entries into a table, in the slots that `assign_slots` chooses."""
     index, table = target.index, target.table
     counters = index.counters[table].clone()
     tick = max(index.tick, entries.newest_stamp())
@@ -359,7 +362,7 @@ def _put(
 
 
 def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Empty the table; return the slot of each entry, -1 if it is left out, and 0 evictions."""
+    """Empty the table; return slots of entries, int64 `[N]`, -1 if left out, and 0 evictions."""
     index, table = target.index, target.table
     device = index.tags.device
     order = of_entries.best_first(entries, index.order).cpu()
@@ -388,7 +391,7 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
 
 
 def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Return the slot of each entry, -1 for none, and the number of evicted entries."""
+    """Return the slots of entries, int64 `[N]`, -1 for none, and how many were evicted."""
     index, table = target.index, target.table
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
@@ -459,7 +462,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
-    """Insert missing keys; return their slots on the CPU and the number of evicted keys."""
+    """Insert missing keys; return their slots, int64 on the CPU, and how many were evicted."""
     index.version += 1
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
@@ -522,6 +525,6 @@ def erase(target: TableTarget, keys: Tensor) -> int:
 
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:
-    """Return the keys that are not in the table, on the CPU."""
+    """Return the keys that are not in the table, int64 `[n]` on the CPU."""
     slots = target.index.find(Keys.of(keys.to(target.index.tags.device), target.table))
     return keys.cpu()[slots.cpu() < 0]

@@ -25,7 +25,7 @@ def take(state: DynamicState) -> dict[str, Any]:
     Raises:
         RuntimeError: the module has a backing store.
     """
-    _refuse_backing(state)
+    _check_no_backing(state)
     admission, scores = state.admission, state.scores
     of_scores = None if scores is None else scores.state_dict()
     snapshot = {
@@ -56,18 +56,19 @@ def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
             snapshot is malformed, or a memory budget limits the tables; nothing is changed.
         RuntimeError: the module has a backing store.
     """
-    _refuse_backing(state)
+    _check_no_backing(state)
     if state.budget is not None:
         raise ValueError(
             "a snapshot is slot by slot, and a memory budget limits these tables to fewer slots; "
             "load a state_dict or a dump instead, which fit any number of rows"
         )
     _check(state, snapshot)
-    state.complete(lambda: _write(state, snapshot))
+    state.complete(lambda: _restore_parts(state, snapshot))
 
 
 @without_gradients
-def _write(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
+def _restore_parts(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
+    """Restore each part of a module from a snapshot that was checked."""
     state.index.restore(snapshot["index"])
     state.layout.restore(state.row_buffers, snapshot["rows"])
     if state.last_uses is not None:
@@ -123,7 +124,8 @@ def _check(state: DynamicState, snapshot: Any) -> None:
         dumps.check_state("expiry", entries["expiry"], state.parts()["expiry"].state_dict())
 
 
-def _refuse_backing(state: DynamicState) -> None:
+def _check_no_backing(state: DynamicState) -> None:
+    """Raise RuntimeError if a module has a backing store."""
     if state.backing is not None:
         raise RuntimeError(
             "a snapshot is slot by slot, and rows in a backing store have no slots; use state_dict "

@@ -138,6 +138,7 @@ def _load_whole(
     hyperparameters: Tensor,
     report: Report | None,
 ) -> dict[str, Loaded]:
+    """Replace all tables by those of a dump, after checking all of it."""
     if sorted(dump.tables) != sorted(state.table_names):
         raise ValueError(
             f"the dump has the tables {sorted(dump.tables)}, this module {state.table_names}; "
@@ -186,7 +187,7 @@ class ChangeSet(NamedTuple):
 
 @of_state
 def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
-    """Return the keys that left a table at tick `since` or later and are not in it again.
+    """Return the keys, int64 `[n]`, that left at tick `since` or later and are not in it again.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
@@ -306,6 +307,7 @@ def apply_changes(
 def _apply_to_table(
     state: DynamicState, table: int, changes: Changes, report: Report | None
 ) -> Loaded:
+    """Apply the changes of one table."""
     target, (upserts, removed) = target_of(state, table), changes
     if state.backing is None:
         loading.erase(target, removed)

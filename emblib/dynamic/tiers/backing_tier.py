@@ -148,6 +148,7 @@ class BackingTier:
         return [[self.fast.optimizer_name], *named]
 
     def _resume(self, note: dict[str, Any]) -> None:
+        """Restore ticks, times, fallback rows and hyperparameters from the store's note."""
         fast = self.fast
         if note["planes"] != self._describe_rows():
             self.store.close()
@@ -201,6 +202,7 @@ class BackingTier:
         ]
 
     def _check_overflow(self, table: int, count: int) -> None:
+        """Raise RuntimeError if a batch has more misses of a table than overflow rows."""
         limit = self.fast.layout.overflow_rows
         if count > limit:
             raise RuntimeError(
@@ -353,6 +355,7 @@ class BackingTier:
     def _rows_without_values(
         self, table: int, keys: Tensor, uses: Tensor, batch_scores: Tensor | None
     ) -> StoredRows:
+        """Return new rows of keys that found no slot, with 0 bytes of values each."""
         if not keys.numel():
             return StoredRows.none(0)
         stamps = torch.full_like(keys, self.fast.index.tick)
@@ -414,7 +417,7 @@ class BackingTier:
         return torch.where(result.status == hash.HIT, -1, result.slots)
 
     def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
-        """Return the scores that keys with these use counts get in the fast tier."""
+        """Return the scores, int64 `[n]`, of keys with these use counts in the fast tier."""
         order = self.fast.index.order
         if order == "assigned":
             assert batch_scores is not None
@@ -468,6 +471,7 @@ class BackingTier:
         self._moves = None
 
     def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
+        """Put rows into the store, and record the keys that it drops."""
         if not rows.keys.numel():
             return
         self._expect_evictions(table)
@@ -475,6 +479,7 @@ class BackingTier:
         self._record_dropped(table, dropped, [] if from_overflow else self._overflow)
 
     def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
+        """Count and log dropped keys, but not those that overflow rows write back later."""
         if dropped.numel() and overflow:  # one served in place is written back later
             dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
         if dropped.numel() or self.fast.eviction_log is not None:
@@ -484,7 +489,7 @@ class BackingTier:
     # Overflow rows
 
     def search(self, keys: Keys) -> Tensor:
-        """Return the slots of keys; keys in the store get copies in overflow rows."""
+        """Return the slots of keys, int64 `[L]`; those in the store get copies in overflow rows."""
         slots = self.fast.index.find(keys)
         is_missing = slots < 0
         if not bool(is_missing.any()):
@@ -528,6 +533,7 @@ class BackingTier:
         self._overflow = [StoredRows.none(width) for width in self._widths]
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
+        """Return the slots of the first `count` overflow rows of a table, int64."""
         first_overflow = self.fast.specs[table].rows
         return torch.arange(first_overflow, first_overflow + count)
 
@@ -612,7 +618,7 @@ class BackingTier:
         return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
-        """Return the keys that are not in the store."""
+        """Return the keys that are not in the store, int64 `[n]`."""
         self.move_rows()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True
@@ -656,7 +662,7 @@ class BackingTier:
 
     @without_gradients
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Remove keys from the store; return by position whether one was there (once per key)."""
+        """Remove keys from the store; return whether one was there, bool `[n]`, once per key."""
         self.drop_overflow_rows()
         keys = keys.cpu()
         distinct, groups = keys.unique(return_inverse=True)
@@ -669,6 +675,7 @@ class BackingTier:
         return erased
 
     def _expect_evictions(self, table: int) -> None:
+        """Announce to the eviction log, if any, that keys of a table may leave."""
         log = self.fast.eviction_log
         if log is not None:
             log.expect(table, self.fast.index.tick)

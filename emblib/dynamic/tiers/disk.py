@@ -192,6 +192,7 @@ class RowFile:
         self.is_changing = False
 
     def _resize(self, count: int, *, begin: bool = False) -> None:
+        """Grow the files to `count` slots; with `begin`, map those of the last commit first."""
         for file, sum_file in zip(self._files, self._sum_files, strict=True):
             if begin:
                 file.begin(self.committed)
@@ -208,6 +209,7 @@ class RowFile:
         self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
 
     def _words(self) -> Tensor:
+        """Return the heads of all slots as words, int64 `[slots, n]`."""
         return self.heads.rows.view(torch.int64)
 
     @property
@@ -250,9 +252,9 @@ class RowFile:
         heads.fetch(slots, self.heads.width)
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the kind (0 heads, 1 values), changed pages, and their new checksums."""
+        """Yield kind (0 heads, 1 values), changed pages, int64, and their new checksums, uint8."""
         for kind, (file, sums) in enumerate(zip(self._files, self.sums, strict=True)):
-            length = self.top * file.width
+            length = self.end_slot * file.width
             sums.extend(length)
             for pages, new_sums in sums.renewed(length):
                 yield kind, pages, new_sums
@@ -260,10 +262,10 @@ class RowFile:
     def roots(self) -> list[int]:
         """Return the root checksums of heads and of values, for the slots in use."""
         pairs = zip(self._files, self.sums, strict=True)
-        return [sums.root(self.top * file.width) for file, sums in pairs]
+        return [sums.root(self.end_slot * file.width) for file, sums in pairs]
 
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of distinct keys, assigning missing ones, and the new keys."""
+        """Return the slots of distinct keys, assigning missing ones, and the new keys; int64."""
         slots = self.allocator.find(keys)
         is_new = slots < 0
         new_keys = keys[is_new]
@@ -298,29 +300,29 @@ class RowFile:
         return FoundRows(positions, StoredRows.from_words(words[1:], rows))
 
     def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
-        """Return which of `rows` differ from the content of their slots."""
+        """Return which of `rows` differ from the content of their slots, bool `[n]`."""
         current = self.rows(slots)
         is_equal = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
         is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
         return ~(is_equal & (self._words()[slots, 0] != 0))
 
     def find_stored(self, keys: Tensor) -> Tensor:
-        """Return the slots of `keys`; -1 for those that are not stored, or in the fast tier."""
+        """Return the slots of `keys`, int64 `[n]`; -1 if not stored, or in the fast tier."""
         return self.allocator.find(keys, self.in_fast_tier)
 
     @property
-    def top(self) -> int:
+    def end_slot(self) -> int:
         """Return the end of the slots that may have a row."""
         return min(self.allocator.high, self.count)  # `high` exceeds `count` after a full disk
 
     def stored_slots(self) -> Tensor:
-        """Return the slots of all rows that are not in the fast tier, ascending."""
-        used = self._words()[: self.top, 0] != 0
-        return (used & (self.in_fast_tier[: self.top] == 0)).nonzero().squeeze(1)
+        """Return the slots of all rows that are not in the fast tier, int64, ascending."""
+        used = self._words()[: self.end_slot, 0] != 0
+        return (used & (self.in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
 
     def size(self) -> int:
         """Return the number of rows that are not in the fast tier."""
-        return self.allocator.size - int(self.in_fast_tier[: self.top].sum(dtype=torch.int64))
+        return self.allocator.size - int(self.in_fast_tier[: self.end_slot].sum(dtype=torch.int64))
 
     def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
@@ -337,7 +339,7 @@ class RowFile:
         page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
 
     def unjournaled(self, slots: Tensor) -> Tensor:
-        """Return those of distinct slots whose committed content is not in the journal yet."""
+        """Return those of distinct slots, int64, whose committed content the journal lacks."""
         return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
 
     def free(self, slots: Tensor) -> None:
@@ -350,7 +352,7 @@ class RowFile:
 
     def after_commit(self) -> None:
         """Record that the files hold the last commit."""
-        self.committed = self.top
+        self.committed = self.end_slot
         self.journaled = zeros(self.count)
         self.journaled[self.committed :] = 1
         for file, sums in zip(self._files, self.sums, strict=True):
@@ -437,6 +439,7 @@ class DiskRows:
             raise
 
     def _begin(self) -> None:
+        """Open the files, creating missing ones, and roll back to the last commit."""
         if not (self.directory / _STORE).exists():
             self._epoch, self._roots = 0, [[0, 0] for _ in self._tables]
             self._write_store(0, [0] * len(self._tables), "")
@@ -483,10 +486,12 @@ class DiskRows:
             warn_of_restart(self.directory)
 
     def _layout(self) -> dict[str, Any]:
+        """Return what must be equal when the store is opened again."""
         tables = [[table.name, table.row_bytes] for table in self._tables]
         return {"format": _FORMAT, **FORMAT, "byteorder": sys.byteorder, "tables": tables}
 
     def _read_store(self) -> list[int]:
+        """Read the file of the store; return the number of committed slots per table."""
         path = self.directory / _STORE
         with reading(path):
             saved = json.loads(path.read_text())
@@ -520,6 +525,7 @@ class DiskRows:
         replace_json(self.directory / _STORE, seal(content))
 
     def _row_file(self, table: int) -> RowFile:
+        """Return the file of a table, after completing a commit or change that was interrupted."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"the store in {self.directory} is used by the process that opened it and until "
@@ -544,6 +550,7 @@ class DiskRows:
                     row_file.journaled[journal_write] = 1
 
     def _write(self, table: int, slots: Tensor, new_keys: Tensor, rows: StoredRows) -> None:
+        """Write rows into slots; if that fails before any is written, `new_keys` have none."""
         row_file = self._row_files[table]
         try:
             row_file.change(slots)
@@ -581,6 +588,7 @@ class DiskRows:
         return is_stored
 
     def _free(self, table: int, slots: Tensor) -> None:
+        """Free the slots of removed rows."""
         row_file = self._row_files[table]
         row_file.change_heads(slots)
         self._protect(table, slots)
@@ -647,6 +655,7 @@ class DiskRows:
         return was_in_fast_tier
 
     def _commit(self, note: str) -> None:
+        """Make the rows durable, with a note; a failure leaves the last commit."""
         self._syncs.check()
         with self._syncs.watch():
             for t, row_file in enumerate(self._row_files):
@@ -659,7 +668,7 @@ class DiskRows:
                 row_file.flush()
             self._roots = [row_file.roots() for row_file in self._row_files]
             self._is_committing = True
-            self._write_store(self._epoch + 1, [s.top for s in self._row_files], note)
+            self._write_store(self._epoch + 1, [s.end_slot for s in self._row_files], note)
             self._finish_commit()
 
     def _finish_commit(self) -> None:

@@ -143,6 +143,7 @@ class HostRows:
     def _put(
         self, table: int, lifted: Tensor, entries: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Put rows and remove those `lifted`; return the dropped entries and their values."""
         index = self._indices[table]
         index.version += 1
         order = codes.HASH_ORDER[index.order]

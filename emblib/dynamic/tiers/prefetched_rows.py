@@ -109,13 +109,13 @@ class PrefetchedRows:
         self._started = moves
         # If there is no thread (at exit, or since there are too many), the next call makes them.
         with contextlib.suppress(RuntimeError):
-            self._submit(_move, moves)
+            self._submit(_make_moves, moves)
 
     @_exclusive
     def attempt(self, moves: RowMoves) -> None:
         """Make moves, and note the error of the store, if there is one, for the next `make`."""
         try:
-            self._move(moves)
+            self._make_moves(moves)
         except Exception as error:
             moves.errors.append(error)
 
@@ -130,7 +130,7 @@ class PrefetchedRows:
             Exception: the store raised it, in this call or in the thread.
         """
         try:
-            self._move(moves)
+            self._make_moves(moves)
         except Exception:
             moves.errors = []
             raise
@@ -146,7 +146,8 @@ class PrefetchedRows:
             rows.clear()
         moves.errors = []
 
-    def _move(self, moves: RowMoves) -> None:
+    def _make_moves(self, moves: RowMoves) -> None:
+        """Make all moves of a step; those that are done are removed from `moves`."""
         for t in list(moves.exchanged):
             rows = moves.exchanged[t]
             dropped = self.exchange(t, rows.promoted, rows.demoted, rows.demoted_rows)
@@ -160,7 +161,7 @@ class PrefetchedRows:
             failed: Exception | None = None
             for t in list(moves.demoted):
                 try:
-                    self._put_again(t, moves)
+                    self._put_with_retry(t, moves)
                 except Exception as error:
                     self.keep(t, moves.demoted[t])
                     failed = error
@@ -168,7 +169,7 @@ class PrefetchedRows:
             if failed is not None:
                 raise failed
 
-    def _put_again(self, table: int, moves: RowMoves) -> None:
+    def _put_with_retry(self, table: int, moves: RowMoves) -> None:
         """Put demoted rows; try once more after an error other than of the disk.
 
         Such an error, e.g. a lack of memory, may have ended the `put` in the middle; a second call
@@ -197,6 +198,7 @@ class PrefetchedRows:
         _raise_first(finished)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Call a function in the store's thread, with a weak reference to this object."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "emblib rows")
         return self._thread.submit(function, weakref.ref(self), *arguments)
@@ -215,7 +217,7 @@ class PrefetchedRows:
     def keep(self, table: int, rows: StoredRows) -> None:
         """Keep rows in memory that the store behind could not take."""
         if rows.keys.numel():
-            self._forget(table, rows.keys)
+            self._drop_pending(table, rows.keys)
             self._kept_rows[table].append(rows)
 
     @property
@@ -241,14 +243,15 @@ class PrefetchedRows:
         while count > MAX_PREFETCHED and len(prefetched) > 1:
             count -= prefetched.pop(0).keys.numel()
 
-    def _forget(self, table: int, keys: Tensor) -> None:
-        self._forget_prefetched(table, keys)
+    def _drop_pending(self, table: int, keys: Tensor) -> None:
+        """Drop the rows of keys that were prefetched or are kept in memory."""
+        self._drop_prefetched(table, keys)
         if keys.numel() and self._kept_rows[table]:
-            self._kept_rows[table][:] = _without(self._kept_rows[table], keys)
+            self._kept_rows[table][:] = _drop_keys(self._kept_rows[table], keys)
 
-    def _forget_prefetched(self, table: int, keys: Tensor) -> None:
+    def _drop_prefetched(self, table: int, keys: Tensor) -> None:
         if keys.numel() and self._prefetched[table]:
-            self._prefetched[table][:] = _without(self._prefetched[table], keys)
+            self._prefetched[table][:] = _drop_keys(self._prefetched[table], keys)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
         """Do nothing, since the store behind is open already."""
@@ -275,24 +278,24 @@ class PrefetchedRows:
     @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
-        self._forget(table, keys)
+        self._drop_pending(table, keys)
         self.behind.lift(table, keys)
 
     @_exclusive
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
-        self._forget_prefetched(table, rows.keys)
+        self._drop_prefetched(table, rows.keys)
         left_over = self.behind.put(table, rows)
         if self._kept_rows[table] or self._prefetched[table]:
-            self._forget(table, torch.cat([rows.keys, left_over.keys]))
+            self._drop_pending(table, torch.cat([rows.keys, left_over.keys]))
         return left_over
 
     @_exclusive
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
         """Lift rows from a `HostRows` and put others into it; return the keys of dropped rows."""
         if self.has_rows_in_memory:
-            self._forget(table, torch.cat([lifted, entries[:, 0]]))
+            self._drop_pending(table, torch.cat([lifted, entries[:, 0]]))
         assert isinstance(self.behind, HostRows)
         return self.behind.exchange(table, lifted, entries, values)
 
@@ -301,7 +304,7 @@ class PrefetchedRows:
         """See `RowStore`."""
         is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
         is_erased[self.read(table, keys).positions] = True
-        self._forget(table, keys)
+        self._drop_pending(table, keys)
         self.behind.erase(table, keys)
         return is_erased
 
@@ -309,9 +312,9 @@ class PrefetchedRows:
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
         expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
-        gone = torch.cat([*expired_keys, self.behind.expire(table, before)])
-        self._forget(table, gone)
-        return gone
+        expired = torch.cat([*expired_keys, self.behind.expire(table, before)])
+        self._drop_pending(table, expired)
+        return expired
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
@@ -324,6 +327,7 @@ class PrefetchedRows:
             yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
 
     def _kept_keys(self, table: int) -> Tensor:
+        """Return the keys of the rows that are kept in memory, int64 `[n]`."""
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
 
@@ -348,6 +352,7 @@ class PrefetchedRows:
 
     @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
+        """Commit the store with the rows kept in memory and those of the fast tier."""
         blocks_by_table = [
             itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
         ]
@@ -366,7 +371,7 @@ class PrefetchedRows:
         self.behind.close()
 
 
-def _without(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
+def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return rows without those of some keys."""
     remaining = []
     for rows in blocks:
@@ -388,7 +393,7 @@ def _prefetch(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) ->
         rows.read_ahead(table, keys)
 
 
-def _move(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
+def _make_moves(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
     """Make moves in the thread."""
     rows = store()
     if rows is not None:
@@ -404,6 +409,7 @@ _collects_garbage: list[bool] = []  # whether the collector is to be enabled aft
 
 
 def _before_fork() -> None:
+    """Wait until no store is in a call, and keep their locks over the fork."""
     _forking.acquire()
     # A collected `BackingTier` waits for its thread, which may wait for a lock taken below.
     _collects_garbage.append(gc.isenabled())
@@ -414,6 +420,7 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
+    """Release the locks that `_before_fork` took, in parent and child."""
     if _collects_garbage and _collects_garbage.pop():
         gc.enable()
     releases = [_forking.release, *(store.release for store in _stores_at_fork)]

@@ -59,7 +59,7 @@ class SlotAllocator:
         all_keys = torch.cat([entries.keys, overflow[:, 0]])
         slots_of_keys = torch.cat([self._by_slot[entries.slots], overflow[:, 1]])
         self._make(capacity)
-        self._set(all_keys, slots_of_keys)
+        self._insert_file_slots(all_keys, slots_of_keys)
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
         memory.advise_growth(self._by_slot, 0, rows_before, rows)
@@ -86,7 +86,7 @@ class SlotAllocator:
         return slots_of_keys
 
     def add(self, keys: Tensor) -> Tensor:
-        """Assign slots to distinct keys that have none, and return them."""
+        """Assign slots to distinct keys that have none; return them, int64 `[n]`."""
         count = keys.numel()
         self._reserve(count)
         num_reused = min(count, self._num_free)
@@ -95,10 +95,11 @@ class SlotAllocator:
         unused = torch.arange(self.high, self.high + count - num_reused)
         self.high += unused.numel()
         file_slots = torch.cat([reused, unused])
-        self._set(keys, file_slots)
+        self._insert_file_slots(keys, file_slots)
         return file_slots
 
-    def _set(self, keys: Tensor, file_slots: Tensor) -> None:
+    def _insert_file_slots(self, keys: Tensor, file_slots: Tensor) -> None:
+        """Store the slot of each key in the file, int64 `[n]` each."""
         rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         no_values = self._records.new_empty(keys.numel(), 0)
@@ -132,7 +133,7 @@ class SlotAllocator:
         """Replace the map by these keys and slots; the other slots below `high` are free."""
         self._make(_MIN_CAPACITY)
         self._reserve(keys.numel())
-        self._set(keys, file_slots)
+        self._insert_file_slots(keys, file_slots)
         free = torch.ones(high, dtype=torch.bool)
         free[file_slots] = False
         self._num_free = 0

@@ -118,7 +118,7 @@ class SqliteRows:
         except sqlite3.DatabaseError as error:
             if connection is not None:
                 connection.close()
-            raise self._explained(error) from error
+            raise self._describe_error(error) from error
         except BaseException:
             if connection is not None:
                 connection.close()
@@ -148,6 +148,7 @@ class SqliteRows:
         )
 
     def _connect(self, path: Path) -> sqlite3.Connection:
+        """Open the database; it fails at once if another process writes to it."""
         connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -192,7 +193,7 @@ class SqliteRows:
         query = "SELECT count(*) FROM emblib WHERE name LIKE 'table %'"
         return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
 
-    def _explained(self, error: sqlite3.DatabaseError) -> Exception:
+    def _describe_error(self, error: sqlite3.DatabaseError) -> Exception:
         """Convert an SQLite error to one that names the cause and the remedy."""
         if "locked" in str(error):
             return BlockingIOError(
@@ -217,6 +218,7 @@ class SqliteRows:
         return OSError(number, f"the database cannot be opened ({error}): {reason}", str(self.path))
 
     def _create_tables(self) -> None:
+        """Create the tables, or check and recover existing ones."""
         run = self._run
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         saved = dict(run("SELECT name, value FROM emblib"))
@@ -251,6 +253,7 @@ class SqliteRows:
                     pass
 
     def _verify_entries(self, saved: dict[str, str], checksum: str | None) -> None:
+        """Raise ChecksumError unless layout and note are as they were written."""
         if checksum != str(json_checksum(saved)):
             raise ChecksumError(
                 f"{self.path} is damaged: its layout and the numbers of the optimizer are not as "
@@ -259,6 +262,7 @@ class SqliteRows:
             )
 
     def _write_entries(self, note: str) -> None:
+        """Write the layout and a note, with their checksum."""
         entries = {**self._entries, "note": note}
         for name, value in {**entries, _CHECKSUM: str(json_checksum(entries))}.items():
             self._run("INSERT OR REPLACE INTO emblib VALUES (?, ?)", (name, value))
@@ -271,6 +275,7 @@ class SqliteRows:
         self._run(f"UPDATE {name} SET checksum = emblib_checksum(key, stamp, score, value)")
 
     def _run(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Run a statement, within the transaction of a commit if one is open."""
         if self._connection is None or self._process != os.getpid():
             raise RuntimeError(
                 f"{self.path} is used by the process that opened it and until it is closed; "
@@ -299,7 +304,7 @@ class SqliteRows:
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
         """Write all rows, or none if an exception is raised."""
         statement = f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)"
-        self._run_for_each(statement, _records(rows))
+        self._run_for_each(statement, _to_records(rows))
 
     def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
         """Run a statement once per tuple of values; undo all if an exception is raised."""
@@ -428,7 +433,8 @@ def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> in
     return zlib.crc32(value, zlib.crc32(_CHECKED_NUMBERS.pack(key, stamp, score)))
 
 
-def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
+def _to_records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
+    """Yield rows as tuples of the columns of the database: key, stamp, score, value, checksum."""
     width = rows.values.shape[1]
     for block in rows.split():
         value_bytes = bytearray(block.values.numel())
@@ -442,6 +448,7 @@ def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]
 
 
 def _rows(records: Sequence[_Record], width: int) -> StoredRows:
+    """Return the rows of records of the database, of `width` bytes each."""
     if not records:
         return StoredRows.none(width)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()

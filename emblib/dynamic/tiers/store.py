@@ -120,10 +120,10 @@ class RowStore(Protocol):
         """Add rows, replacing those with the same keys; return the rows that were dropped."""
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Remove distinct keys; return by key whether it was in the store."""
+        """Remove distinct keys; return which were in the store, bool `[n]`."""
 
     def expire(self, table: int, before: int) -> Tensor:
-        """Remove rows with a stamp below `before`; return their keys."""
+        """Remove rows with a stamp below `before`; return their keys, int64 `[n]`."""
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """Yield all rows of a table, in batches; the table is not changed meanwhile."""

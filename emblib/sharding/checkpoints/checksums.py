@@ -165,13 +165,13 @@ class CheckedStream(io.RawIOBase):
         num_read = 0
         while num_read < len(target) and self._at < self._sums.nbytes:
             number, offset = divmod(self._at, BLOCK_BYTES)
-            chunk = self._checked(number)[offset : offset + len(target) - num_read]
+            chunk = self._verified_block(number)[offset : offset + len(target) - num_read]
             target[num_read : num_read + len(chunk)] = chunk
             num_read += len(chunk)
             self._at += len(chunk)
         return num_read
 
-    def _checked(self, number: int) -> memoryview:
+    def _verified_block(self, number: int) -> memoryview:
         """Return a block; read and compare it unless it is cached."""
         block = self._blocks.pop(number, None)
         if block is None:

@@ -205,7 +205,7 @@ def write(state: dict[str, Any], path: Path, ranks: RankGroup) -> None:
     Raises:
         CheckpointError: a rank failed, for example because its disk is full.
     """
-    with _quiet(), _errors_of_ranks():
+    with _ignore_single_process_warning(), _errors_of_ranks():
         dcp.save(
             state,
             storage_writer=CheckpointWriter(path),
@@ -220,7 +220,7 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
     Raises:
         CheckpointError: a file is damaged, or a value names classes that are not admitted.
     """
-    with _quiet(), _errors_of_ranks():
+    with _ignore_single_process_warning(), _errors_of_ranks():
         dcp.load(
             state,
             storage_reader=reader,
@@ -252,7 +252,7 @@ def _errors_of_ranks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_single_process_warning() -> Iterator[None]:
     """Suppress torch's warning that the process group has one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -161,6 +161,7 @@ def keyed_rows(
 def _descriptions(
     parts: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[int, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Return dtype and shape of the columns of each part, by name; check who owns the keys."""
     for number, columns in parts.items():
         foreign_keys = columns[KEYS][routing.owner(columns[KEYS], count) != number]
         if foreign_keys.numel():
@@ -231,6 +232,7 @@ class KeyReader:
         return keys[row - start : row - start + 1]
 
     def _read(self, name: str, row: int) -> tuple[int, Tensor]:
+        """Read the saved block of keys that has row `row`; return its first row and its keys."""
         from emblib.sharding.checkpoints.files import read
 
         chunk = next(

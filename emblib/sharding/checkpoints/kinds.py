@@ -68,7 +68,7 @@ class Entry:
         Raises:
             ValueError: it has another size or is cut differently.
         """
-        return {i: self._part(value, i, name) for i in self.memory}
+        return {i: self._shard_part(value, i, name) for i in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
         """Copy the result of `parts_of` into the memory of the shards.
@@ -80,7 +80,7 @@ class Entry:
                 if tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
 
-    def _part(self, value: Tensor, number: int, name: str) -> Tensor:
+    def _shard_part(self, value: Tensor, number: int, name: str) -> Tensor:
         """Return the part of a saved tensor that is for local shard `number`."""
         size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
@@ -238,6 +238,7 @@ class Table:
         return self.parameter_names()
 
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
+        """Write loaded values into the local shards, after all of them have been checked."""
         with torch.no_grad():
             entries = self.entries(keys)
             shard_values = {
@@ -446,6 +447,7 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
 
 
 def _tables(tables: Tables) -> list[Table]:
+    """Return the tables of a sharded collection, each with its local shards."""
     local: dict[str, list[StoredShard]] = {name: [] for name in tables.plan}
     for local_shard in tables.local_shards():
         local[local_shard.table].append(local_shard)

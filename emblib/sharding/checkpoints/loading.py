@@ -58,7 +58,7 @@ class RowStateTarget(Target):
 
     def __init__(self, leaf: Leaf, size: torch.Size, cuts: Sequence[int] | None) -> None:
         value: Tensor = leaf.value
-        self._cuts = cuts
+        self._column_cuts = cuts
         self._width = size[1] if len(size) > 1 else 1
         spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
@@ -94,9 +94,11 @@ class RowStateTarget(Target):
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
         numbers = torch.cat(blocks) if blocks else torch.empty(0, self._width)
-        if self._cuts is None:
+        if self._column_cuts is None:
             return numbers.view(-1)
-        return sharded_table.averaged(numbers, self._cuts, columns or (0, self._cuts[-1]))
+        return sharded_table.averaged(
+            numbers, self._column_cuts, columns or (0, self._column_cuts[-1])
+        )
 
 
 def _disjoint(spans: Sequence[Span]) -> list[Span]:
@@ -174,7 +176,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
 _MAX_LISTED = 5  # names or problems in an error message
 
 
-def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+def _join_texts(texts: Sequence[str], separator: str = ", ") -> str:
     """Join the first texts, and say how many more there are."""
     num_omitted = len(texts) - _MAX_LISTED
     omitted = [f"and {num_omitted} more"] if num_omitted > 0 else []
@@ -217,13 +219,13 @@ class _Loading:
             self._check_whole([NOTES])
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
             read(notes, self.reader, RankGroup.single())
-            self.cuts = self._cuts(bytes(notes[NOTES].flatten().tolist()))
+            self.cuts = self._column_cuts(bytes(notes[NOTES].flatten().tolist()))
         all_leaves = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
         missing_names = sorted(leaf.name for leaf in all_leaves if leaf.name not in self.saved)
         self._check_quantised(missing_names)
         if missing_names and strict:
             raise CheckpointError(
-                f"{path} does not have {_listed(missing_names)}: it is of another model; "
+                f"{path} does not have {_join_texts(missing_names)}: it is of another model; "
                 "strict=False leaves them as they are"
             )
         self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
@@ -238,8 +240,8 @@ class _Loading:
         ]
         if former:
             raise CheckpointError(
-                f"{self.path} has the rows of {_listed(former)} as before 0.1.0, with scales apart "
-                "from numbers: quantise the trained tables again, with "
+                f"{self.path} has the rows of {_join_texts(former)} as before 0.1.0, with scales "
+                "apart from numbers: quantise the trained tables again, with "
                 "collection.quantized(), or read it with torch.distributed.checkpoint and load "
                 "that into the unsharded collection, whose load_state_dict converts the rows"
             )
@@ -255,11 +257,11 @@ class _Loading:
         incomplete_names = sorted(name for name in names if not is_whole(self.saved[name]))
         if incomplete_names:
             raise CheckpointError(
-                f"{self.path} is damaged: it does not have all of {_listed(incomplete_names)}; "
+                f"{self.path} is damaged: it does not have all of {_join_texts(incomplete_names)}; "
                 "load another checkpoint, e.g. an older one"
             )
 
-    def _cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
+    def _column_cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
         """Return the column cuts of tables, by the names of their states."""
         try:
             cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
@@ -349,10 +351,14 @@ class _Loading:
         wrong = [
             f"{_sibling(name, 'cores')}: {problem}"
             for name in sorted(saved_layouts.keys() | tables_without)
-            if (problem := layout_entry.difference(saved_layouts.get(name), layouts[name].value))
+            if (
+                problem := layout_entry.describe_difference(
+                    saved_layouts.get(name), layouts[name].value
+                )
+            )
         ]
         if wrong:
-            raise CheckpointError(f"{self.path} is of other tables; {_listed(wrong, '; ')}")
+            raise CheckpointError(f"{self.path} is of other tables; {_join_texts(wrong, '; ')}")
         for name in tables_without:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
         return [leaf for leaf in all_leaves if leaf.name not in tables_without]
@@ -383,7 +389,7 @@ class _Loading:
                 wrong.append(f"{leaf.name}: saved is {saved}, here is {current_size}")
         if wrong:
             raise CheckpointError(
-                f"{self.path} is of other tables or another optimizer; {_listed(wrong, '; ')}"
+                f"{self.path} is of other tables or another optimizer; {_join_texts(wrong, '; ')}"
             )
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:
@@ -397,6 +403,10 @@ class _Loading:
         )
 
     def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, tuple[int, int]]]]) -> Target:
+        """Return the memory into which a leaf is loaded, and how it reaches the leaf.
+
+        `spans` are the rows of keyed tables that each rank reads, by name and block.
+        """
         value, size = leaf.value, self._size(leaf)
         if size is not None and is_keyed(leaf.name, self.saved):
             if not isinstance(value, KeyedRows):

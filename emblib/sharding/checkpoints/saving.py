@@ -49,7 +49,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     from emblib.sharding.checkpoints.files import write
 
     ranks = RankGroup.from_value(ranks)
-    content = agreed(ranks, lambda: _with_notes(resolved(state)))
+    content = agreed(ranks, lambda: _with_column_cuts(resolved(state)))
     write(content, Path(path), ranks)
     ranks.barrier()
 
@@ -63,7 +63,7 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
     is killed; then `path` is unchanged.
     """
     ranks = RankGroup.from_value(ranks)
-    content = agreed(ranks, lambda: mapped(_with_notes(resolved(state)), _copied))
+    content = agreed(ranks, lambda: mapped(_with_column_cuts(resolved(state)), _copy_to_host))
     background = _background(ranks)
     return background.executor.submit(_write, content, Path(path), background.ranks)
 
@@ -80,7 +80,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     agreed(ranks, lambda: _write_file(content, Path(path)) if ranks.rank == 0 else None)
 
 
-def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
+def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
     """Return the checked content, and the column cuts of tables with states per column."""
     content = checked_values(content)
     if NOTES in content:
@@ -96,12 +96,12 @@ def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     """Copy a value to host memory, so that training does not change it."""
     if isinstance(value, KeyedRows):
         return value  # a copy already: `state_dict` creates it
     if isinstance(value, ShardedTable):
-        return value.map(_copied)
+        return value.map(_copy_to_host)
     if isinstance(value, Tensor):
         value = value.detach()
         return value.clone() if value.device.type == "cpu" else value.cpu()
@@ -132,6 +132,7 @@ def _background(ranks: RankGroup) -> _Background:
 
 
 def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
+    """Write a checkpoint and wait until all ranks have."""
     from emblib.sharding.checkpoints.files import write
 
     write(content, path, ranks)
@@ -139,6 +140,7 @@ def _write(content: dict[str, Any], path: Path, ranks: RankGroup) -> None:
 
 
 def _write_file(content: Any, path: Path) -> None:
+    """Write one file for `torch.load`, as a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with saving(path) as file:
         save_archive(content, file)

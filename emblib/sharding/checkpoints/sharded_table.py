@@ -88,9 +88,11 @@ class ShardedTable(Tensor):
         """Apply `function` to every local shard and return a tensor of the results."""
         parts = {i: function(part) for i, part in self.parts.items()}
         dtypes = {part.dtype for part in parts.values()}
-        return self.with_parts(parts, dtypes.pop() if dtypes else function(self._nothing()).dtype)
+        return self.with_parts(
+            parts, dtypes.pop() if dtypes else function(self._empty_block()).dtype
+        )
 
-    def _nothing(self) -> Tensor:
+    def _empty_block(self) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -294,9 +296,9 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
                 if ranks.rank == target:
                     full_tensor[region] = block.cpu()
                 else:
-                    _send(block, target, ranks)
+                    _send_block(block, target, ranks)
             else:
-                full_tensor[region] = _received(sizes, table.dtype, shard.rank, ranks)
+                full_tensor[region] = _receive_block(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
         return _broadcast_whole(full_tensor, table, ranks)
     return full_tensor
@@ -323,17 +325,22 @@ def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
 
 
-def _send(block: Tensor, target: int, ranks: RankGroup) -> None:
+def _send_block(block: Tensor, target: int, ranks: RankGroup) -> None:
+    """Send a block to a rank, over the device of the process group."""
     dist.send(_as_bytes(block.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
 
 
-def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: RankGroup) -> Tensor:
+def _receive_block(
+    sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: RankGroup
+) -> Tensor:
+    """Receive a block of a shape from a rank; return it on the CPU."""
     block = torch.empty(sizes, dtype=dtype, device=ranks.device)
     dist.recv(_as_bytes(block), ranks.global_rank(source), group=ranks.group)
     return block.cpu()
 
 
 def _broadcast_whole(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
+    """Send rank 0's full tensor to all ranks, piece by piece; return it on the CPU."""
     if ranks.rank:
         full_tensor = torch.empty(table.size(), dtype=table.dtype)
     step = max(PIECE_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)

@@ -35,6 +35,7 @@ def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
 
 
 def _leaves_of(name: str, value: Any, container: Any, key: Any) -> Iterator[Leaf]:
+    """Yield the leaves of a value, which is `container[key]` and has the dotted `name`."""
     if isinstance(value, Mapping):
         for inner, item in list(value.items()):
             yield from _leaves_of(f"{name}.{inner}", item, value, inner)

@@ -69,7 +69,7 @@ def read_metadata(data: bytes, path: Path) -> Metadata:
     """
     try:
         copyreg.clear_extension_cache()  # its entries would be used without `find_class`
-        return _metadata(_MetadataUnpickler(data, path).load())
+        return _parse_metadata(_MetadataUnpickler(data, path).load())
     except CheckpointError:
         raise
     except _DAMAGE as error:
@@ -120,6 +120,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._classes: dict[str, type[_Placeholder]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a placeholder for a class of the metadata; raise CheckpointError for another."""
         if name in _ADMITTED.get(module, ()) or (module in _PATHS and name.endswith("Path")):
             if name not in self._classes:
                 self._classes[name] = type(name, (_Placeholder,), {"__slots__": (), "name": name})
@@ -137,15 +138,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 # loading does not depend, are left out.
 
 
-def _metadata(value: Any) -> Metadata:
+def _parse_metadata(value: Any) -> Metadata:
+    """Convert the placeholder of the metadata of a checkpoint, checking every value."""
     fields = _fields(value, "Metadata")
     storage = {
-        _index(key): _storage_info(info)
-        for key, info in _of_type(dict, fields["storage_data"], "storage_data").items()
+        _parse_index(key): _parse_storage_info(info)
+        for key, info in _check_type(dict, fields["storage_data"], "storage_data").items()
     }
-    tree = _of_type(dict, fields["state_dict_metadata"], "state_dict_metadata")
+    tree = _check_type(dict, fields["state_dict_metadata"], "state_dict_metadata")
     entries = {
-        _of_type(str, name, "the name of an entry"): _entry(name, entry, storage)
+        _check_type(str, name, "the name of an entry"): _parse_entry(name, entry, storage)
         for name, entry in tree.items()
     }
     # Planners of other libraries store arbitrary data there.
@@ -159,19 +161,22 @@ def _metadata(value: Any) -> Metadata:
     return Metadata(entries, paths, storage)
 
 
-def _entry(
+def _parse_entry(
     name: str, value: Any, storage: Mapping[MetadataIndex, _StorageInfo]
 ) -> BytesStorageMetadata | TensorStorageMetadata:
+    """Convert the metadata of one entry; its chunks must lie in their tensor and files."""
     if getattr(type(value), "name", None) == "BytesStorageMetadata":
         if MetadataIndex(name) not in storage:
             raise ValueError(f"it does not say where {name} is")
         return BytesStorageMetadata()
     fields = _fields(value, "TensorStorageMetadata")
-    properties = getattr(_placeholder(fields["properties"], "TensorProperties"), "state", None)
+    properties = getattr(
+        _check_placeholder(fields["properties"], "TensorProperties"), "state", None
+    )
     dtype = properties["dtype"] if type(properties) is dict else properties[0]  # type: ignore[index]
-    dtype = _of_type(torch.dtype, dtype, "the dtype of a tensor")
-    size = _size(fields["size"])
-    chunks = [_chunk(chunk) for chunk in _of_type(list, fields["chunks"], "chunks")]
+    dtype = _check_type(torch.dtype, dtype, "the dtype of a tensor")
+    size = _parse_size(fields["size"])
+    chunks = [_parse_chunk(chunk) for chunk in _check_type(list, fields["chunks"], "chunks")]
     for chunk in chunks:
         if not len(size) == len(chunk.offsets) == len(chunk.sizes) or any(
             offset + length > extent
@@ -187,21 +192,24 @@ def _entry(
     return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
 
 
-def _chunk(value: Any) -> ChunkStorageMetadata:
+def _parse_chunk(value: Any) -> ChunkStorageMetadata:
+    """Convert offsets and sizes of a chunk of a tensor."""
     fields = _fields(value, "ChunkStorageMetadata")
-    return ChunkStorageMetadata(_size(fields["offsets"]), _size(fields["sizes"]))
+    return ChunkStorageMetadata(_parse_size(fields["offsets"]), _parse_size(fields["sizes"]))
 
 
-def _index(value: Any) -> MetadataIndex:
+def _parse_index(value: Any) -> MetadataIndex:
+    """Convert the name of an entry, with the offset of a chunk if it has one."""
     fields = _fields(value, "MetadataIndex")
     offset = fields.get("offset")
-    name = _of_type(str, fields["fqn"], "the name of an entry")
-    return MetadataIndex(name, None if offset is None else _size(offset))
+    name = _check_type(str, fields["fqn"], "the name of an entry")
+    return MetadataIndex(name, None if offset is None else _parse_size(offset))
 
 
-def _storage_info(value: Any) -> _StorageInfo:
+def _parse_storage_info(value: Any) -> _StorageInfo:
+    """Convert the location of a chunk; its file must be in the checkpoint's directory."""
     fields = _fields(value, "_StorageInfo")
-    name = _of_type(str, fields["relative_path"], "the name of a file")
+    name = _check_type(str, fields["relative_path"], "the name of a file")
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         raise ValueError(
             f"it names the file {name!r}, but all files of a checkpoint are in its directory: load "
@@ -210,35 +218,42 @@ def _storage_info(value: Any) -> _StorageInfo:
     transforms = fields.get("transform_descriptors") or ()
     if type(transforms) not in (list, tuple) or any(type(item) is not str for item in transforms):
         raise ValueError(f"transform_descriptors of {name} are no names")
-    file_range = _count(fields["offset"], "the offset"), _count(fields["length"], "the length")
+    file_range = (
+        _check_count(fields["offset"], "the offset"),
+        _check_count(fields["length"], "the length"),
+    )
     return _StorageInfo(name, *file_range, tuple(transforms) or None)
 
 
-def _size(value: Any) -> torch.Size:
-    arguments = _placeholder(value, "Size").arguments
-    numbers = _of_type(tuple, arguments[0] if arguments else (), "a size")
+def _parse_size(value: Any) -> torch.Size:
+    """Convert a `torch.Size`, whose numbers must be counts."""
+    arguments = _check_placeholder(value, "Size").arguments
+    numbers = _check_type(tuple, arguments[0] if arguments else (), "a size")
     for number in numbers:
-        _count(number, "a size")
+        _check_count(number, "a size")
     return torch.Size(numbers)
 
 
-def _count(value: Any, subject: str) -> int:
+def _check_count(value: Any, subject: str) -> int:
+    """Return a value; raise ValueError unless it is an int in `[0, _MAX_COUNT]`."""
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"{subject} is {value!r}")
     return value
 
 
-def _placeholder(value: Any, name: str) -> _Placeholder:
+def _check_placeholder(value: Any, name: str) -> _Placeholder:
+    """Return a value; raise TypeError unless it stands for an object of class `name`."""
     if not isinstance(value, _Placeholder) or value.name != name:
         raise TypeError(f"it has a {type(value).__name__} in the place of a {name}")
     return value
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    return _of_type(dict, _placeholder(value, name).state, name)
+    return _check_type(dict, _check_placeholder(value, name).state, name)
 
 
-def _of_type(kind: type[T], value: Any, subject: str) -> T:
+def _check_type(kind: type[T], value: Any, subject: str) -> T:
+    """Return a value; raise TypeError unless its class is exactly `kind`."""
     if type(value) is not kind:
         raise TypeError(f"{subject} must be a {kind.__name__}, got a {type(value).__name__}")
     return value

@@ -48,11 +48,11 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
     try:
         return torch.load(data, weights_only=True)
     except Exception as error:  # torch raises errors of many types for damaged data
-        unsafe = _unsafe(data)
+        unsafe = _unsafe_globals(data)
         cause = error
         if unsafe and unsafe <= _NUMPY_NAMES.keys():
             try:
-                return _with_numbers_of_numpy(data)
+                return _load_with_numpy_scalars(data)
             except Exception as failure:
                 unsafe, cause = set(), failure
         if unsafe:
@@ -91,7 +91,8 @@ _NUMPY_NAMES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _with_numbers_of_numpy(data: io.BytesIO) -> Any:
+def _load_with_numpy_scalars(data: io.BytesIO) -> Any:
+    """Load a value without code, admitting scalars of numpy."""
     names: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
     with torch.serialization.safe_globals(names):
         return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
@@ -126,7 +127,7 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             torch.load(io.BytesIO(data.getvalue()), weights_only=True)
         except pickle.UnpicklingError as error:
-            class_names = ", ".join(sorted(_unsafe(data))) or "more than that"
+            class_names = ", ".join(sorted(_unsafe_globals(data))) or "more than that"
             raise TypeError(
                 f"values of a checkpoint must be tensors, numbers, text, or lists and dicts of "
                 f"these, since loading others may run code; {leaf.name} is a "
@@ -137,7 +138,7 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _unsafe(data: io.BytesIO) -> set[str]:
+def _unsafe_globals(data: io.BytesIO) -> set[str]:
     """Return the classes and functions of a saved value that `torch.load` does not admit."""
     find: Callable[..., list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     try:

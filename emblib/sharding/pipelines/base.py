@@ -196,6 +196,7 @@ def _ranks_of(model: nn.Module) -> RankGroup:
 
 
 def _backward(loss: Any) -> None:
+    """Run backward from a loss; raise TypeError for another value."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             "the forward of a pipeline must give (loss, output), or a loss, to train with; got "
@@ -270,6 +271,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         )
 
     def _run_forward(self, slot: Slot, batch: Any) -> Any:
+        """Run forward on ids that were sent before; the first forward learns the inputs."""
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
@@ -277,11 +279,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return self._forward(batch)
 
     def _before_forward(self, slot: Slot) -> None:
+        """Send what this forward needs, and the sizes of the next batch."""
         if self._inputs.is_known:
             self._sent(slot)
             self._send_sizes_of_next()
 
     def _after_forward(self, slot: Slot) -> None:
+        """Send the ids of later batches."""
         self._send_sizes_of_next()
         for later in self._next_to_send():
             self._sent(later).send_ids()
@@ -403,6 +407,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         return Lane(self.device)
 
     def _before_forward(self, slot: Slot) -> None:
+        """Send, and load rows of this and the next batch into the caches."""
         super()._before_forward(slot)
         if self._inputs.is_known:
             # In the order of the steps: a cache must get batches in the order of its lookups.

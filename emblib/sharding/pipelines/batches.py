@@ -110,10 +110,11 @@ def empty_batch(batch: Any) -> Any:
         >>> emblib.sharding.empty_batch((batch, torch.rand(1, 13)))[1].shape
         torch.Size([0, 13])
     """
-    return _rebuilt(batch, _empty)
+    return _rebuilt(batch, _empty_like)
 
 
-def _empty(leaf: Any) -> Any:
+def _empty_like(leaf: Any) -> Any:
+    """Return a tensor or jagged tensor of no samples; scalars are returned as they are."""
     if isinstance(leaf, Tensor):
         return leaf[:0] if leaf.dim() else leaf
     weights, values, lengths = leaf.weights_or_none(), leaf.values()[:0], leaf.lengths()[:0]
@@ -197,7 +198,7 @@ class Staged(NamedTuple, Generic[T]):
         if self.ready is not None:
             stream = torch.cuda.current_stream(self.ready.device)
             stream.wait_event(self.ready)
-            _keep_for(self.value, stream)
+            _record_use(self.value, stream)
         return self.value
 
 
@@ -220,7 +221,7 @@ class Lane:
             return Staged(value, self._stream.record_event())
 
 
-def _keep_for(value: Any, stream: torch.cuda.Stream) -> None:
+def _record_use(value: Any, stream: torch.cuda.Stream) -> None:
     """Keep the memory of another stream until this stream has used it."""
     for leaf in leaves(value):
         if device_of(leaf).type == "cuda":

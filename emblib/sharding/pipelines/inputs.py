@@ -68,7 +68,7 @@ class LearnedInputs:
     @contextlib.contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Learn the inputs from the forward of this batch."""
-        forwards = {module: self._watched(module) for module in self._names}
+        forwards = {module: self._recording_forward(module) for module in self._names}
         with _replaced_forwards(forwards):
             yield
         paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
@@ -84,7 +84,8 @@ class LearnedInputs:
             )
         self._paths = [(m, path) for m, path in paths if path is not None and m not in unlearned]
 
-    def _watched(self, module: Any) -> Callable[..., Any]:
+    def _recording_forward(self, module: Any) -> Callable[..., Any]:
+        """Return a forward for a sharded module that records its inputs."""
         plain_forward = module.forward
 
         def forward(kjt: Any) -> Any:
@@ -190,14 +191,16 @@ class SentBatch:
     def prefetch(self, lane: Lane) -> None:
         """Prefetch the rows of the batch into the caches; do nothing the second time."""
         if self._incoming is None:
-            self._incoming = lane.run(self._bring_in, self._receive())
+            self._incoming = lane.run(self._prefetch_rows, self._receive())
 
-    def _bring_in(self, received: list[Any]) -> list[Any]:
+    def _prefetch_rows(self, received: list[Any]) -> list[Any]:
+        """Load the rows of received ids into the caches of their modules."""
         for call, distributed in zip(self._calls, received, strict=True):
             call.module.prefetch(distributed)
         return received
 
     def _receive(self) -> Staged[list[Any]]:
+        """Wait for the ids in the lane's stream; return them, by call."""
         self.send_ids()
         assert self._ids is not None
         return self._lane.run(_wait_for_all, self._ids)
@@ -210,9 +213,9 @@ class SentBatch:
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
         for i, call in enumerate(self._calls):
             queue = waiting.setdefault(call.module, deque())
-            queue.append((call.features, self._taker(i, with_grad=with_grad)))
+            queue.append((call.features, self._output_getter(i, with_grad=with_grad)))
         with _replaced_forwards(
-            {module: _taking(module, queue) for module, queue in waiting.items()}
+            {module: _forward_from_queue(module, queue) for module, queue in waiting.items()}
         ):
             yield
         self._separate_calls.is_learned = True
@@ -224,7 +227,12 @@ class SentBatch:
                     "`inputs` with what every forward uses"
                 )
 
-    def _taker(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
+    def _output_getter(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
+        """Return a function that returns the output of call `index`.
+
+        The first one looks up for all calls that are not separate.
+        """
+
         def take() -> Any:
             if self._received is None:
                 self._received = (self._incoming or self._receive()).take()
@@ -253,7 +261,11 @@ def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:
     return [awaitable.wait() for awaitable in awaitables]
 
 
-def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callable[[Any], Any]:
+def _forward_from_queue(
+    module: Any, queue: deque[tuple[Any, Callable[[], Any]]]
+) -> Callable[[Any], Any]:
+    """Return a forward that takes its output from a queue of (input, output getter)."""
+
     def forward(kjt: Any) -> Any:
         if not queue or not same_input(queue[0][0], kjt):
             raise RuntimeError(

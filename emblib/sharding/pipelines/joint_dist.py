@@ -163,13 +163,14 @@ class JointDist:
             module.sent_ahead = self
 
     def _search(self, running: _Running) -> None:
+        """Start to search a forward: remember its arguments and their versions."""
         running.mode.searches += 1
         running.is_searched = True
         running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
 
     def _send(self, running: _Running, mode_calls: Sequence[_CallPath]) -> None:
         """Send the ids, or search this forward if a rank does not find its inputs."""
-        inputs = [_at(running.arguments, one) for one in mode_calls]
+        inputs = [_input_at(running.arguments, one) for one in mode_calls]
         is_known = not running.mode.has_changed and all(one is not None for one in inputs)
         calls = [
             InputCall(one.module, features if is_known else None)
@@ -247,7 +248,7 @@ class JointDist:
         if running is None:
             return
         if running.is_searched:
-            self._settle(running)
+            self._agree_on_calls(running)
         elif any(running.waiting.values()):
             running.mode.has_changed = True  # all ranks search the next forward
 
@@ -257,7 +258,7 @@ class JointDist:
         for module in self._names:
             module.sent_ahead = None
 
-    def _settle(self, running: _Running) -> None:
+    def _agree_on_calls(self, running: _Running) -> None:
         """Agree with the other ranks on the calls of this mode, after its first forward."""
         calls, reasons = self._calls_ahead(running)
         described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
@@ -299,6 +300,7 @@ class JointDist:
         self._set_reasons_by_path(dict.fromkeys(modules.values(), reason))
 
     def _set_reasons_by_path(self, reasons: Mapping[str, str]) -> None:
+        """Record and log why collections exchange separately."""
         for path, reason in reasons.items():
             if self._reasons.get(path) != reason:
                 _LOG.info("%s exchanges by itself: %s", path, reason)
@@ -314,7 +316,7 @@ def _look_up(running: _Running, indices: Sequence[int]) -> list[Callable[[], Any
     return start_joint_output_dist(calls)
 
 
-def _at(arguments: Arguments, call: _CallPath) -> Any:
+def _input_at(arguments: Arguments, call: _CallPath) -> Any:
     """Return the input at a path of the arguments; None if there is none of this kind."""
     try:
         features = follow(arguments, call.path)

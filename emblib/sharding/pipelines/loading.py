@@ -221,6 +221,7 @@ class Loader:
         return Slot(self.epoch, staged, examples, heard)
 
     def _next(self) -> Any:
+        """Return the next batch of this rank; None once it has no more."""
         assert self._batches is not None
         if self._is_out:
             return None
@@ -245,6 +246,7 @@ class Loader:
         )
 
     def _copy(self, batch: Any) -> Staged[Any]:
+        """Start to copy a batch to the device, in the copy lane."""
         event = None
         if self._device.type == "cuda" and any(
             device_of(leaf).type == "cuda" for leaf in leaves(batch)
@@ -261,6 +263,7 @@ class Loader:
         return slot.runs
 
     def _decide(self, slot: Slot) -> bool:
+        """Return whether ranks compute a step, from the numbers that all ranks have sent."""
         if slot.numbers_of_ranks is None:
             return slot.batch is not None
         numbers_of_ranks = slot.numbers_of_ranks.wait()

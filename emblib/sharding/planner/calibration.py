@@ -112,10 +112,11 @@ class Calibration:
         if not isinstance(data, dict) or data.get("version") != _VERSION:
             version = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"a calibration must be of version {_VERSION}, got {version!r}")
-        return cls._of({k: v for k, v in data.items() if k != "version"})
+        return cls._from_values({k: v for k, v in data.items() if k != "version"})
 
     @classmethod
-    def _of(cls, values: Mapping[str, Any]) -> "Calibration":
+    def _from_values(cls, values: Mapping[str, Any]) -> "Calibration":
+        """Return a calibration; raise ValueError unless exactly its constants are there."""
         names = {f.name for f in fields(cls)}
         if names != values.keys():
             raise ValueError(

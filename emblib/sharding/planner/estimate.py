@@ -280,7 +280,7 @@ class CostModel:
             in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered_nbytes + numbers
         )
         positions = 0.0 if workload.config.pooled else self._moved * sent_ids * _ID_BYTES
-        arrange, positions = _on_grid(arrange * _S_PER_NS), float(math.ceil(positions))
+        arrange, positions = _round_to_grid(arrange * _S_PER_NS), float(math.ceil(positions))
         uneven = 0.0 if numbers or not workload.config.pooled else looked_up * self._costs.uneven_ns
         return CommonCost(
             NOTHING.seconds,
@@ -288,7 +288,7 @@ class CostModel:
             _need(MemoryBytes(0), combining, in_and_out + ordered_nbytes),
             positions,
             packs=numbers > 0,
-            uneven=_on_grid(uneven * _S_PER_NS),
+            uneven=_round_to_grid(uneven * _S_PER_NS),
         )
 
     @property
@@ -315,7 +315,7 @@ class CostModel:
             table, sum(lookup.io for lookup in batches), sum(lookup.updating for lookup in batches)
         )
         arrange = sum(lookup.arrange for lookup in batches)
-        return CommonCost(_exact(seconds), _on_grid(arrange), need)
+        return CommonCost(_exact(seconds), _round_to_grid(arrange), need)
 
     def _replicated(self, workload: TableWorkload, table_slice: TableSlice) -> "_LookupCost":
         """Return the cost of one collection's lookups in a replicated table."""
@@ -381,12 +381,12 @@ class CostModel:
     def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to add one row to its bag, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
+        return self._cached_row_ns(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
 
     def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to update one row, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
+        return self._cached_row_ns(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
         """Return the time to add one row to its bag where the table is in cache."""
@@ -396,7 +396,7 @@ class CostModel:
         """Return the time to update one row where the table is in cache."""
         return interpolate(self._costs.update_near, row_bytes)
 
-    def _mixed(
+    def _cached_row_ns(
         self, near_ns: Curve, far_ns: Curve, table_slice: TableSlice, row_nbytes: float, ids: float
     ) -> float:
         """Return the ns per row of a shard that is partly in cache.
@@ -415,6 +415,7 @@ class CostModel:
     def _lookup(
         self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
+        """Return the seconds of the lookups of a shard: `ids` rows into `rows_out` output rows."""
         costs = self._costs
         rows = table_slice.storage.lookup_ns(table_slice, workload.optimizer, ids, self)
         bags = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
@@ -423,6 +424,7 @@ class CostModel:
     def _update(
         self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
+        """Return the seconds that backward takes for these lookups; 0 for frozen tables."""
         if not table_slice.storage.is_trained:
             return 0.0
         costs = self._costs
@@ -452,13 +454,13 @@ class CostModel:
 # subtracting what was added restores the old sum, and equal loads stay equal.
 
 
-def _on_grid(seconds: float) -> float:
+def _round_to_grid(seconds: float) -> float:
     return round(seconds / _GRID_S) * _GRID_S
 
 
 def _exact(seconds: Sequence[float]) -> Seconds:
     """Round the seconds of the four phases to the grid."""
-    input_s, lookup_s, output_s, update_s = map(_on_grid, seconds)
+    input_s, lookup_s, output_s, update_s = map(_round_to_grid, seconds)
     return input_s, lookup_s, output_s, update_s
 
 

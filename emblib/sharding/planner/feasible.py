@@ -112,6 +112,7 @@ class _Search:
         return False
 
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
+        """Yield targets with memory for a unit, one of those that are alike."""
         tried_keys = set()
         for target in range(self.loads.num_targets(unit)):
             if target in used_targets:
@@ -137,6 +138,7 @@ class _Search:
         return self._free_of(rank), tuple(sorted(ranks))
 
     def _free_of(self, rank: int) -> tuple[float, ...]:
+        """Return the free bytes of a rank, by kind of memory."""
         free_memory = self.loads.free_memory[rank]
         return tuple(
             round(r - used[rank]) for r, used in zip(free_memory, self.loads.nbytes, strict=True)
@@ -173,7 +175,7 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
         placements = (place(loads, option) for option in by_bytes)
         choice = next((c for c in placements if c is not None), None)
         if choice is None and _can_cut(problem, workloads[table]):
-            choice = _cut(loads, workloads[table], problem)
+            choice = _cut_into_blocks(loads, workloads[table], problem)
         if choice is None:
             return []
         loads.add(choice)
@@ -182,12 +184,15 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
 
 
 def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
+    """Return whether a table may be cut into blocks of rows of unequal sizes."""
     return not workload.config.storage.is_keyed and ShardingType.CUSTOM in allowed_types(
         workload, problem.model.topology, None
     )
 
 
-def _cut(loads: RankCosts, workload: TableWorkload, problem: Problem) -> PlacedOption | None:
+def _cut_into_blocks(
+    loads: RankCosts, workload: TableWorkload, problem: Problem
+) -> PlacedOption | None:
     """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
@@ -284,8 +289,9 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     free_nbytes, needed_nbytes = sum(free_memory), sum(needs)
     if too_large:
         missing = max(_short_alone(problem, t) for t in too_large)
+        verb = "fits" if len(too_large) == 1 else "fit"
         subject = (
-            f"{_names(workloads, needs, too_large)} {'fits' if len(too_large) == 1 else 'fit'} "
+            f"{_describe_tables(workloads, needs, too_large)} {verb} "
             f"nowhere, even with all memory free; at least {format_bytes(missing)} short"
         )
     elif needed_nbytes > free_nbytes:
@@ -307,7 +313,7 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     free_range = f"{low} to {high}" if max(free_memory) > min(free_memory) else low
     message = (
         f"no plan fits: {subject}. There are {ranks} with {free_range} each for tables and batches "
-        f"(after the reservation). Largest: {_names(workloads, needs, order)}. Ways out: "
+        f"(after the reservation). Largest: {_describe_tables(workloads, needs, order)}. Ways out: "
         f"{'; '.join(remedies)}"
     )
     return PlanError(message, [workloads[t].name for t in tables_shown], int(missing), remedies)
@@ -336,9 +342,10 @@ def _short_alone(problem: Problem, table: int) -> float:
     return min(missing_by_option)
 
 
-def _names(
+def _describe_tables(
     workloads: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]
 ) -> str:
+    """Name the first tables and their bytes, for a message."""
     described = ", ".join(
         f"{workloads[t].name} ({format_bytes(needs[t])})" for t in tables[:_MAX_NAMES]
     )
@@ -367,7 +374,7 @@ def _remedies(
             f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
         )
     if not largest.constraints.storages and not largest.config.storage.is_keyed:
-        storages = _storages(topology.device)
+        storages = _smaller_storages(topology.device)
         remedies.append(
             f"allow another storage, as TableConstraints(storages=({storages},)) for {largest.name}"
         )
@@ -379,7 +386,8 @@ def _remedies(
     return remedies
 
 
-def _storages(device: str) -> str:
+def _smaller_storages(device: str) -> str:
+    """Name storages that need less memory, for a message."""
     if device == "cuda":
         return "Dense(Placement.MANAGED_CACHING), TensorTrain(ranks=(16, 16))"
     return "TensorTrain(ranks=(16, 16))"

@@ -126,13 +126,14 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
         route_ns=route_ns,
         arrange_ns=arrange_ns,
         pack_ns=measure_packing(device, sizes.rounds),
-        uneven_ns=_uneven(device, sizes.rounds),
+        uneven_ns=_measure_uneven(device, sizes.rounds),
         hash_ns=_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
         tt_ns=_multiply_add(device, sizes.rounds),
     )
 
 
 def _name(device: torch.device) -> str:
+    """Return the name of a device with its number of threads, for the report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -191,7 +192,7 @@ class _Rows:
             [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_NUM_BATCHES)]
         )
         grad = torch.randn(_BAGS, table.tables[0].dim, device=self.device) * 1e-3
-        return _timed_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
+        return _measure_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
 
     def lookups(self) -> Curve:
         """Return the curve of ns per id by bytes per row."""
@@ -231,7 +232,7 @@ def _line(points: dict[float, float]) -> Curve:
     return tuple((x, y_mean + slope * (x - x_mean)) for x in (min(points), max(points)))
 
 
-def _timed_step(
+def _measure_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
     """Measure the seconds of forward without gradients, and of what backward adds."""
@@ -251,7 +252,7 @@ def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
     )
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     offsets = torch.arange(2, device=device)
-    return _timed_step(
+    return _measure_step(
         lambda: module(ids, offsets), torch.ones(1, _TINY.columns, device=device), device, rounds
     )
 
@@ -340,7 +341,7 @@ def measure_packing(device: torch.device, rounds: int) -> float:
     return timed(pack, device, rounds) / lengths.numel() * _NS_PER_S
 
 
-def _uneven(device: torch.device, rounds: int) -> float:
+def _measure_uneven(device: torch.device, rounds: int) -> float:
     """Measure the additional ns per bag of a step whose features differ in their bags."""
     tables, dim = 8, 64
     module = TableBatchedEmbeddingBags(

@@ -81,7 +81,7 @@ class Planner:
         check_free_memory(free_memory, dense_nbytes)
         model = self.model(workloads)
         options = [options_of(workload, model) for workload in workloads]
-        problem = self._problem(model, workloads, options, free_memory)
+        problem = self._make_problem(model, workloads, options, free_memory)
         plan = self._search(problem, workloads)
         if not plan:
             raise no_plan(problem, workloads)
@@ -103,13 +103,14 @@ class Planner:
         capacity = self.topology.capacity()
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
 
-    def _problem(
+    def _make_problem(
         self,
         model: CostModel,
         workloads: Sequence[TableWorkload],
         options: Sequence[Sequence[Option]],
         free_memory: Sequence[MemoryBytes],
     ) -> Problem:
+        """Return the problem that the search solves."""
         weighted = any(
             lookup.is_weighted for workload in workloads for lookup in workload.by_reader
         )
@@ -121,7 +122,7 @@ class Planner:
         alternatives = any(
             len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
         )
-        configured_problem = self._problem(
+        configured_problem = self._make_problem(
             problem.model, workloads, configured, problem.free_memory
         )
         plans = starts(configured_problem) if all(configured) else []
@@ -139,6 +140,7 @@ class Planner:
         return best_of(problem, plans) if plans else []
 
     def _effective_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
+        """Convert the found plan to one of modules and tables."""
         modules: dict[str, dict[str, object]] = {}
         for workload, choice in zip(workloads, plan, strict=True):
             sharding = choice.option.sharding(workload, self.topology, choice.targets)

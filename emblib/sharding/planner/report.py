@@ -127,13 +127,14 @@ def predict(
             raise ValueError(f"the plan says nothing of table {workload.name}")
         option = option_for(workload, sharding, model)
         loads.add(PlacedOption(option, (0,) * len(option.units)))
-        tables.append(_table(workload, sharding, option, model.topology.world_size))
+        tables.append(_predict_table(workload, sharding, option, model.topology.world_size))
     return _prediction(plan, loads, tuple(tables), model)
 
 
-def _table(
+def _predict_table(
     workload: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
 ) -> TablePrediction:
+    """Predict the bytes and seconds of one table."""
     members = [load for unit in option.units for load in unit.members]
     of_units = max((sum(load.seconds) for load in members), default=0.0)
     common_s = sum(option.common_cost.seconds) + option.common_cost.arrange
@@ -179,25 +180,25 @@ def report(prediction: Prediction) -> str:
     world = prediction.plan.world
     nodes = -(-world.size // world.local_size)
     lines = [
-        f"{_count(len(prediction.tables), 'table')} on {_count(world.size, 'rank')} "
-        f"({_count(nodes, 'node')} of {world.local_size}); predicted step "
-        f"{_ms(prediction.step_s)} ms, dense part apart",
+        f"{_format_count(len(prediction.tables), 'table')} on {_format_count(world.size, 'rank')} "
+        f"({_format_count(nodes, 'node')} of {world.local_size}); predicted step "
+        f"{_format_ms(prediction.step_s)} ms, dense part apart",
         "",
         *_grid(_table_rows(prediction.tables)),
         "",
         *_grid(_rank_rows(prediction)),
         "",
-        *_phases(prediction),
+        *_describe_phases(prediction),
         f"Constants: {prediction.source}.",
     ]
     return "\n".join(lines)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
@@ -235,7 +236,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
                 str(config.embedding_dim),
                 f"{sum(lookup.ids_per_example for lookup in table.workload.by_reader):g}",
                 format_bytes(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
-                _ms(table.step_s),
+                _format_ms(table.step_s),
             ]
         )
     if len(tables_shown) < len(tables):
@@ -264,7 +265,7 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
                     format_bytes(rank.free_memory.device),
                 ),
                 *host_and_disk,
-                *map(_ms, rank.seconds),
+                *map(_format_ms, rank.seconds),
             ]
         )
     num_hidden = len(prediction.ranks) - len(order)
@@ -273,8 +274,9 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
     return rows
 
 
-def _phases(prediction: Prediction) -> list[str]:
-    phase_times = ", ".join(f"{name} {_ms(s)}" for name, s in prediction.phases.items())
+def _describe_phases(prediction: Prediction) -> list[str]:
+    """Describe the slowest phase and the fullest rank, as lines."""
+    phase_times = ", ".join(f"{name} {_format_ms(s)}" for name, s in prediction.phases.items())
     longest = max(prediction.phases, key=prediction.phases.__getitem__)
     lines = [f"Phases, ms: {phase_times}."]
     if longest in PHASES:

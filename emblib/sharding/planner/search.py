@@ -250,7 +250,8 @@ def score(loads: RankCosts) -> Score:
     return loads.penalty, loads.step_s(), loads.spread()
 
 
-def _better(new: Score, old: Score) -> bool:
+def _is_better(new: Score, old: Score) -> bool:
+    """Return whether a plan is better by more than noise in seconds and imbalance."""
     if new[0] != old[0]:
         return new[0] < old[0]
     if abs(new[1] - old[1]) > _TOLERANCE * old[1]:
@@ -395,7 +396,7 @@ def improve(problem: Problem, plan: Plan) -> Plan:
     loads = problem.loads_of(plan)
     _sweep(problem, plan, loads, range(len(plan)))
     while not problem.exhausted:
-        if not (_relieve(problem, plan, loads) or _swap(problem, plan, loads)):
+        if not (_improve_slowest_ranks(problem, plan, loads) or _swap(problem, plan, loads)):
             break
     return plan
 
@@ -421,7 +422,7 @@ def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, table: int) ->
             problem.tried += 1
             new_score = score(loads)
             loads.add(choice, -1)
-            if _better(new_score, best_score):
+            if _is_better(new_score, best_score):
                 best, best_score = choice, new_score
     loads.add(best)
     plan[table] = best
@@ -451,6 +452,7 @@ def _placings(loads: RankCosts, option: Option) -> list[PlacedOption]:
 
 
 def _by_load(loads: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
+    """Return ranks or nodes, as the unit needs, in the order of ascending seconds."""
     if unit.domain is Domain.NODE:
         local = loads.topology.local_world_size
         seconds = [max(seconds[n : n + local]) for n in range(0, len(seconds), local)]
@@ -473,17 +475,17 @@ def _seconds_on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
     return total
 
 
-def _heaviest(loads: RankCosts, plan: Plan, rank: int) -> list[int]:
+def _tables_by_time(loads: RankCosts, plan: Plan, rank: int) -> list[int]:
     """Return the tables on a rank in order of decreasing time."""
     seconds_by_table = [(-_seconds_on(loads, choice, rank), t) for t, choice in enumerate(plan)]
     return [t for seconds, t in sorted(seconds_by_table)[:_HEAVIEST] if seconds < 0]
 
 
-def _relieve(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
+def _improve_slowest_ranks(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     """Choose again for tables of the slowest ranks, and for those most costly to all ranks."""
     tables: dict[int, None] = {}
     for rank in _slow_ranks(loads):
-        tables.update(dict.fromkeys(_heaviest(loads, plan, rank)))
+        tables.update(dict.fromkeys(_tables_by_time(loads, plan, rank)))
     common = [
         (-sum(c.option.common_cost.seconds) - c.option.common_cost.arrange, t)
         for t, c in enumerate(plan)
@@ -501,7 +503,7 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     }
     quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
     for rank in _slow_ranks(loads):
-        of_rank = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
+        of_rank = [t for t in _tables_by_time(loads, plan, rank) if single.get(t) == rank]
         other_tables = [
             t for t, placed_on in single.items() if placed_on in quiet and placed_on != rank
         ]
@@ -510,12 +512,12 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
                 if problem.exhausted:
                     return False
                 problem.tried += 1
-                if _swapped(plan, loads, slow_table, other_table):
+                if _try_swap(plan, loads, slow_table, other_table):
                     return True
     return False
 
 
-def _swapped(plan: Plan, loads: RankCosts, first_table: int, second_table: int) -> bool:
+def _try_swap(plan: Plan, loads: RankCosts, first_table: int, second_table: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
     old_score = score(loads)
     old_placements = plan[first_table], plan[second_table]
@@ -529,7 +531,7 @@ def _swapped(plan: Plan, loads: RankCosts, first_table: int, second_table: int) 
         loads.add(new_placements[0])
         if loads.fits(new_placements[1].option.units[0], new_placements[1].targets[0]):
             loads.add(new_placements[1])
-            if _better(score(loads), old_score):
+            if _is_better(score(loads), old_score):
                 plan[first_table], plan[second_table] = new_placements
                 return True
             loads.add(new_placements[1], -1)
