@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from emblib.sharding.failures import init_distributed, meet
+from emblib.sharding.failures import init_distributed, rendezvous
 from emblib.sharding.ranks import RankGroup
 from tests.sharding import resumed, worlds
 
@@ -135,7 +135,7 @@ def test_killed_on_one_of_two_nodes(tmp_path: Path) -> None:
 
 def _come(store: dist.Store, rank: int, found: dict[int, Any]) -> threading.Thread:
     def come() -> None:
-        found[rank] = meet(store.clone(), rank, 3, timedelta(seconds=20))  # type: ignore[attr-defined]
+        found[rank] = rendezvous(store.clone(), rank, 3, timedelta(seconds=20))  # type: ignore[attr-defined]
 
     thread = threading.Thread(target=come)
     thread.start()
@@ -168,7 +168,7 @@ def test_ranks_meet_in_a_used_store(tmp_path: Path) -> None:
         places.append(found[0])
     assert places[0].get("address") != places[1].get("address")
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 have not started within 0 s"):
-        meet(store, 0, 3, timedelta(seconds=0.1))
+        rendezvous(store, 0, 3, timedelta(seconds=0.1))
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
