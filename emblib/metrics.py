@@ -47,9 +47,9 @@ class NormalizedEntropy(Metric):
     higher_is_better = False
     full_state_update = False
 
-    cross_entropy: Tensor
-    positive: Tensor
-    total: Tensor
+    cross_entropy: Tensor  # float64 scalar, sum over examples
+    positive: Tensor  # float64 scalar, weighted sum of the labels
+    total: Tensor  # float64 scalar, sum of the weights
 
     def __init__(self, *, from_logits: bool = False, **options: Any) -> None:
         super().__init__(**options)

@@ -23,6 +23,7 @@ meaningless under others; older state dicts lack them, which means 0.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -49,11 +50,26 @@ from emblib.tables import state_dicts
 
 _LOW_31 = 0x7FFFFFFF
 _ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
-_LAYOUT_HASH_KEY = 4
+
+
+class _SketchColumn(IntEnum):
+    """Columns of `_Sketches.layout`."""
+
+    BEGIN = 0  # first counter
+    WIDTH = 1
+    DEPTH = 2
+    THRESHOLD = 3  # at which counters stop
+    HASH_KEY = 4
 
 
 class Missing(NamedTuple):
-    """Missing keys: `keys`, `counts`, `tables`, int64 `[L]`; table `num_tables` marks padding."""
+    """Missing keys.
+
+    Attributes:
+        keys: int64 `[L]`.
+        counts: int64 `[L]`, uses of each key in the batch.
+        tables: int64 `[L]`, table of each key; `num_tables` marks padding.
+    """
 
     keys: Tensor
     counts: Tensor
@@ -75,12 +91,17 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
 
 class _Picked(NamedTuple):
-    """Selected misses as a batch: `targets[i]` is the position of miss i in it."""
+    """Selected misses as a batch of static length; padding is in the segment of the last table.
+
+    Attributes:
+        batch: the selected misses, sorted by table.
+        counts: int64 `[L]`, count of each position of the batch.
+        targets: int64 `[L]`, position in the batch of each miss; L for one that was not selected.
+    """
 
     batch: hash.Keys
     counts: Tensor
     targets: Tensor
-    """Where each miss is now; the length of the batch for one that is not in it."""
 
 
 class _Counter(nn.Module):
@@ -90,8 +111,8 @@ class _Counter(nn.Module):
     are padded to static length, and the padding is counted there.
     """
 
-    table_of: Tensor
-    numbers: Tensor
+    table_of: Tensor  # int64 `[T + 1]`, number of each table's counter
+    numbers: Tensor  # int64 `[counters + 1]`, 0, 1, 2, ...
 
     def __init__(
         self,
@@ -225,9 +246,9 @@ class _Counter(nn.Module):
 class _Sketches(nn.Module):
     """Count-min sketches for some of the tables of a module, one after the other in one tensor."""
 
-    counters: Tensor
-    batches: Tensor
-    layout: Tensor
+    counters: Tensor  # `[n]`, all sketches, then one unused counter
+    batches: Tensor  # int64 `[1]`, number of batches so far
+    layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`
 
     def __init__(
         self,
@@ -238,9 +259,8 @@ class _Sketches(nn.Module):
     ) -> None:
         super().__init__()
         self._periods: list[tuple[int, int, int]] = []  # begin, end, counters per batch
-        # By table: begin, width, depth, threshold, hash key.
-        layout = torch.zeros(len(specs) + 1, 5, dtype=torch.int64)
-        begin, max_depth = 0, 0
+        layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64)
+        begin = max_threshold = 0
         for t in table_indices:
             frequency = _frequency(specs[t])
             sketch = frequency.counter
@@ -250,11 +270,12 @@ class _Sketches(nn.Module):
             layout[t] = torch.tensor([*sizes, frequency.max_threshold, hash_keys[t]])
             if sketch.halve_every is not None:
                 self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
-            begin, max_depth = begin + size, max(max_depth, frequency.max_threshold)
-        self.depth = int(layout[:, 2].max())
-        dtype = (
-            torch.uint8 if max_depth < 2**8 else torch.int32 if max_depth < 2**31 else torch.int64
-        )
+            begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)
+        self.depth = int(layout[:, _SketchColumn.DEPTH].max())
+        if max_threshold < 2**8:
+            dtype = torch.uint8
+        else:
+            dtype = torch.int32 if max_threshold < 2**31 else torch.int64
         # Keys of tables without a sketch, and padding, use the last counter.
         counters = torch.zeros(begin + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
@@ -294,7 +315,7 @@ class _Sketches(nn.Module):
     @property
     def hash_keys(self) -> Tensor:
         """Return the hash key of each table, int64 `[T]`; 0 for tables that are not counted."""
-        return self.layout[:-1, _LAYOUT_HASH_KEY].cpu().clone()
+        return self.layout[:-1, _SketchColumn.HASH_KEY].cpu().clone()
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -308,7 +329,7 @@ class _Sketches(nn.Module):
         name, (unexpected, errors) = prefix + HASH_KEYS, arguments[3:]
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        hash_keys = self.layout[:-1, _LAYOUT_HASH_KEY]
+        hash_keys = self.layout[:-1, _SketchColumn.HASH_KEY]
         saved = state_dict.get(name, torch.zeros_like(hash_keys))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         unexpected[:] = [key for key in unexpected if key != name]
@@ -319,7 +340,7 @@ class _Sketches(nn.Module):
         """Yield one message per invalid entry of the sketches in a state dict."""
         tensors = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, tensors)
-        hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
+        hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _SketchColumn.HASH_KEY]}
         yield from state_dicts.entry_problems(state_dict, hash_keys)
 
 
@@ -333,8 +354,8 @@ class Admission(nn.Module):
         feature_tables: table of each feature of a batch; None is one feature per table.
     """
 
-    thresholds: Tensor
-    feature_thresholds: Tensor
+    thresholds: Tensor  # int64 `[T + 1]`, largest threshold of each table, then 0
+    feature_thresholds: Tensor  # int64 `[F]`
 
     def __init__(
         self,
@@ -354,13 +375,13 @@ class Admission(nn.Module):
         self._exact_tables = exact
         self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
-        given = [s.admission.threshold if s.admission else 0 for s in specs]
-        self._is_per_feature = any(isinstance(value, PerFeature) for value in given)
+        specified = [s.admission.threshold if s.admission else 0 for s in specs]
+        self._is_per_feature = any(isinstance(value, PerFeature) for value in specified)
         largest = [s.admission.max_threshold if s.admission else 0 for s in specs]
         for name, thresholds in (
             # The last threshold is that of padding, whose result is ignored.
             ("thresholds", [*largest, 0]),
-            ("feature_thresholds", values_by_feature(given, feature_tables)),
+            ("feature_thresholds", values_by_feature(specified, feature_tables)),
         ):
             tensor = torch.tensor(thresholds, dtype=torch.int64, device=device)
             self.register_buffer(name, tensor, persistent=False)
@@ -518,7 +539,7 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
 
 
 def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:
-    """Return the answer of a rule; raise ValueError unless it has one bool per key."""
+    """Return the answer of a rule, bool `[n]`; raise ValueError unless it has one per key."""
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
         given = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
         raise ValueError(

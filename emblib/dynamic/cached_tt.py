@@ -123,18 +123,18 @@ class CachedTTEmbeddingBags(nn.Module):
         torch.Size([2, 64])
     """
 
-    key_bases: Tensor
-    id_tables: Tensor
-    segment_tables: Tensor
-    row_of_slot: Tensor
-    key_of_row: Tensor
-    counters: Tensor
-    changes: Tensor
-    since: Tensor
-    features: Tensor
-    ends: Tensor
-    tables_of_features: Tensor
-    bounds_violations: Tensor
+    key_bases: Tensor  # int64 `[F]`, first key of the feature's table
+    id_tables: Tensor  # int64 `[F, 10]`, see `TTTableColumn`
+    segment_tables: Tensor  # int64 `[F]` of zeros
+    row_of_slot: Tensor  # int64 `[slots + 1]`, stored row of an index slot
+    key_of_row: Tensor  # int64 `[stored rows]`, -1 for a free row
+    counters: Tensor  # int64 `[T, n]`, see `TT_COUNTERS`
+    changes: Tensor  # float64 `[T, 2]`, squared differences of evicted rows and cores
+    since: Tensor  # int64 `[T]`, saved training lookups since rows were chosen
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    ends: Tensor  # int64 `[F]`, rows of the feature's table
+    tables_of_features: Tensor  # int64 `[F]`
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
 
     def __init__(
         self,

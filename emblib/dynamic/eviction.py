@@ -31,9 +31,9 @@ class EvictionScores(nn.Module):
         device: device of the scores.
     """
 
-    values: Tensor
-    is_set: Tensor
-    steps: Tensor
+    values: Tensor  # int64 `[T]`, scores of the next batch
+    is_set: Tensor  # bool `[T]`, whether a score was set
+    steps: Tensor  # int64 `[T]`, 1 for tables with STEP, else 0
 
     def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
         super().__init__()

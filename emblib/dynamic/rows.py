@@ -320,12 +320,12 @@ class RowInitializer(nn.Module):
         device: device of the rows.
     """
 
-    row_layout: Tensor
-    rules: Tensor
-    default_values: Tensor
-    unadmitted_layout: Tensor
-    unadmitted_rules: Tensor
-    fallback: Tensor
+    row_layout: Tensor  # int64 `[T, P, 5]`, see `InitialLayoutColumn`
+    rules: Tensor  # float64 `[T, P, 7]`, see `InitialRuleColumn`
+    default_values: Tensor  # `[T, stride]`
+    unadmitted_layout: Tensor  # int64 `[T, 1, 5]`, of default rows
+    unadmitted_rules: Tensor  # float64 `[T, 1, 7]`
+    fallback: Tensor  # int64 `[T, 2]`, first fallback row and number of them
 
     def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ class DynamicState:
     weights: Tensor
     optimizer_states: list[Tensor]
     hyperparams: Tensor
-    moves: Tensor
+    moves: Tensor  # int64 `[T, P, 2]`, see `RowBuffers.layout`
     dropped_updates: Tensor
 
     def __init__(

@@ -371,7 +371,7 @@ class StatisticsCollector:
 
 
 class _Places(NamedTuple):
-    """Places of keys in the memory of evicted keys."""
+    """Places of keys in the memory of evicted keys; int64 `[n]` each."""
 
     at: Tensor
     keys: Tensor

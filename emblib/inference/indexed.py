@@ -113,9 +113,9 @@ class InferenceEmbeddingBags(nn.Module):
         tensor([1., 0.])
     """
 
-    index: Tensor
-    index_tables: Tensor
-    shared_rows: Tensor
+    index: Tensor  # int64 `[n]`, the entries of all indexes
+    index_tables: Tensor  # int64 `[F, 6]`, see `IndexColumn`
+    shared_rows: Tensor  # int64 `[F, 2]`, first shared row (-1: none), fallback rows
 
     def __init__(
         self,

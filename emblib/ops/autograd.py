@@ -253,7 +253,14 @@ class FusedLookup(torch.autograd.Function):
 
 
 class Contribution(NamedTuple):
-    """The gradient of one lookup's output, and everything that its update needs."""
+    """The gradient of one lookup's output, and everything that its update needs.
+
+    Attributes:
+        batch: the lookup.
+        row_weights: float32 `[L]`, the factor of each row in the output; None is 1 for all.
+        grad: gradient of the output, in its shape.
+        scale: scalar by which the gradient is scaled; None for an unscaled one.
+    """
 
     batch: Lookup
     row_weights: Tensor | None

@@ -197,7 +197,7 @@ def scale_of_backward() -> Tensor | None:
 
 
 class UnscaledGradient(NamedTuple):
-    """A gradient divided by its scale, and whether the step is finite, as a tensor."""
+    """A gradient divided by its scale, and whether the step is finite, a bool scalar tensor."""
 
     gradient: Tensor
     is_finite: Tensor

@@ -18,7 +18,12 @@ from emblib.specs import Pooling
 
 
 class Extras(NamedTuple):
-    """Optional inputs of a batch: the cache slot of each lookup, and each bag's output position."""
+    """Optional inputs of a batch.
+
+    Attributes:
+        slots: int `[L]`, cache slot of each lookup, -1 for none.
+        bag_layout: int64 `[bags, 2]`, feature and first output element of each bag.
+    """
 
     slots: Tensor | None = None
     bag_layout: Tensor | None = None

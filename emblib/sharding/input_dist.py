@@ -259,12 +259,12 @@ class InputDist(nn.Module):
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(ranks.device), persistent=False)
 
-    order: Tensor
-    features: Tensor
-    blocks: Tensor
-    units: Tensor
-    own_order: Tensor
-    own_weight_order: Tensor
+    order: Tensor  # int64 `[U]`, feature of each unit, rank after rank
+    features: Tensor  # int64 `[F, 4]`, see `RouteFeatureColumn`
+    blocks: Tensor  # int64 `[K, 3]`, see `RouteBlockColumn`
+    units: Tensor  # int64 `[C]`, units that get the ids of a block
+    own_order: Tensor  # int64, unit-major order of received segments
+    own_weight_order: Tensor  # int64, the same without headers
 
     def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
         """Return the indices of units whose rows nodes sum, and the number of sums per bag."""

@@ -328,10 +328,10 @@ class PooledOutputDist(nn.Module):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
-    constant_targets: Tensor
-    constant_sources: Tensor
-    by_bag_targets: Tensor
-    by_bag_sources: Tensor
+    constant_targets: Tensor  # int64 `[spans, 7]`, for 0 bags per feature
+    constant_sources: Tensor  # int64 `[sources, 3]`
+    by_bag_targets: Tensor  # int64 `[spans, 7]`, what each bag per feature adds
+    by_bag_sources: Tensor  # int64 `[sources, 3]`
 
     def step(
         self,

@@ -129,8 +129,8 @@ class SequenceTables(ShardedTables):
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(device), persistent=False)
 
-    first: Tensor
-    pieces: Tensor
+    first: Tensor  # int64 `[units]`, first piece of a vector that a unit has
+    pieces: Tensor  # int64 `[units]`, pieces of a vector that a unit has
 
     def compute(self, received: IncomingBatch) -> Rows:
         """Return vectors of this rank's units, and of replicated tables for this rank's batch."""

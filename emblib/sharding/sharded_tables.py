@@ -84,8 +84,8 @@ class ReplicatedTables(nn.Module):
         self.register_buffer("order", order.to(ranks.device), persistent=False)
         self.register_buffer("grad_anchor", torch.zeros((), device=ranks.device), persistent=False)
 
-    order: Tensor
-    grad_anchor: Tensor
+    order: Tensor  # int64 `[units]`, feature of each unit
+    grad_anchor: Tensor  # scalar that ties outputs to autograd
 
     def forward(self, inputs: LocalBatch) -> Tensor:
         """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled."""

@@ -75,10 +75,10 @@ class FusedTables(nn.Module):
     which backward mutates in place, stay out of it.
     """
 
-    weights: nn.Parameter
-    features: Tensor
-    grad_anchor: Tensor
-    bounds_violations: Tensor
+    weights: nn.Parameter  # memory of all tables, flat
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    grad_anchor: Tensor  # scalar, see above
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     include_last_offset: bool
 
     __new__ = refuse_names_of_torch
@@ -528,8 +528,8 @@ def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling
 class ChecksBounds(Protocol):
     """Module whose batches `check_bounds` can check."""
 
-    features: Tensor
-    bounds_violations: Tensor
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     bounds_check: BoundsCheck
 
 

@@ -150,9 +150,9 @@ class QuantizedEmbeddingBags(nn.Module):
         (68032, 256000)
     """
 
-    packed: Tensor
-    features: Tensor
-    bounds_violations: Tensor
+    packed: Tensor  # uint8 `[bytes]`, rows of all tables
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     _check: LookupBoundsCheck | None = None
 
     def __init__(

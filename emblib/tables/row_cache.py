@@ -165,15 +165,15 @@ class RowCache(nn.Module):
     replay `enter`, `fetch` and `leave`. The caller holds the lock of the module.
     """
 
-    weights: Tensor
-    tags: Tensor
-    stamps: Tensor
-    counts: Tensor
-    counters: Tensor
-    clock: Tensor
-    conflicts: Tensor
-    no_rows: Tensor
-    table_features: Tensor
+    weights: Tensor  # `[slots * stride]`, rows by slot
+    tags: Tensor  # int64 `[sets, 32]`, see `emblib.ops.cache`
+    stamps: Tensor  # int64 `[sets, 32]`, when or how often each slot was used
+    counts: Tensor  # int32 `[cached rows]` for LFU, else `[0]`
+    counters: Tensor  # int64 `[T + 1, 8]`, see `CacheCounter`
+    clock: Tensor  # int64 `[2]`, batch number, oldest batch in flight
+    conflicts: Tensor  # int64 `[sets]`, last batch with a row without a slot
+    no_rows: Tensor  # int64 `[0]`
+    table_features: Tensor  # int64 `[T, 8]`, see `FeatureColumn`
 
     def __init__(self, layout: CacheLayout, device: torch.device | str | None = None) -> None:
         super().__init__()

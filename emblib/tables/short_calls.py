@@ -39,9 +39,9 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 class ShortCallTables(Protocol):
     """A module of tables whose calls may be short."""
 
-    features: Tensor
-    grad_anchor: Tensor
-    bounds_violations: Tensor
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    grad_anchor: Tensor  # scalar that ties outputs to autograd
+    bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     bounds_check: BoundsCheck
     include_last_offset: bool
     optimizer: Optimizer

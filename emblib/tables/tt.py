@@ -124,8 +124,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     spec_kind = SpecKind(TTSpec, "TTSpec(1000, 64, ranks=(8, 8))", "use TableBatchedEmbeddingBags")
     has_row_gradients = False
     has_matrix_products = True
-    table_ids: Tensor
-    feature_table_ids: Tensor
+    table_ids: Tensor  # int64 `[T, 10]`, see `TTTableColumn`
+    feature_table_ids: Tensor  # int64 `[F, 10]`, the same by feature
     frozen_cores: frozenset[int] = frozenset()
     _calls: ShortTrainCalls | None = None
 

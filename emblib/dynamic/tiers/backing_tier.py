@@ -50,7 +50,16 @@ _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_p
 
 
 class SwappedRows(NamedTuple):
-    """Result of `emblib.ops.tiers.tier_swap_` for one table."""
+    """Result of `emblib.ops.tiers.tier_swap_` for one table.
+
+    Attributes:
+        slots: int64 `[n]`, slot of each miss; overflow rows follow the slots.
+        status: uint8 `[n]`, status of each miss.
+        demoted: int64 `[3, k]`, keys, stamps and scores of the evicted keys.
+        demoted_rows: uint8 `[k, row_bytes]`, their rows.
+        refused: int64, the misses that found no slot.
+        found_slots: int64 `[m]`, slots of the misses that were in the store.
+    """
 
     slots: Tensor
     status: Tensor

@@ -124,7 +124,7 @@ class GrowingFile:
 
 
 class _SlotsOfKeys(NamedTuple):
-    """Keys of a table and their slots."""
+    """Keys of a table and their slots, int64 `[n]` each."""
 
     keys: Tensor
     slots: Tensor
