@@ -273,13 +273,13 @@ def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.
     elif isinstance(module, CachedTTEmbeddingBags):
         tables, prefix, names = module.cache_stats().tables, "emblib_tt_cache", _TT_CACHE
         for table, stats in tables.items():
-            of_table = {**labels, "table": table}
+            table_labels = {**labels, "table": table}
             text = "Stored rows that are not in the cache."
-            _add(metrics, "emblib_tt_cache_spilled_rows", text, of_table, stats.spilled)
+            _add(metrics, "emblib_tt_cache_spilled_rows", text, table_labels, stats.spilled)
     for table, stats in tables.items():
         for name, text in names.items():
-            of_table = {**labels, "table": table}
-            _add(metrics, f"{prefix}_{name}_total", text, of_table, getattr(stats, name))
+            table_labels = {**labels, "table": table}
+            _add(metrics, f"{prefix}_{name}_total", text, table_labels, getattr(stats, name))
 
 
 # Series

@@ -152,8 +152,8 @@ class MemoryBudget:
         for name, handle in tables_of(model).items():
             for number, state, index in handle.local_shards():
                 states[id(state)] = state
-                of_shard = f"{name}.{number}" if len(handle.owners) > 1 else name
-                names.setdefault(id(state), {})[index] = of_shard
+                shard_name = f"{name}.{number}" if len(handle.owners) > 1 else name
+                names.setdefault(id(state), {})[index] = shard_name
         if not tables_of(model):
             raise ValueError("a memory budget is for dynamic tables, and the model has none")
         for state in states.values():

@@ -205,7 +205,7 @@ class CachedTTEmbeddingBags(nn.Module):
         options = {**options, "precision": precision}
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
-    def _by_feature(self) -> dict[str, list[Any]]:
+    def _feature_buffers(self) -> dict[str, list[Any]]:
         """Return the values of the buffers that depend on the constructor only, by name."""
         features = self.trains.feature_tables
         return {
@@ -230,12 +230,12 @@ class CachedTTEmbeddingBags(nn.Module):
         """Recompute buffers that follow from the constructor, after a move from meta."""
         self.features.copy_(self.trains.id_features())
         self.bounds_violations.zero_()
-        for name, values in self._by_feature().items():
+        for name, values in self._feature_buffers().items():
             getattr(self, name).copy_(torch.tensor(values))
 
     def _register_buffers(self, device: torch.device | str | None) -> None:
         self.register_buffer("features", self.trains.id_features().clone(), persistent=False)
-        for name, values in self._by_feature().items():
+        for name, values in self._feature_buffers().items():
             numbers = torch.tensor(values, dtype=torch.int64, device=device)
             self.register_buffer(name, numbers, persistent=False)
         slots = torch.full((self.index.capacity() + 1,), -1, device=device)  # the last is no slot
@@ -294,10 +294,10 @@ class CachedTTEmbeddingBags(nn.Module):
             return torch.cat([out.new_zeros(padding, out.shape[1]), out]) if none else out
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
         counted = self._is_counted()
-        batch = self._find(indices, offsets, batch_sizes)
+        batch = self._split_lookups(indices, offsets, batch_sizes)
         skips_rows = self._skip_rows()
         out = self.trains(batch.cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
-        missed_before = self._missed()
+        missed_before = self._num_spilled_lookups()
         if not skips_rows:
             rows = batch.rows if self._has_stored_rows() else torch.full_like(batch.cold, -1)
             out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
@@ -398,7 +398,7 @@ class CachedTTEmbeddingBags(nn.Module):
             )
 
     @without_gradients
-    def _find(
+    def _split_lookups(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Split a batch into lookups of cores, stored rows, and ids to count."""
@@ -407,7 +407,7 @@ class CachedTTEmbeddingBags(nn.Module):
         starts = feature_starts(offsets, features, batch_sizes)
         keys = ids
         if features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
-            keys = self._keys_of(ids, starts)
+            keys = self._as_table_keys(ids, starts)
         segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:
             self._rebuild_index()
@@ -416,7 +416,7 @@ class CachedTTEmbeddingBags(nn.Module):
         cold = ids if slots is None else cold
         return _Lookups(cold, rows, segments._replace(ids=counted))
 
-    def _keys_of(self, ids: Tensor, starts: Tensor) -> Tensor:
+    def _as_table_keys(self, ids: Tensor, starts: Tensor) -> Tensor:
         """Return keys, int64 `[L]`: each id plus the first key of its table; -1 stays."""
         position = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(position, starts[1:-1], right=True)
@@ -424,13 +424,14 @@ class CachedTTEmbeddingBags(nn.Module):
 
     @without_gradients
     def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
-        """Count the ids of a training lookup; `missed_before` is `_missed()` before the lookup.
+        """Count the ids of a training lookup.
 
-        Invalid ids, whose lookups read row 0, and -1 are not counted.
+        `missed_before` is the result of `_num_spilled_lookups` before the lookup. Invalid ids,
+        whose lookups read row 0, and -1 are not counted.
         """
         keys, numbers = batch.counted, (self.tables_of_features, self.counters)
         calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
-        missed = self._missed()
+        missed = self._num_spilled_lookups()
         if missed is not None and missed_before is not None:
             missed -= missed_before
             calls.append(partial(self.counters[:, TT_COUNTERS.index("spill_hits")].add_, missed))
@@ -439,7 +440,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if self.cache.every:
             self._since = [since + 1 for since in self._since]
 
-    def _missed(self) -> Tensor | None:
+    def _num_spilled_lookups(self) -> Tensor | None:
         """Return the lookups of spilled rows so far, int64 `[T]`; None without SPILL."""
         cache = self.rows.row_cache
         column = COUNTERS.index("lookup_misses")
@@ -482,7 +483,7 @@ class CachedTTEmbeddingBags(nn.Module):
         keys, order = keys.sort()  # equal uses: the smaller id first
         uses = uses[order]
         best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
-        cached_keys = self._keys(table)
+        cached_keys = self._stored_keys(table)
         new_keys = best[~torch.isin(best, cached_keys)]
         leaving = ((cached_keys >= 0) & ~torch.isin(cached_keys, best)).nonzero().squeeze(1)
         if self._spills:  # only as many rows leave as host memory has no room for
@@ -490,7 +491,7 @@ class CachedTTEmbeddingBags(nn.Module):
             leaving = least_used(cached_keys, leaving, keys, uses)[:excess]
         self._replace_rows(table, leaving, new_keys)
 
-    def _keys(self, table: int) -> Tensor:
+    def _stored_keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, int64 `[stored rows]`, -1 for free ones."""
         begin, end = self._first_row[table : table + 2]
         return self.key_of_row[begin:end]
@@ -505,12 +506,12 @@ class CachedTTEmbeddingBags(nn.Module):
             return
         if not self._index_is_current:  # also of other tables, which the update below leaves alone
             self._rebuild_index()
-        cached_keys = self._keys(table)
+        cached_keys = self._stored_keys(table)
         keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
         changes: list[partial[Any]] = []
         if len(leaving):
-            cores, changes = self._eviction(table, leaving, cores)
+            cores, changes = self._plan_eviction(table, leaving, cores)
             keys_after[leaving] = -1
         free = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
         keys_after[free] = new_keys
@@ -522,7 +523,7 @@ class CachedTTEmbeddingBags(nn.Module):
                 at = free.to(view.device)
                 values = new_rows.to(view) if name == "weight" else torch.zeros_like(view[at])
                 changes.append(partial(view.index_copy_, 0, at, values))
-        self._begin_selection()
+        self._invalidate_choice()
         with self.rows.overwriting():
             in_one_call(*changes, partial(cached_keys.copy_, keys_after))
         if len(removed_keys):
@@ -533,15 +534,15 @@ class CachedTTEmbeddingBags(nn.Module):
             self.row_of_slot[slots] = free
         self._index_is_current = True
 
-    def _begin_selection(self) -> None:
+    def _invalidate_choice(self) -> None:
         """Invalidate the index and earlier lookups, before `key_of_row` is written."""
         self._choice, self._index_is_current = self._choice + 1, False
 
-    def _eviction(
+    def _plan_eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
         """Return the float32 cores after rows have left, and the calls that change the module."""
-        spec, ids = self.tables[table], self._keys(table)[rows] - self._first_key[table]
+        spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
         train_rows = tt_projection.rows(spec, cores, ids)
         changed = float((values - train_rows).double().square().sum())
@@ -575,7 +576,7 @@ class CachedTTEmbeddingBags(nn.Module):
     @torch.no_grad()
     def dense_blocks(self, table: int) -> Iterator[Tensor]:
         """Yield the rows of `to_dense` in blocks, in order."""
-        keys = self._keys(table)
+        keys = self._stored_keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
         ids, first_id = keys[rows] - self._first_key[table], 0
         for block in self.trains.dense_blocks(table):
@@ -586,12 +587,12 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def cached_ids(self, table: int) -> Tensor:
         """Return the ids whose rows are stored, in the cache or spilled, int64 `[n]`."""
-        keys = self._keys(table)
+        keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_key[table]
 
     def spilled_ids(self, table: int) -> Tensor:
         """Return the ids of rows stored but not in the cache, int64 `[n]`; empty without SPILL."""
-        keys = self._keys(table)
+        keys = self._stored_keys(table)
         return keys[(keys >= 0) & self._is_spilled(table)] - self._first_key[table]
 
     def _is_spilled(self, table: int) -> Tensor:
@@ -620,9 +621,9 @@ class CachedTTEmbeddingBags(nn.Module):
 
         `spilled` is the current number of spilled rows and does not change.
         """
-        own = slice(None) if table is None else table
-        self.counters[own] = 0
-        self.changes[own] = 0.0
+        selected = slice(None) if table is None else table
+        self.counters[selected] = 0
+        self.changes[selected] = 0.0
 
     @without_gradients
     def empty_cache(self, table: int | None = None) -> None:
@@ -631,7 +632,7 @@ class CachedTTEmbeddingBags(nn.Module):
         With `DROP` their values are lost; otherwise all, spilled ones included, go into the cores.
         """
         for t in range(len(self.tables)) if table is None else (table,):
-            rows = (self._keys(t) >= 0).nonzero().squeeze(1)
+            rows = (self._stored_keys(t) >= 0).nonzero().squeeze(1)
             self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)
         if table is None:
@@ -639,9 +640,9 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _forget_counts(self, table: int) -> None:
         """Remove the counted ids of a table."""
-        self.counts.erase(self._counted(table).keys)
+        self.counts.erase(self._counted_ids(table).keys)
 
-    def _counted(self, table: int) -> TableRows:
+    def _counted_ids(self, table: int) -> TableRows:
         """Return the counted ids of a table as keys, with their number of uses as scores."""
         counted = self.counts.index.export(0)
         is_of_table = (counted.keys >= self._first_key[table]) & (
@@ -659,7 +660,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self.index.clear()
         self.row_of_slot.fill_(-1)
         for table in range(len(self.tables)):
-            keys = self._keys(table)
+            keys = self._stored_keys(table)
             rows = (keys >= 0).nonzero().squeeze(1)
             self.row_of_slot[self.index.find_or_insert_slots(keys[rows]).slots] = rows
         self._index_is_current = True
@@ -687,7 +688,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], problems):
-            self._begin_selection()
+            self._invalidate_choice()
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -719,7 +720,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def reset_parameters(self) -> None:
         """Redraw the cores, reset optimizer states, empty the cache and forget all counts."""
         self._step_offset = None
-        self._begin_selection()
+        self._invalidate_choice()
         self.trains.reset_parameters()
         self.rows.reset_parameters()
         self.key_of_row.fill_(-1)

@@ -129,9 +129,9 @@ class LastBatch(NamedTuple):
                 "the ids of the last training batch were changed in place since, so it is not "
                 "known which keys they were; ask before, or pass the batch a copy"
             )
-        of_table = hash.tables_of(self.keys) == table
-        ids = self.keys.ids[of_table].cpu()
-        status = of_insertion(self.inserted)[of_table].cpu()
+        is_of_table = hash.tables_of(self.keys) == table
+        ids = self.keys.ids[is_of_table].cpu()
+        status = of_insertion(self.inserted)[is_of_table].cpu()
         result = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
         if not ids.numel() or not keys.numel():
             return result

@@ -233,9 +233,9 @@ class StatisticsCollector:
         place_of_zero = self._place_of(keys[:1])
         # Key 0 in all places but its own, which gets the first key of another place.
         other_key = (self._place_of(keys) != place_of_zero).int().argmax()
-        of_table = torch.where(keys == place_of_zero, other_key, 0)
+        table_keys = torch.where(keys == place_of_zero, other_key, 0)
         # A spare last place takes what is masked on a GPU.
-        evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+        evicted_keys = torch.cat([table_keys.repeat(self._num_tables), table_keys[:1]])
         if self._evicted_keys is None:
             self._evicted_keys = evicted_keys
         else:  # in place, since a captured step writes to this memory

@@ -245,14 +245,14 @@ class LogFollower:
         changes: dict[str, list[TableChange]] = {}
         for record in records:
             if record.is_whole is is_whole:
-                for name, of_table in record.tables.items():
-                    changes.setdefault(name, []).extend(of_table)
+                for name, table_changes in record.tables.items():
+                    changes.setdefault(name, []).extend(table_changes)
         writes: list[Callable[[], None]] = []
-        for name, of_table in changes.items():
+        for name, table_changes in changes.items():
             table = self._table(name)
             if table is None:
                 continue
-            joined = join_columns(of_table)
+            joined = join_columns(table_changes)
             if is_whole:
                 writes.append(table.prepare_whole(concatenate(joined)))
             else:

@@ -490,7 +490,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     blocks: dict[int, list[TableChange]] = {}
     for change in changes:
         blocks.setdefault(change.first_column, []).append(change)
-    shards = [_newest(of_block) for _, of_block in sorted(blocks.items())]
+    shards = [_newest(block_changes) for _, block_changes in sorted(blocks.items())]
     first, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
     if any(not torch.equal(shard.keys, first.keys) for shard in shards):
         raise LogError("the shards of a table by columns have logged different rows")

@@ -276,9 +276,9 @@ class InputDist(nn.Module):
         firsts = [begin for begin, _ in self._spans]
         numbers = [
             begin + i
-            for begin, of_rank in zip(firsts, sums.units, strict=True)
-            for of_sum in of_rank
-            for i in of_sum
+            for begin, rank_sums in zip(firsts, sums.units, strict=True)
+            for sum_units in rank_sums
+            for i in sum_units
         ]
         return numbers, sum(len(node.units) for node in sums.nodes)
 
@@ -492,7 +492,8 @@ class InputDist(nn.Module):
                 lengths=None, ids=None, weights=None, positions=positions, counts=None
             ),
             bags=[
-                list(of_unit) for of_unit in zip(*(h[len(_Header) :] for h in headers), strict=True)
+                list(unit_bags)
+                for unit_bags in zip(*(h[len(_Header) :] for h in headers), strict=True)
             ],
             by_unit=any(header[_Header.BY_UNIT] for header in headers),
             num_bags=num_bags,

@@ -187,7 +187,7 @@ def lay_out(
         return _rank_layout(configs, plan, features, table_shards, arrange)
 
     replicated = rank_layout(copies)
-    ranks = tuple(rank_layout(of_rank) for of_rank in shards_by_rank)
+    ranks = tuple(rank_layout(rank_shards) for rank_shards in shards_by_rank)
     return CollectionLayout(features, sum(feature.dim for feature in features), ranks, replicated)
 
 

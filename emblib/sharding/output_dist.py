@@ -453,7 +453,7 @@ class NodeSumDist:
             comm_precision: the codecs between nodes.
             by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
-        counts = [list(of_unit) for of_unit in bags[: len(self._layout.units)]], by_unit
+        counts = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], by_unit
         if self._packed is None or self._packed[0] != counts:
             self._packed = counts, self._packing(counts[0], by_unit=by_unit)
         return NodeSumStep(
@@ -512,7 +512,7 @@ class NodeSumDist:
             local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
             numel=end,
             num_direct=num_direct,
-            local_sizes=[sum(of_rank) for of_rank in blocks],
+            local_sizes=[sum(rank_sizes) for rank_sizes in blocks],
             sent=blocks[self._ranks.local_rank],
             row=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
         )
@@ -525,7 +525,7 @@ def _positions(
     result: list[list[tuple[int, int]]] = []
     end, columns = 0, list(accumulate(widths, initial=0))
     for rank in range(num_ranks):
-        counts = [of_unit[rank] for of_unit in bags]
+        counts = [unit_bags[rank] for unit_bags in bags]
         sizes = [width * count for width, count in zip(widths, counts, strict=True)]
         if by_unit:
             firsts = list(accumulate(sizes, initial=end))[:-1]

@@ -179,7 +179,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     def stored_ids(self, table: int) -> Tensor:
         """Return the id of each stored row of a table, int64 `[rows]`; -1 marks free rows."""
-        keys = self._keys(table)
+        keys = self._stored_keys(table)
         return torch.where(keys < 0, keys, keys - self._first_key[table])
 
     @without_gradients
@@ -188,15 +188,15 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
         Backward through an earlier lookup raises afterwards.
         """
-        stored_keys, ids = self._keys(table), ids.to(self.key_of_row.device)
+        stored_keys, ids = self._stored_keys(table), ids.to(self.key_of_row.device)
         keys = torch.where(ids < 0, -1, ids + self._first_key[table])
-        self._begin_selection()
+        self._invalidate_choice()
         stored_keys.copy_(keys)
         self._rebuild_index()
 
     def lookup_counts(self, table: int) -> dict[str, Tensor]:
         """Return a table's counted ids: `keys`, `stamps`, `scores` (uses), int64 `[n]` each."""
-        rows = self._counted(table)
+        rows = self._counted_ids(table)
         ids = rows.keys - self._first_key[table]
         order = ids.argsort()
         return {"keys": ids[order], "stamps": rows.stamps[order], "scores": rows.scores[order]}
@@ -230,7 +230,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         """Recompute buffers, and empty rows and hash tables, whose memory is new."""
         super()._fill_layout()
         # The memory is new: neither rows nor hash tables have their values any more.
-        self._begin_selection()
+        self._invalidate_choice()
         self.key_of_row.fill_(-1)
         self._rebuild_index()
         self.counts.clear()

@@ -700,10 +700,10 @@ def variable_batch(
     dim_of_block = dim.expand(shape).reshape(-1)
     base = starts.reshape(-1) - first_bag * dim_of_block
     feature = torch.arange(shape[0]).repeat_interleave(shape[1])
-    of_block = torch.stack([feature, base, dim_of_block], dim=1)
-    of_bag = of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
-    layout = of_bag[:, :2].clone()
-    layout[:, 1] += torch.arange(num_bags) * of_bag[:, 2]
+    columns_of_block = torch.stack([feature, base, dim_of_block], dim=1)
+    columns_of_bag = columns_of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
+    layout = columns_of_bag[:, :2].clone()
+    layout[:, 1] += torch.arange(num_bags) * columns_of_bag[:, 2]
     return VariableBatch(layout.to(device, non_blocking=True), output_numel)
 
 

@@ -345,13 +345,13 @@ def replace_tables(
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
             state.table_names[t]: set_table_entries(
-                state, t, of_table, report_once, hash_key=hash_keys.get(t), keeps_times=True
+                state, t, table_rows, report_once, hash_key=hash_keys.get(t), keeps_times=True
             )
-            for t, of_table in entries.items()
+            for t, table_rows in entries.items()
         }
         for t, name in enumerate(state.table_names):
             fallback.write(state, t, fallback.select(fallback_rows, name))
-        newest = [of_table.newest_stamp() for of_table in entries.values()]
+        newest = [table_rows.newest_stamp() for table_rows in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest]))
             state.index.reset_stats()

@@ -146,8 +146,8 @@ def _load_whole(
         )
     check_hyperparameters(state, hyperparameters)
     entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
-    for t, of_table in entries.items():
-        loading.check(target_of(state, t), of_table)
+    for t, dumped_entries in entries.items():
+        loading.check(target_of(state, t), dumped_entries)
         fallback.check(state, t, fallback.select(dump.others, state.table_names[t]))
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
     if state.expiry is not None:
@@ -247,7 +247,9 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
             "would be older than others; leave these changes out"
         )
     check_hyperparameters(state, changes.hyperparameters)
-    upserts = {state.table_number(n): of_table.upserts for n, of_table in changes.tables.items()}
+    upserts = {
+        state.table_number(n): table_changes.upserts for n, table_changes in changes.tables.items()
+    }
     for t, entries in upserts.items():
         loading.check(target_of(state, t), entries)
     for name, rows in changes.fallback_rows.items():
@@ -275,11 +277,11 @@ def apply_changes(
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is applied without it
         loaded = {}
-        for name, of_table in changes.tables.items():
+        for name, table_changes in changes.tables.items():
             t = state.table_number(name)
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
-            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, report_once)
+            loaded[state.table_names[t]] = _apply_to_table(state, t, table_changes, report_once)
             fallback.write(state, t, changes.fallback_rows.get(name, {}))
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
@@ -420,8 +422,8 @@ def read_table(
         check_child_state(state, others, directory)
     else:
         tables = {state.table_names[table]: Changes(content.entries, content.removed)}
-        of_table = {state.table_names[table]: rows}
-        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved, of_table)
+        fallback_rows = {state.table_names[table]: rows}
+        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved, fallback_rows)
         check_changes(state, changes)
     return TableDump(
         Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others, rows

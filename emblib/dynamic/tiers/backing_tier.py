@@ -375,13 +375,13 @@ class BackingTier:
         self,
         table: int,
         result: InsertResult,
-        of_table: slice,
+        table_misses: slice,
         found: FoundRows,
         effects: Effects,
     ) -> SwappedRows:
-        """Swap rows with the store, see `emblib.ops.tiers`; `of_table` are the table's misses."""
+        """Swap rows with the store (`emblib.ops.tiers`); `table_misses` are the table's misses."""
         buffers, first_overflow = [*self._fast_rows.buffers_of(table)], self.fast.specs[table].rows
-        slots, status, evicted = (column[of_table] for column in result)
+        slots, status, evicted = (column[table_misses] for column in result)
         positions, rows = found.positions, found.rows.values.contiguous()
         if not slots.is_cuda:
             arguments = (buffers, slots, status, evicted, positions, rows, first_overflow)

@@ -92,7 +92,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         """
         metadata.storage_data = {}
         files: dict[str, FileSums] = {}
-        for result in (result for of_rank in results for result in of_rank):
+        for result in (result for rank_results in results for result in rank_results):
             if result.index == _SUMS:
                 files.update(result.storage_data)
             else:

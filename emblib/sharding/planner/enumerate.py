@@ -84,8 +84,8 @@ class Option:
 
     def seconds(self, world_size: int) -> float:
         """Return the seconds of all ranks together."""
-        of_units = sum(unit.seconds for unit in self.units)
-        return of_units + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange)
+        units_s = sum(unit.seconds for unit in self.units)
+        return units_s + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange)
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""

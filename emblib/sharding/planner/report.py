@@ -136,9 +136,9 @@ def _predict_table(
 ) -> TablePrediction:
     """Predict the bytes and seconds of one table."""
     members = [load for unit in option.units for load in unit.members]
-    of_units = max((sum(load.seconds) for load in members), default=0.0)
+    units_s = max((sum(load.seconds) for load in members), default=0.0)
     common_s = sum(option.common_cost.seconds) + option.common_cost.arrange
-    slowest = max(of_units, 0.0) + common_s
+    slowest = max(units_s, 0.0) + common_s
     return TablePrediction(workload, sharding, option.nbytes(world_size), slowest)
 
 

@@ -8,6 +8,7 @@ that shortens the step. Greedy table-wise placement is one of the starts, so no 
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from emblib.sharding.planner.enumerate import Domain, Option, Unit
 from emblib.sharding.planner.estimate import INPUT, OUTPUT, PHASES, CostModel
@@ -63,6 +64,7 @@ class RankCosts:
         self.common = [0.0] * len(MemoryNeed._fields)
         self.num_row_cuts = self.num_node_sums = self.num_packing = 0
         self.uneven = 0.0
+        # Bytes of positions of ids, and how many of these are in `common`.
         self._positions = self._counted = 0.0
         self.penalty = 0
         self.num_sharded = 0
@@ -89,12 +91,13 @@ class RankCosts:
         combining, updating, host, disk = self.nbytes
         input_s, lookup_s, output_s, update_s = self.seconds
         totals = self.totals
-        for (a, b, c, d), nbytes in unit.members:  # unrolled: the search moves units often
-            input_s[rank] += sign * a
-            lookup_s[rank] += sign * b
-            output_s[rank] += sign * c
-            update_s[rank] += sign * d
-            totals[rank] += sign * (a + b + c + d)
+        for phase_seconds, nbytes in unit.members:  # unrolled: the search moves units often
+            in_s, look_s, out_s, up_s = phase_seconds
+            input_s[rank] += sign * in_s
+            lookup_s[rank] += sign * look_s
+            output_s[rank] += sign * out_s
+            update_s[rank] += sign * up_s
+            totals[rank] += sign * (in_s + look_s + out_s + up_s)
             combining[rank] += sign * nbytes.combining
             updating[rank] += sign * nbytes.updating
             if nbytes.host or nbytes.disk:
@@ -242,21 +245,34 @@ class Problem:
 
 
 Plan = list[PlacedOption]
-Score = tuple[int, float, float]
+
+
+class Score(NamedTuple):
+    """Rank of a plan: scores are compared field by field, and less is better.
+
+    Attributes:
+        penalty: sum of the penalties of the chosen options.
+        step_s: predicted seconds of a step.
+        spread: imbalance, see `RankCosts.spread`.
+    """
+
+    penalty: int
+    step_s: float
+    spread: float
 
 
 def score(loads: RankCosts) -> Score:
-    """Rank plans: by alternatives used, then by seconds, then by imbalance; less is better."""
-    return loads.penalty, loads.step_s(), loads.spread()
+    """Return the score of a plan with these costs."""
+    return Score(loads.penalty, loads.step_s(), loads.spread())
 
 
 def _is_better(new: Score, old: Score) -> bool:
     """Return whether a plan is better by more than noise in seconds and imbalance."""
-    if new[0] != old[0]:
-        return new[0] < old[0]
-    if abs(new[1] - old[1]) > _TOLERANCE * old[1]:
-        return new[1] < old[1]
-    return new[2] < old[2] * (1 - _TOLERANCE)
+    if new.penalty != old.penalty:
+        return new.penalty < old.penalty
+    if abs(new.step_s - old.step_s) > _TOLERANCE * old.step_s:
+        return new.step_s < old.step_s
+    return new.spread < old.spread * (1 - _TOLERANCE)
 
 
 # Where one table goes
@@ -501,13 +517,13 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
         for t, c in enumerate(plan)
         if len(c.targets) == 1 and c.option.units[0].domain is Domain.RANK
     }
-    quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
+    least_loaded = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
     for rank in _slow_ranks(loads):
-        of_rank = [t for t in _tables_by_time(loads, plan, rank) if single.get(t) == rank]
+        slow_tables = [t for t in _tables_by_time(loads, plan, rank) if single.get(t) == rank]
         other_tables = [
-            t for t, placed_on in single.items() if placed_on in quiet and placed_on != rank
+            t for t, placed_on in single.items() if placed_on in least_loaded and placed_on != rank
         ]
-        for slow_table in of_rank:
+        for slow_table in slow_tables:
             for other_table in other_tables:
                 if problem.exhausted:
                     return False
