@@ -59,7 +59,7 @@ inline void check_same_device(const char* op, const char* name, const Tensor& te
 }
 
 // Check that a tensor is a vector of int32 or int64.
-inline void check_index_dtype(const char* op, const char* name, const Tensor& tensor) {
+inline void check_index_vector(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, ": ", name,
                   " must be int32 or int64, got ", dtype_name(type));
@@ -225,8 +225,8 @@ inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& of
 // Check that `indices` and `offsets` are vectors of int32 or int64 (not necessarily the same) on
 // one device, with at most kMaxLookups entries, and that there is a bag if there are indices.
 inline void check_lookups(const char* op, const Tensor& indices, const Tensor& offsets) {
-  check_index_dtype(op, "indices", indices);
-  check_index_dtype(op, "offsets", offsets);
+  check_index_vector(op, "indices", indices);
+  check_index_vector(op, "offsets", offsets);
   check_same_device(op, "offsets", offsets, indices);
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
                   ": at most 2^31 - 1 lookups and bags per call, got ", indices.numel(), " and ",

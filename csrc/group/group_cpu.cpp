@@ -36,7 +36,7 @@ void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput&
 //                of keys without a group at the end
 //   count        int32 [1]: the number of groups
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
-  check_index_dtype("group", "keys", keys);
+  check_index_vector("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
   STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys per call, got ",
                   keys.numel());

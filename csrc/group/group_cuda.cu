@@ -105,7 +105,7 @@ void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_ke
 
 // The op `group`, see group_cpu.cpp.
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
-  check_index_dtype("group", "keys", keys);
+  check_index_vector("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
   STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys per call, got ",
                   keys.numel());

@@ -17,7 +17,7 @@
 
 namespace emb::cuda {
 
-// Every block reads the counts of all ranges, so that there must be few.
+// The maximum number of ranges: every block reads the counts of all of them.
 inline constexpr int kMaxRanges = 1024;
 
 // The input and output of a stable sort by key. Key is uint32_t or uint64_t.
@@ -51,7 +51,7 @@ struct StepCount {
 
 // Count the step; return the number of groups to update: num_groups, or 0 if the step is skipped.
 // Called by one thread of the grid.
-EMB_DEVICE int groups_of_counted_step(const StepCount& count, int num_groups) {
+EMB_DEVICE int count_update_step(const StepCount& count, int num_groups) {
   if (count.is_finite != nullptr && !*count.is_finite) return 0;
   if (count.step != nullptr) *count.step += 1.0;
   return num_groups;
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int ranges = static_cast<int>(num_ranges(sort.n));
   GroupTotals totals = add_ranges(sort.range_counts, ranges);
   if (simt::global_thread() == 0) {
-    *out.num_groups = groups_of_counted_step(out.step_count, totals.num_groups);
+    *out.num_groups = count_update_step(out.step_count, totals.num_groups);
     out.segments[sort.n] = totals.num_grouped;
   }
   const int64_t end = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x + 1);

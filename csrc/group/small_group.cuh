@@ -344,7 +344,7 @@ struct SmallSort {
     const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
     const auto num_grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
     if (rank == 0 && threadIdx.x == 0 && out.segments != nullptr) {
-      *out.num_groups = groups_of_counted_step(out.step_count, static_cast<int>(num_groups));
+      *out.num_groups = count_update_step(out.step_count, static_cast<int>(num_groups));
       out.segments[args.n] = num_grouped;
     }
 #pragma unroll

@@ -32,8 +32,8 @@ struct RouteInputs {
               const Tensor& first_bags, const Tensor& features, const Tensor& blocks,
               const Tensor& copies, const Tensor& units)
       : ids(as_contiguous(ids_in)), offsets(as_contiguous(offsets_in)) {
-    check_index_dtype(op, "ids", ids);
-    check_index_dtype(op, "offsets", offsets);
+    check_index_vector(op, "ids", ids);
+    check_index_vector(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
     STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
                     ": at most 2^31 - 1 lookups and bags per call, got ", ids.numel(), " and ",
@@ -73,7 +73,7 @@ struct RouteWeights {
   RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
                const std::optional<Tensor>& weights)
       : tensor(weights ? as_contiguous(*weights) : in.ids) {
-    check_index_dtype(op, "starts", starts);
+    check_index_vector(op, "starts", starts);
     check_same_device(op, "starts", starts, in.ids);
     STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
     if (!weights) return;
@@ -95,7 +95,7 @@ struct SegmentInputs {
         starts(as_contiguous(starts_in)),
         order(as_contiguous(order_in)) {
     STD_TORCH_CHECK(values.dim() >= 1, op, ": values must have rows, got a scalar");
-    check_index_dtype(op, "starts", starts);
+    check_index_vector(op, "starts", starts);
     check_int64_rows(op, "order", order, 1, values);
     check_same_device(op, "starts", starts, values);
     STD_TORCH_CHECK(starts.numel() >= 1, op,
@@ -138,7 +138,7 @@ struct CombineInputs {
     }
     if (lengths_in) {
       lengths = as_contiguous(*lengths_in);
-      check_index_dtype(op, "lengths", *lengths);
+      check_index_vector(op, "lengths", *lengths);
       check_same_device(op, "lengths", *lengths, flat);
     }
     targets = static_cast<const Target*>(target_rows.const_data_ptr());

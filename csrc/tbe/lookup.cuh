@@ -564,7 +564,7 @@ void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args)
 // feature is known on the device only, so the number of lanes follows the mean width; any number
 // gives the same result. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>
-void launch_lookup_of(const Launcher& launcher, const DeviceLookupArgs& args) {
+void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_width(args);
   const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
@@ -593,11 +593,11 @@ void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (has_mixed_rows(args)) {
     launch_mixed_lookup(launcher, args);
   } else if (args.weight_type == Dtype::kFloat) {
-    launch_lookup_of<float>(launcher, args);
+    launch_lookup_kernel<float>(launcher, args);
   } else if (args.weight_type == Dtype::kHalf) {
-    launch_lookup_of<half16>(launcher, args);
+    launch_lookup_kernel<half16>(launcher, args);
   } else {
-    launch_lookup_of<bfloat16>(launcher, args);
+    launch_lookup_kernel<bfloat16>(launcher, args);
   }
 }
 

@@ -156,7 +156,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
   const int count = *args.num_groups;
   if (num_updated != nullptr && simt::global_thread() == 0)
-    *num_updated = groups_of_counted_step(step, count);
+    *num_updated = count_update_step(step, count);
   if (args.chunk_tasks == nullptr) return;
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
   for (int64_t base = simt::global_warp() * simt::kWarp; base < count;

@@ -69,7 +69,7 @@ struct Gradient {
                   "int32, as tbe_group returns it");
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
     }
-    check_index_dtype(op, "offsets", offsets);
+    check_index_vector(op, "offsets", offsets);
     num_lookups = lookups.numel();
     layout = bag_layout ? check_bag_layout(op, *bag_layout, offsets) : nullptr;
     batch = layout != nullptr ? 0 : batch_size(op, features.size(0), offsets);

@@ -33,7 +33,7 @@ class BackwardCall {
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
-    check_index_dtype(op, "offsets", offsets);
+    check_index_vector(op, "offsets", offsets);
     const Tensor* other_inputs[] = {&features, &lookups, &offsets};
     for (const Tensor* tensor : other_inputs) check_same_device(op, "grad", grad, *tensor);
     check_sample_weights(op, sample_weights, lookups);

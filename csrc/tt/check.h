@@ -322,7 +322,7 @@ struct TtStored {
       : cold(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
         rows(allocate(ids, {slots ? ids.numel() : 0}, ScalarType::Long)),
         counted(allocate(ids, {ids.numel()}, ScalarType::Long)) {
-    check_index_dtype(op, "indices", indices);
+    check_index_vector(op, "indices", indices);
     std::vector<const Tensor*> inputs{&ids, &keys};
     if (slots) inputs.push_back(&*slots);
     for (const Tensor* input : inputs) {

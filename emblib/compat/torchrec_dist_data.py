@@ -17,7 +17,7 @@ from emblib.sharding import RankGroup
 from emblib.sharding.all_to_all import Content, start_all_to_all
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result as invoke_on_rank
-from emblib.sharding.ranks import node_groups
+from emblib.sharding.ranks import make_node_groups
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def intra_and_cross_node_pg(
         return None, None
     if backend is not None:
         raise ValueError("the groups use the backend of all processes: leave backend out")
-    return node_groups(RankGroup(local_size=get_local_size()))
+    return make_node_groups(RankGroup(local_size=get_local_size()))
 
 
 # Batches

@@ -361,7 +361,7 @@ class Replaced(ABC):
         """Return rows and columns as text, for the report."""
         return str(self.new.extra_repr())
 
-    def how(self) -> str:
+    def describe_training(self) -> str:
         """Describe how the tables are trained, for the report."""
         if not self.is_fused:
             return "its gradient goes to the same optimizer" if self.is_trained else "not trained"

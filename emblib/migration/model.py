@@ -108,8 +108,8 @@ class Migration:
         for replaced in self.replaced:
             before, after = replaced.memory
             lines.append(
-                f"  {', '.join(replaced.paths)}: {replaced.sizes()}; {replaced.how()}; "
-                f"{before} -> {after}"
+                f"  {', '.join(replaced.paths)}: {replaced.sizes()}; "
+                f"{replaced.describe_training()}; {before} -> {after}"
             )
             if replaced.note:
                 lines.append(f"    {replaced.note}")

@@ -58,7 +58,7 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
     return torch.searchsorted(offsets[:-1].long().contiguous(), positions, right=True) - 1
 
 
-def lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
+def num_lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
     """Return the number of ids before the first bag that are not padding (-1), a scalar tensor."""
     if offsets.numel() < 2:
         return indices.new_zeros(())

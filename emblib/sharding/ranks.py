@@ -179,10 +179,10 @@ def subgroup(
     # torch prefixes the store of a group with its own name of the group. This works for gloo alone,
     # whose constructor is public and takes the store.
     name = ranks.gather_objects(uuid.uuid4().hex)[0]
-    return _connected(ranks, members, name, timeout) if ranks.rank in members else None
+    return _connect_subgroup(ranks, members, name, timeout) if ranks.rank in members else None
 
 
-def _connected(
+def _connect_subgroup(
     ranks: RankGroup, members: Sequence[int], name: str, timeout: timedelta | None
 ) -> dist.ProcessGroup:
     """Return a gloo group of `members`, one of which this rank is, under a name that they share."""
@@ -201,14 +201,14 @@ def _connected(
 
 
 class NodeRanks(NamedTuple):
-    """The ranks of this node, and the ranks with this local number, one per node."""
+    """The ranks of this rank's node (`local`), and the ranks with its local rank (`across`)."""
 
     local: RankGroup
     across: RankGroup
 
 
 def sums_in_nodes(ranks: RankGroup) -> bool:
-    """Return whether rows can be summed within the nodes of `ranks` before they leave a node.
+    """Return whether rows can be summed within each node of `ranks` before they leave it.
 
     False for one node, for nodes of one rank, and for GPUs of a process group that is not of all
     processes, since torch makes groups of NCCL among all processes only.
@@ -239,10 +239,10 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
             first_rank, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
             members = range(first_rank, first_rank + ranks.local_size)
             peers = range(ranks.local_rank, ranks.size, ranks.local_size)
-            local = _connected(ranks, members, f"{name}/node{ranks.node}", timeout)
-            across = _connected(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)
+            local = _connect_subgroup(ranks, members, f"{name}/node{ranks.node}", timeout)
+            across = _connect_subgroup(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)
         else:
-            local, across = node_groups(ranks)
+            local, across = make_node_groups(ranks)
         by_size[ranks.local_size] = NodeRanks(
             RankGroup(local, local_size=ranks.local_size, device=ranks.device),
             RankGroup(across, local_size=1, device=ranks.device),
@@ -259,8 +259,8 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
-def node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return new groups: the ranks of this node, and the ranks with this local number.
+def make_node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return two new process groups: this node's ranks, and the ranks with this local rank.
 
     All processes call this together.
 

@@ -257,7 +257,7 @@ def test_offsets_are_repaired(
     assert fixed.tolist() == repaired
     assert reference.repair_offsets(given_offsets, 8).tolist() == repaired
     changed = sum(a != b for a, b in zip(offsets, repaired, strict=True))
-    changed += int(reference.lost_ids(indices, given_offsets))
+    changed += int(reference.num_lost_ids(indices, given_offsets))
     rows = [50 if i < repaired[2] else 7 for i in range(8)]
     bad = sum(
         i >= repaired[0] and not -1 <= index < row

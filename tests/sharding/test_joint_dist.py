@@ -27,7 +27,7 @@ def _plain(ranks: RankGroup, case: Case, *, joint: bool) -> Found:
     model.joint_dist.enabled = joint
     batches = batches_of(ranks.rank, case.counts)
     losses = list(plain_loop(model, batches, max(case.counts)))
-    return losses, values_of(model), model.joint_dist.together, model.joint_dist.apart
+    return losses, values_of(model), model.joint_dist.joint_paths, model.joint_dist.separate_reasons
 
 
 def assert_same(found: Sequence[Found], expected: Sequence[Found]) -> None:
@@ -202,7 +202,7 @@ def _odd_steps(ranks: RankGroup, mode: str, *, joint: bool) -> Found:
         else:
             loss.backward()
     exchange = model.joint_dist
-    return losses, dict(enumerate(_weights(model))), exchange.together, exchange.apart
+    return losses, dict(enumerate(_weights(model))), exchange.joint_paths, exchange.separate_reasons
 
 
 def _odd_jointly(ranks: RankGroup, mode: str) -> Found:
@@ -256,7 +256,7 @@ def _keeps_changing(ranks: RankGroup) -> tuple[list[str], dict[str, str]]:
         if step % 2:
             options, batches[1] = {"other": batches[1]}, None
         model(batches, **options)
-    return model.joint_dist.together, model.joint_dist.apart
+    return model.joint_dist.joint_paths, model.joint_dist.separate_reasons
 
 
 def test_a_model_whose_inputs_keep_moving_exchanges_apart() -> None:
@@ -270,7 +270,7 @@ def _alone(ranks: RankGroup) -> tuple[list[str], bool]:
     batches = _batches(ranks, 0)
     outputs = [model(batches) for _ in range(2)]
     part = model.module.parts[1]
-    return model.joint_dist.together, torch.equal(part(batches[1]).values(), outputs[1][1])
+    return model.joint_dist.joint_paths, torch.equal(part(batches[1]).values(), outputs[1][1])
 
 
 def test_a_collection_may_be_called_between_forwards() -> None:
@@ -286,7 +286,7 @@ def _is_silent_on_one_rank(ranks: RankGroup) -> list[str]:
         if ranks.rank == 0:
             options, batches[1] = {"other": batches[1]}, None
         sum(out.sum() for out in model(batches, **options)).backward()
-    return model.joint_dist.together
+    return model.joint_dist.joint_paths
 
 
 def test_what_ranks_find_at_different_places_is_exchanged_apart() -> None:
@@ -297,6 +297,6 @@ def test_one_rank_exchanges_nothing() -> None:
     model = Case((2,)).model(RankGroup.single())
     batch: Batch = make_batch(0, 2)
     model(batch)
-    assert model.joint_dist.together == []
+    assert model.joint_dist.joint_paths == []
     with pytest.raises(RuntimeError, match="is called joint_dist"):
         _ = model.joint_exchange

@@ -246,7 +246,7 @@ def test_bounds_check(case: Case, launches: str) -> None:
     repaired, violations = emulated.bounds_check(*given, BOUNDS_CHECK["warning"], launches)
     want = tbe.repair_offsets(data.offsets, data.indices.numel())
     assert torch.equal(repaired.long(), want)
-    lost = tbe.lost_ids(data.indices, data.offsets)
+    lost = tbe.num_lost_ids(data.indices, data.offsets)
     assert violations[1] == (want != data.offsets).sum() + lost
     if want.numel() < 2:
         return
@@ -277,7 +277,7 @@ def test_bounds_check_many_bags(launches: str) -> None:
     )
     want = tbe.repair_offsets(offsets, 9000)
     assert torch.equal(repaired.long(), want)
-    assert violations.tolist() == [0, (want != offsets).sum() + tbe.lost_ids(indices, offsets)]
+    assert violations.tolist() == [0, (want != offsets).sum() + tbe.num_lost_ids(indices, offsets)]
 
 
 @CHECKS

@@ -98,7 +98,7 @@ class TableGroup(dict[str, Any]):
         super().clear()
 
     def _check_removable(self, name: str) -> None:
-        if self._tables is not None and (name == "params" or self._tables.acts(name)):
+        if self._tables is not None and (name == "params" or self._tables.acts_on_tables(name)):
             raise ValueError(
                 f"the entry {name!r} acts on tables and cannot be removed: write another value"
             )
@@ -142,7 +142,7 @@ class _GroupTables:
         self._has_warned_of_momentum = True
         return False
 
-    def acts(self, name: str) -> bool:
+    def acts_on_tables(self, name: str) -> bool:
         """Return whether an entry of this name acts on the tables."""
         return name == "lr" or name in hyperparameters.numbers_of(self._optimizer)
 

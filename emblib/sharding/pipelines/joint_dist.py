@@ -131,13 +131,13 @@ class JointDist:
         self._reasons: dict[str, str] = {}
 
     @property
-    def together(self) -> list[str]:
+    def joint_paths(self) -> list[str]:
         """Return the paths of the collections whose ids are sent together."""
         calls = [call for mode in self._modes.values() for call in mode.calls or ()]
         return sorted({self._names[call.module] for call in calls})
 
     @property
-    def apart(self) -> dict[str, str]:
+    def separate_reasons(self) -> dict[str, str]:
         """Return {path: reason} of collections that exchange separately, if called so far."""
         return dict(self._reasons)
 
@@ -271,7 +271,7 @@ class JointDist:
         is_settled = bool(calls) or running.mode.searches >= _MAX_SEARCHES
         running.mode.calls = calls if is_settled else None
         self._reasons = {
-            path: reason for path, reason in self._reasons.items() if path not in self.together
+            path: reason for path, reason in self._reasons.items() if path not in self.joint_paths
         }
         self._set_reasons_by_path(reasons)
         if calls:
