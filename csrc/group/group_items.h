@@ -1,7 +1,7 @@
 // Grouping on the CPU: a parallel sort of items (key, position) by key, which also finds the groups
 // of equal keys. It takes four parallel regions, whatever the number of key bits:
-//   (1) every chunk of the input makes its items and counts them by the top bits of the key,
-//   (2) every chunk scatters its items into buckets, one per value of the top bits,
+//   (1) every part of the input makes its items and counts them by the top bits of the key,
+//   (2) every part scatters its items into buckets, one per value of the top bits,
 //   (3) every bucket is radix-sorted by the remaining bits, inside the cache, and its groups are
 //       counted,
 //   (4) every bucket writes its groups.
@@ -224,9 +224,9 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 // Group n items and write the result to `out`. Keys are at most `limit`; an item with the key
 // `limit` belongs to no group. Item32 serves limits below 2^32.
 //
-// The input comes in chunks that threads read in parallel: chunk c has the positions
-// [part_begins[c], part_begins[c + 1]), so `part_begins` begins with 0 and ends with n. `fill(c,
-// put)` must call `put(position, key)` once for each position of its chunk. `emit(j, position)` is
+// The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
+// part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
+// `put(position, key)` once for each position of part p. `emit(j, position)` is
 // called once for every item, where j is its number in sorted order. Several threads call both.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
@@ -347,7 +347,7 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
   finish_groups(items.get(), n, groups[count], kNoLimit, out);
 }
 
-// Return the number of chunks that an input of n items should be divided into, at least 1.
+// Return the number of parts that an input of n items should be divided into, at least 1.
 inline int64_t group_parts(int64_t n) {
   return std::clamp<int64_t>(n / kPartItems, 1, num_threads());
 }

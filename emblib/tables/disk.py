@@ -39,13 +39,13 @@ from emblib.tables.durable_files import (
     LOCK,
     MappedFile,
     SyncGuard,
+    check_free_space,
+    check_own_directory,
     close_in_forks,
     flush_directory,
     lock,
     make_directory,
-    make_room,
     reading,
-    refuse_strangers,
     replace_json,
     seal,
     unseal,
@@ -130,7 +130,7 @@ class DiskStore:
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
-            refuse_strangers(self.directory, _WHAT, _STORE)
+            check_own_directory(self.directory, _WHAT, _STORE)
         handles = contextlib.ExitStack()
         handles.callback(os.close, lock(self.directory / LOCK, _WHAT))
         self._release = weakref.finalize(self, handles.close)
@@ -159,7 +159,7 @@ class DiskStore:
             )
         sum_files = [_sums_file(file) for file in files]
         if self.created:
-            make_room(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
+            check_free_space(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
             for file in files:
                 file.create()
         is_stale = self.created or self._unchecked

@@ -199,6 +199,7 @@ def _fsync(handle: int, path: Path) -> None:
 
 
 def _sync_error(error: OSError, path: Path) -> SyncError:
+    """Return the error of a failed sync of a file or directory."""
     return SyncError(error.errno, f"sync failed: {error.strerror}", str(path))
 
 
@@ -303,7 +304,7 @@ def make_directory(directory: Path, content: str) -> None:
         ) from error
 
 
-def refuse_strangers(directory: Path, content: str, known_file: str) -> None:
+def check_own_directory(directory: Path, content: str, known_file: str) -> None:
     """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
     unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEW_SUFFIX})
     if unknown_files:
@@ -343,7 +344,7 @@ def lock(
     return handle
 
 
-def make_room(directory: Path, nbytes: int) -> None:
+def check_free_space(directory: Path, nbytes: int) -> None:
     """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping kills the process."""
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < nbytes:
@@ -496,6 +497,7 @@ def close_in_forks(store: Closable) -> None:
 
 
 def _close_all() -> None:
+    """Close all stores of the parent, in a forked child."""
     for store in list(_closed_by_forks):
         store.close()
 
@@ -504,5 +506,9 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def flush_directory(directory: Path) -> None:
-    """Sync a directory, so that renames in it survive a power failure."""
+    """Sync a directory, so that renames in it survive a power failure.
+
+    Stores import this function by name. It calls `sync_directory` of this module, which a test can
+    replace to record the call.
+    """
     sync_directory(directory)

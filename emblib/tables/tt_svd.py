@@ -100,9 +100,9 @@ def decompose(
         else tuple(ranks if ranks is not None else initial_spec.ranks)
     )
     limits = [min(rank, top) for rank, top in zip(wanted_ranks, max_ranks, strict=True)]
-    cut = _Cuts(weight, initial_spec, limits, error)
-    cores = cut.cores()
-    cut_spec = replace(initial_spec, ranks=cut.ranks)
+    tt_svd = _TTSVD(weight, initial_spec, limits, error)
+    cores = tt_svd.cores()
+    cut_spec = replace(initial_spec, ranks=tt_svd.ranks)
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_FIT_SWEEPS):
             cores = _fit_outer(weight, cut_spec, cores, counts)
@@ -163,17 +163,28 @@ def _check(
         )
 
 
-class _Cuts:
-    """TT-SVD of one table: `limits` bound the ranks, `error` (relative) may choose smaller ones."""
+class _TTSVD:
+    """TT-SVD of one table.
+
+    Args:
+        weight: the table, `[rows, dim]`.
+        spec: factors of rows and dim; its ranks are not used.
+        limits: maximum rank of each cut.
+        error: relative error of all cuts together, for which smaller ranks are chosen; None cuts
+            at the limits.
+
+    Attributes:
+        ranks: the ranks, once `cores` was called.
+    """
 
     def __init__(
         self, weight: Tensor, spec: TTSpec, limits: Sequence[int], error: float | None
     ) -> None:
         self._weight, self._spec, self._limits = weight, spec, limits
-        self._tail = None
+        self._max_squared_error = None
         if error is not None:
             total = sum(float(chunk.double().square().sum()) for _, chunk in _chunks(weight))
-            self._tail = total * error**2 / len(limits)
+            self._max_squared_error = total * error**2 / len(limits)
         self.ranks: tuple[int, ...] = ()
 
     def cores(self) -> list[Tensor]:
@@ -236,9 +247,9 @@ class _Cuts:
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
         rank = min(limit, values.numel())
-        if self._tail is not None:
+        if self._max_squared_error is not None:
             tails = values.flip(0).cumsum(0).flip(0)  # tails[k]: squared error of rank k
-            rank = max(1, min(rank, int((tails > self._tail).sum())))
+            rank = max(1, min(rank, int((tails > self._max_squared_error).sum())))
         return vectors[:, :rank].contiguous()
 
 
@@ -412,5 +423,6 @@ def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
 
 
 def _ratio(squared_error: Tensor, norm: Tensor) -> float:
+    """Return the relative error of rows from squared errors and squared norms, `[n]`."""
     total = float(norm.sum())
     return math.sqrt(float(squared_error.sum()) / total) if total else 0.0

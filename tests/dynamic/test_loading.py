@@ -119,15 +119,15 @@ def test_only_what_no_arrangement_has_room_for_stays_out() -> None:
 def test_rooms_with_few_holes_are_filled() -> None:
     """From nothing, and from a state in which all that is left is far from where it is wanted."""
     keys = entry_cases.keys(4096)
-    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 128, 0)
+    slots = cuckoo.assign_slots(keys, torch.full_like(keys, -1), 128, 0)
     assert torch.equal(slots.sort().values, torch.arange(4096))
-    again = cuckoo.make_room(keys, torch.where(slots % 32 == 5, -1, slots), 128, 0)
+    again = cuckoo.assign_slots(keys, torch.where(slots % 32 == 5, -1, slots), 128, 0)
     assert torch.equal(again.sort().values, torch.arange(4096))
 
 
 def test_more_keys_than_slots_leave_the_last_out() -> None:
     keys = entry_cases.keys(300)
-    slots = cuckoo.make_room(keys, torch.full_like(keys, -1), 8, 0)
+    slots = cuckoo.assign_slots(keys, torch.full_like(keys, -1), 8, 0)
     taken = slots[slots >= 0]
     assert taken.numel() == taken.unique().numel() == 256
 

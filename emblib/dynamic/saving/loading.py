@@ -1,7 +1,7 @@
 """Export the entries of one dynamic table, and import them into a table of any capacity.
 
 Entries are inserted with the native op first, in blocks. If some find both buckets full although
-the table has empty slots, `make_room` computes a better assignment, by cuckoo hashing: an entry
+the table has empty slots, `assign_slots` computes a better assignment, by cuckoo hashing: an entry
 that waits takes a slot whose entry moves to its other bucket. Rounds of such moves run vectorised;
 the last few entries search for the shortest chain of moves one by one.
 """
@@ -40,7 +40,7 @@ def tags_of(keys: Tensor, hash_key: int) -> Tensor:
     return (1 + ((mix(keys ^ hash_key) >> 40 & 0xFFFF) * 255 >> 16)).to(torch.uint8)
 
 
-def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
+def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
     """Assign slots to the entries of a table, so that as many as possible have one.
 
     Args:
@@ -342,9 +342,9 @@ def _put(
     target: TableTarget,
     entries: Entries,
     report: Report | None,
-    assign_slots: Callable[[TableTarget, Entries], tuple[Tensor, int]],
+    place: Callable[[TableTarget, Entries], tuple[Tensor, int]],
 ) -> Loaded:
-    """Write entries into a table, in the slots that `assign_slots` chooses."""
+    """Write entries into a table, in the slots that `place` chooses."""
     index, table = target.index, target.table
     counters = index.counters[table].clone()
     tick = max(index.tick, entries.newest_stamp())
@@ -352,7 +352,7 @@ def _put(
     try:
         # `reserve` grows the table at most to its capacity.
         index.reserve(table, index.size(table) + len(entries), target.rows)
-        slots, displaced = assign_slots(target, entries)
+        slots, displaced = place(target, entries)
         _write(target, entries, slots, report)
     finally:
         index.counters[table] = counters
@@ -376,7 +376,7 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     )
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
-        slots = make_room(keys, slots, index.buckets(table), hash_key)
+        slots = assign_slots(keys, slots, index.buckets(table), hash_key)
         has_slot = slots >= 0
         at = slots[has_slot].to(device)
         index.forget_queues(table)
@@ -426,7 +426,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     keys = torch.cat([exported.keys.cpu(), refused])
     slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
-    slots_after = make_room(keys, slots_before, index.buckets(table), hash_key)
+    slots_after = assign_slots(keys, slots_before, index.buckets(table), hash_key)
     moved = (
         ((slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before))
         .nonzero()

@@ -43,12 +43,12 @@ from emblib.tables import durable_files
 from emblib.tables.durable_files import (
     LOCK,
     SyncGuard,
+    check_own_directory,
     close_in_forks,
     flush_directory,
     lock,
     make_directory,
     reading,
-    refuse_strangers,
     replace_json,
     seal,
     unseal,
@@ -430,7 +430,7 @@ class DiskRows:
         self._tables = list(tables)
         make_directory(self.directory, _WHAT)
         if not (self.directory / _STORE).exists():
-            refuse_strangers(self.directory, _WHAT, _STORE)
+            check_own_directory(self.directory, _WHAT, _STORE)
         self._lock, self._process = lock(self.directory / LOCK, _WHAT), os.getpid()
         try:
             self._begin()
