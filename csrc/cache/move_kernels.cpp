@@ -2,7 +2,7 @@
 // thread, see CacheMoveTable (cache/args.h): a copy if both have one dtype, otherwise a conversion.
 // Rows are processed in blocks, of which all lines are prefetched before the first row is copied.
 #include "cache/args.h"
-#include "core/vec.h"
+#include "core/random_block.h"
 
 namespace emb::EMB_ISA {
 namespace {
@@ -36,12 +36,7 @@ void convert(To* to, const From* from, int64_t n) {
 template <class To, class From>
 void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
                       uint32_t stream) {
-  for (int64_t d = 0; d < n; d += 4) {
-    const Random4 random = rounding.words(row, static_cast<uint32_t>(d / 4), stream);
-    for (int64_t k = 0; k < 4 && d + k < n; ++k) {
-      to[d + k] = round_randomly<To>(to_float(from[d + k]), random.word[k]);
-    }
-  }
+  round_row(from, n, rounding, row, stream, to);
 }
 
 // Call `visit` with `data` as a pointer to elements of dtype `type`.

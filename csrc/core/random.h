@@ -26,25 +26,34 @@ EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 struct Random4 {
   uint32_t word[4];
 };
+struct Counter4 {
+  uint32_t word[4];
+};
 
-// Return the four words of counter (c0, c1, c2, c3) under the key `seed`.
-EMB_HD Random4 philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+inline constexpr int kPhiloxRounds = 10;
+inline constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
+inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
+
+// Return the four words of a counter under the key `seed`. random_block.h has the same for many
+// counters of a CPU kernel.
+EMB_HD Random4 philox(uint64_t seed, const Counter4& counter) {
+  uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t{0xD2511F53u} * c0, p1 = uint64_t{0xCD9E8D57u} * c2;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint64_t p0 = uint64_t{kPhiloxFactor0} * c0, p1 = uint64_t{kPhiloxFactor1} * c2;
     c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
     c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
     c1 = static_cast<uint32_t>(p1);
     c3 = static_cast<uint32_t>(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
   }
   return {{c0, c1, c2, c3}};
 }
 
-// Return words [4 * block, 4 * block + 4) of the stream of random words that `seed` defines.
-EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
-  return philox(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0);
+// Return the counter of words [4 * block, 4 * block + 4) of a stream of random words.
+EMB_HD Counter4 stream_counter(uint64_t block) {
+  return {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}};
 }
 
 // Map a word to one of 2^24 equidistant numbers in [0, 1), which float32 represents exactly.

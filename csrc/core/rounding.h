@@ -31,12 +31,18 @@ struct Rounding {
         step(hyper[kStep] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[kStep])) : 0),
         stochastic(hyper[kSeed] >= 0.0) {}
 
-  // Return the random words for columns [4 * block, 4 * block + 4), block < 2^28, of the row with
-  // linear row id `row`. `tensor` is a RoundedTensor.
-  EMB_HD Random4 words(int64_t row, uint32_t block, uint32_t tensor) const {
+  // Return the counter of the random words for columns [4 * block, 4 * block + 4), block < 2^28, of
+  // the row with linear row id `row`. `tensor` is a RoundedTensor.
+  EMB_HD Counter4 counter(int64_t row, uint32_t block, uint32_t tensor) const {
     const auto id = static_cast<uint64_t>(row);
-    return philox(seed, static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32),
-                  block | tensor << 28, step);
+    return {
+        {static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), block | tensor << 28, step}};
+  }
+  static constexpr int kBlockWord = 2;  // the word of a counter that has the block
+
+  // Return the random words of a counter.
+  EMB_HD Random4 words(int64_t row, uint32_t block, uint32_t tensor) const {
+    return philox(seed, counter(row, block, tensor));
   }
 };
 

@@ -41,7 +41,7 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
     for (int w = 0; w < 4; ++w) values[w] = value;
     return;
   }
-  const Random4 random = row_words(seed, layout.stream, key, block);
+  const Random4 random = philox(seed, row_counter(layout.stream, key, block));
   if (kind == InitialKind::kUniform) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) values[w] = uniform_value(rule, random.word[w]);

@@ -44,12 +44,14 @@ struct InitialLayout {
 inline constexpr int kInitialLayoutColumns = 5;
 static_assert(sizeof(InitialLayout) == kInitialLayoutColumns * sizeof(int64_t));
 
-// Return the random words of elements [4 * block, 4 * block + 4) of the row of a key.
-EMB_HD Random4 row_words(uint64_t seed, int64_t stream, int64_t key, uint32_t block) {
+// Return the counter of the random words of elements [4 * block, 4 * block + 4) of the row of a
+// key.
+EMB_HD Counter4 row_counter(int64_t stream, int64_t key, uint32_t block) {
   const auto bits = static_cast<uint64_t>(key);
-  return philox(seed, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
-                static_cast<uint32_t>(stream), block);
+  return {{static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
+           static_cast<uint32_t>(stream), block}};
 }
+inline constexpr int kRowBlockWord = 3;  // the word of that counter that has the block
 
 // Return the natural logarithm of a normal (not subnormal) number in (0, 1), with a relative error
 // of about 1e-13.

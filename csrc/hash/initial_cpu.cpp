@@ -86,15 +86,25 @@ void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t*
                         const int64_t* slots, int64_t seed) const {
   const InitialTable& table = initial_table();
   const auto num_buffers = static_cast<int64_t>(buffers_.size());
-  const auto write_row = [&](int64_t p, int64_t i) {
+  // Return the row of miss i in a row buffer, null if it has none.
+  const auto row_of = [&](int64_t p, int64_t i) -> char* {
     const InitialLayout& x = layout_[p];
-    if (slots[i] < 0 || slots[i] >= x.rows) return;
+    if (slots[i] < 0 || slots[i] >= x.rows) return nullptr;
     const Buffer& buffer = buffers_[p % num_buffers];
-    const int64_t size = size_of(buffer.type);
-    table.at[static_cast<int>(buffer.type)](
-        {buffer.data + (x.offset + slots[i] * x.stride) * size, x.dim, ids[first[i]], x.stream,
-         static_cast<uint64_t>(seed)},
-        rules_[p]);
+    return buffer.data + (x.offset + slots[i] * x.stride) * size_of(buffer.type);
+  };
+  const auto write_row = [&](int64_t p, int64_t i) {
+    char* const row = row_of(p, i);
+    if (row == nullptr) return;
+    const InitialLayout& x = layout_[p];
+    const Dtype type = buffers_[p % num_buffers].type;
+    table.at[static_cast<int>(type)](
+        {row, x.dim, ids[first[i]], x.stream, static_cast<uint64_t>(seed)}, rules_[p]);
+  };
+  // The rows of new keys are anywhere, so without a prefetch each waits for its cache lines.
+  const auto prefetch = [&](int64_t p, int64_t i) {
+    const char* const row = row_of(p, i);
+    if (row != nullptr) prefetch_row(row, layout_[p].dim * size_of(buffers_[p % num_buffers].type));
   };
   for (int64_t t = 0; t < num_tables_; ++t) {
     int64_t elements = 1;
@@ -102,8 +112,12 @@ void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t*
     parallel_balanced(
         offsets[t + 1] - offsets[t], kElementsPerTask, [&](int64_t i) { return i * elements; },
         [&](int64_t begin, int64_t end) {
-          for (int64_t i = offsets[t] + begin; i < offsets[t] + end; ++i) {
-            for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) write_row(p, i);
+          const int64_t last = offsets[t] + end;
+          for (int64_t i = offsets[t] + begin; i < last; ++i) {
+            for (int64_t p = t * num_buffers; p < (t + 1) * num_buffers; ++p) {
+              if (i + kRowsAhead < last) prefetch(p, i + kRowsAhead);
+              write_row(p, i);
+            }
           }
         });
   }

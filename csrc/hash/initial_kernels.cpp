@@ -1,14 +1,10 @@
-// Writes the initial values of one row on a CPU thread. A block of 16 Philox counters is computed
-// at a time, and then its 64 random words become values, so that both loops vectorise. initial.h
-// describes the arguments.
-#include "core/vec.h"
+// Writes the initial values of one row on a CPU thread, a block of random words at a time.
+// initial.h describes the arguments.
+#include "core/random_block.h"
 #include "hash/initial.h"
 
 namespace emb::EMB_ISA {
 namespace {
-
-constexpr int kCounters = 16;           // counters per block
-constexpr int kValues = 4 * kCounters;  // values per block
 
 template <class T>
 void initial_row(const InitialRow& row, const InitialRule& given) {
@@ -21,23 +17,22 @@ void initial_row(const InitialRow& row, const InitialRule& given) {
     for (int64_t d = 0; d < row.dim; ++d) out[d] = value;
     return;
   }
-  for (int64_t first = 0; first < row.dim; first += kValues) {
+  for (int64_t first = 0; first < row.dim; first += kBlockWords) {
     const int64_t left = row.dim - first;
-    const int count = left < kValues ? static_cast<int>(left) : kValues;
+    const int count = left < kBlockWords ? static_cast<int>(left) : kBlockWords;
+    uint32_t words[kBlockWords];
     const int counters = (count + 3) / 4;
-    uint32_t words[kValues];
-    for (int i = 0; i < counters; ++i) {
-      const Random4 random =
-          row_words(row.seed, row.stream, row.key, static_cast<uint32_t>(first / 4 + i));
-      for (int w = 0; w < 4; ++w) words[4 * i + w] = random.word[w];
-    }
-    float values[kValues];
+    const Counter4 counter = row_counter(row.stream, row.key, static_cast<uint32_t>(first / 4));
+    philox_block<kRowBlockWord>(row.seed, counter, counters, words);
+    float values[kBlockWords];  // as many as a register has may be loaded behind the last one
     if (kind == InitialKind::kUniform) {
       for (int i = 0; i < 4 * counters; ++i) values[i] = uniform_value(rule, words[i]);
     } else {
       for (int i = 0; i < 4 * counters; ++i) values[i] = normal_value(rule, words[i]);
     }
-    for (int i = 0; i < count; ++i) out[first + i] = from_float<T>(values[i]);
+    int i = 0;  // in registers: a compiler would call memcpy, slow for one row
+    for (; i + kLanes <= count; i += kLanes) store(out + first + i, load(values + i));
+    if (i < count) store_first(out + first + i, load(values + i), count - i);
   }
 }
 

@@ -5,8 +5,7 @@
 #pragma once
 
 #include "core/dtype.h"
-#include "core/rounding.h"
-#include "core/vec.h"
+#include "core/random_block.h"
 #include "optim/functor.h"
 
 namespace emb::EMB_ISA {
@@ -111,38 +110,6 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
 }
 
-// Convert them back, rounded stochastically; linear row `id` and `tensor` select the random
-// numbers. 16 Philox counters advance side by side, one per lane, for 64 columns.
-template <class T>
-inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
-                      const Rounding& rounding, int64_t id, uint32_t tensor) {
-  constexpr int kCounters = 16, kColumns = 4 * kCounters;
-  const Rounding draw =
-      rounding;  // a local copy: stores cannot change it, so it stays in registers
-  for (int64_t begin = 0; begin < dim; begin += kColumns) {
-    uint32_t words[4][kCounters], word[kColumns];
-    const auto block = static_cast<uint32_t>(begin / 4);
-    for (int i = 0; i < kCounters; ++i) {
-      const Random4 random = draw.words(id, block + static_cast<uint32_t>(i), tensor);
-      for (int w = 0; w < 4; ++w) words[w][i] = random.word[w];
-    }
-    for (int i = 0; i < kCounters; ++i) {
-      for (int w = 0; w < 4; ++w) word[4 * i + w] = words[w][i];
-    }
-    const auto round = [&](int64_t count) {
-      for (int64_t k = 0; k < count; ++k) {
-        row[begin + k] = round_randomly<T>(values[begin + k], word[k]);
-      }
-    };
-    // A known length vectorises without a remainder.
-    if (dim - begin >= kColumns) {
-      round(kColumns);
-    } else {
-      round(dim - begin);
-    }
-  }
-}
-
 // Convert the row from element `element` on of `data`, of 16-bit dtype `type`, to floats.
 [[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
                                         float* out) {
@@ -161,7 +128,7 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
                                          uint32_t tensor) {
   const auto store_as = [&](auto* row) {
     if (rounding.stochastic) {
-      round_row(values, dim, row + element, rounding, id, tensor);
+      round_row(values, dim, rounding, id, tensor, row + element);
     } else {
       narrow_row(values, dim, row + element);
     }

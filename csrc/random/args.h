@@ -14,7 +14,7 @@ struct UniformArgs {
   uint64_t seed;
 };
 
-// Elements of a block of the CPU kernel, which advances 16 Philox counters at once.
+// Elements of a block of the CPU kernel: the words of a block of Philox counters.
 inline constexpr int64_t kUniformBlock = 64;
 
 // Fill blocks [first_block, last_block) of kUniformBlock elements; the last one may be shorter.

@@ -14,7 +14,7 @@ template <class T>
 __global__ void fill_uniform_kernel(UniformArgs fill) {
   const int64_t counters = (fill.numel + 3) / 4, stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < counters; i += stride) {
-    const Random4 random = philox(fill.seed, static_cast<uint64_t>(i));
+    const Random4 random = philox(fill.seed, stream_counter(static_cast<uint64_t>(i)));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       if (4 * i + w < fill.numel) {

@@ -1,0 +1,124 @@
+// Blocks of random words for the CPU kernels: Philox of many counters at once, and rows that are
+// rounded with them. The words are those of `philox` (random.h), bit for bit. Only `*_kernels.cpp`
+// may include this header, since its meaning depends on EMB_ISA.
+#pragma once
+
+#include "core/rounding.h"
+#include "core/vec.h"
+
+namespace emb::EMB_ISA {
+
+inline constexpr int kBlockCounters = 16;
+inline constexpr int kBlockWords = 4 * kBlockCounters;
+
+#if defined(__AVX2__)
+
+// A register of 64-bit lanes. A lane has a word of a counter in its low half; what is in its high
+// half does not matter, since a multiplication reads low halves only. Compilers do not know that,
+// and multiply all 64 bits, which takes three times as long.
+#if defined(__AVX512F__)
+typedef uint64_t WordVec __attribute__((vector_size(64)));
+
+EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
+  return reinterpret_cast<WordVec>(_mm512_mul_epu32(
+      reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(factor))));
+}
+// Store lanes of `a` and `b` alternately.
+EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
+  const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
+  const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
+  __builtin_memcpy(out, &low, sizeof(low));
+  __builtin_memcpy(out + 16, &high, sizeof(high));
+}
+#else
+typedef uint64_t WordVec __attribute__((vector_size(32)));
+
+EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
+  return reinterpret_cast<WordVec>(_mm256_mul_epu32(
+      reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(static_cast<int64_t>(factor))));
+}
+EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
+  const WordVec low = __builtin_shuffle(a, b, WordVec{0, 4, 1, 5});
+  const WordVec high = __builtin_shuffle(a, b, WordVec{2, 6, 3, 7});
+  __builtin_memcpy(out, &low, sizeof(low));
+  __builtin_memcpy(out + 8, &high, sizeof(high));
+}
+#endif
+
+inline constexpr int kWordLanes = sizeof(WordVec) / sizeof(uint64_t);
+
+// Write the words of kVecs * kWordLanes counters, see philox_block.
+template <int kCounted, int kVecs>
+EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words) {
+  WordVec c[kVecs][4];
+  for (int v = 0; v < kVecs; ++v) {
+    for (int w = 0; w < 4; ++w) c[v][w] = WordVec{} + counter.word[w];
+    for (int i = 0; i < kWordLanes; ++i) c[v][kCounted][i] += v * kWordLanes + i;
+  }
+  auto k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    for (int v = 0; v < kVecs; ++v) {
+      const WordVec p0 = multiply_words(c[v][0], kPhiloxFactor0);
+      const WordVec p1 = multiply_words(c[v][2], kPhiloxFactor1);
+      c[v][0] = p1 >> 32 ^ c[v][1] ^ k0;
+      c[v][2] = p0 >> 32 ^ c[v][3] ^ k1;
+      c[v][1] = p1;
+      c[v][3] = p0;
+    }
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
+  }
+  constexpr uint64_t kLow = 0xffffffffu;
+  for (int v = 0; v < kVecs; ++v) {
+    store_alternately((c[v][0] & kLow) | c[v][1] << 32, (c[v][2] & kLow) | c[v][3] << 32,
+                      words + v * 4 * kWordLanes);
+  }
+}
+
+#endif
+
+// Write the words of `counters` counters, at most kBlockCounters, to `words`, four each; what
+// follows them in `words` is overwritten. The counters are `counter` and those after it, whose word
+// kCounted is greater by 1 each.
+template <int kCounted>
+EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
+                         uint32_t (&words)[kBlockWords]) {
+#if defined(__AVX2__)
+  if (counters <= kWordLanes) return philox_vecs<kCounted, 1>(seed, counter, words);
+  philox_vecs<kCounted, kBlockCounters / kWordLanes>(seed, counter, words);
+#else
+  for (int i = 0; i < counters; ++i) {
+    Counter4 next = counter;
+    next.word[kCounted] += static_cast<uint32_t>(i);
+    const Random4 random = philox(seed, next);
+    for (int w = 0; w < 4; ++w) words[4 * i + w] = random.word[w];
+  }
+#endif
+}
+
+// Convert `dim` values to the row of another dtype, rounded stochastically; linear row `id` and
+// `tensor`, a RoundedTensor, select the random numbers.
+template <class To, class From>
+inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
+                      int64_t id, uint32_t tensor, To* __restrict row) {
+  const Rounding draw =
+      rounding;  // a local copy: stores cannot change it, so it stays in registers
+  for (int64_t begin = 0; begin < dim; begin += kBlockWords) {
+    uint32_t words[kBlockWords];
+    const auto round = [&](int count) {
+      const Counter4 counter = draw.counter(id, static_cast<uint32_t>(begin / 4), tensor);
+      philox_block<Rounding::kBlockWord>(draw.seed, counter, (count + 3) / 4, words);
+      for (int k = 0; k < count; ++k) {
+        row[begin + k] = round_randomly<To>(to_float(values[begin + k]), words[k]);
+      }
+    };
+    // A known length vectorises without a remainder.
+    if (dim - begin >= kBlockWords) {
+      round(kBlockWords);
+    } else {
+      round(static_cast<int>(dim - begin));
+    }
+  }
+}
+
+}  // namespace emb::EMB_ISA
