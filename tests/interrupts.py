@@ -19,8 +19,8 @@ import emblib
 ROOT = str(Path(emblib.__file__).parent)
 # Between a change of the mode and its `try` or `finally` no signal is handled, as there is no call;
 # an exception that a trace function raises there would leave gradients off. Real signals are in
-# tests/tables/test_grad_mode.py.
-ATOMIC = str(Path(ROOT, "tables", "grad_mode.py"))
+# tests/test_grad_mode.py.
+ATOMIC = str(Path(ROOT, "grad_mode.py"))
 
 
 @functools.cache

@@ -53,7 +53,7 @@ SMALL_FILES = {
 # Two entries on one line do not see each other. `emblib/__init__.py` is above all of them, and
 # `emblib.compat` above that.
 LAYERS = (
-    ("emblib.tt", "emblib.columns", "emblib.torch_names"),
+    ("emblib.tt", "emblib.columns", "emblib.grad_mode", "emblib.torch_names"),
     ("emblib.init",),
     ("emblib.specs",),
     ("emblib.optim",),
@@ -529,6 +529,21 @@ def test_imports_have_no_circles(package: str) -> None:
 def test_rooms_without_circles_stay_so() -> None:
     """Imports within functions and those for type checkers included."""
     _check_for_circles(_modules("emblib/sharding", "emblib/collections"), _imports)
+
+
+def test_grad_modes_survive_interrupts() -> None:
+    """`torch.no_grad` and its kin may stay after Ctrl-C, see `emblib.grad_mode`."""
+    modes = {"no_grad", "enable_grad", "set_grad_enabled", "_set_grad_enabled"}
+    free = ("emblib/compat/", "emblib/reference/", "emblib/grad_mode.py")
+    bad = [
+        f"{name}:{node.lineno}"
+        for name in _with_suffix(".py", under="emblib/")
+        if not name.startswith(free)
+        for node in _nodes(name)
+        if (isinstance(node, ast.Attribute) and node.attr in modes)
+        or (isinstance(node, ast.Name) and node.id in modes)
+    ]
+    assert not bad, "use in_grad_mode or without_gradients in " + ", ".join(bad)
 
 
 def test_calls_do_not_pack_arguments() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.modules import EmbeddingBagCollection
+from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 
@@ -44,11 +45,11 @@ class PositionWeightedModule(nn.Module):
             }
         )
 
+    @without_gradients
     def reset_parameters(self) -> None:
         """Set all weights to 1."""
-        with torch.no_grad():
-            for weights in self.position_weights.values():
-                weights.fill_(1.0)
+        for weights in self.position_weights.values():
+            weights.fill_(1.0)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Return the features with weights; features without learned weights are unchanged.

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
 from emblib.columns import Hyper
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
-from emblib.tables.grad_mode import without_gradients
 
 HYPER = "hyper"
 Handles = Mapping[str, TableHandle]

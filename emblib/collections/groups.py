@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.ops.route import is_captured, take_or_fill
@@ -23,7 +24,6 @@ from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import ModuleLock
 
 __all__ = ["GroupInfo", "SliceKey", "TableGroups"]

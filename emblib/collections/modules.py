@@ -24,6 +24,7 @@ from emblib.collections.groups import SliceKey, TableGroups
 from emblib.collections.shared import SharedTable, SharedTables
 from emblib.columns import PieceColumn, TargetColumn
 from emblib.dynamic import DynamicTable, DynamicTables
+from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
@@ -32,7 +33,6 @@ from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
-from emblib.tables.grad_mode import without_gradients
 
 
 class TableFeature:

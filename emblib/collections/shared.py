@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.groups import TableGroups
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
@@ -30,7 +31,6 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.optimizer_hooks import global_decay
 from emblib.tables.reading import TableReading
 

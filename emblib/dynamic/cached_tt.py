@@ -32,6 +32,7 @@ from emblib.dynamic.tt_cache import (
     check_arguments,
     least_used,
 )
+from emblib.grad_mode import without_gradients
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
 from emblib.ops.derivatives import refuse_tangents
@@ -61,7 +62,6 @@ from emblib.tables.base import (
     variable_batch,
     warn_of_dtype,
 )
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
@@ -573,7 +573,6 @@ class CachedTTEmbeddingBags(nn.Module):
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
-    @torch.no_grad()
     def dense_blocks(self, table: int) -> Iterator[Tensor]:
         """Yield the rows of `to_dense` in blocks, in order."""
         keys = self._stored_keys(table)

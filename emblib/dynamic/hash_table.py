@@ -16,6 +16,7 @@ from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, InsertedBatch, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of
+from emblib.grad_mode import without_gradients
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
@@ -23,7 +24,6 @@ from emblib.ops.primitives import group
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import atomic
 
 

@@ -29,6 +29,7 @@ from emblib.dynamic.short_calls import KeyedCalls, look_up
 from emblib.dynamic.state import DynamicState
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import BackingStore, check_backing
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
@@ -37,7 +38,6 @@ from emblib.tables import hyperparameters, recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import check_not_replicated

@@ -28,10 +28,10 @@ from emblib.columns import HashCounter, HashEntryColumn, HashTableColumn
 from emblib.dynamic.saving.entries import Entries, best_first
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.dynamic.tiers.store import StoredRows
+from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
 from emblib.ops.effects import Effects
 from emblib.specs import SLOTS, check_count
-from emblib.tables.grad_mode import without_gradients
 
 
 @of_state

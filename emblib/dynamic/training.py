@@ -21,6 +21,7 @@ from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.dynamic.tiers.backing_tier import BatchPlacement, BatchPlacementAtOnce
 from emblib.dynamic.tiers.store import FoundRows
+from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
@@ -30,7 +31,6 @@ from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
 from emblib.tables.recomputation import RunningForward
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from emblib import optim
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import brief
-from emblib.tables.grad_mode import without_gradients
 
 Bags = tuple[Tensor, Tensor]
 """Ids `[L]` and lengths `[B]` of a feature."""

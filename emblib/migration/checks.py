@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from emblib.grad_mode import without_gradients
 from emblib.migration.base import Bags, Replaced, TrainingMemory
 from emblib.trace import LookupTrace
 
@@ -129,10 +130,10 @@ class _Twins:
         migrate(self.modules["new"], self.optimizers["new"])
         self.device = replaced.rows(self.modules["old"]["table"])[0].device
 
+    @without_gradients
     def look_up(self, side: str, bags: Sequence[Bags]) -> Tensor:
         """Return the output of a module, without gradients."""
-        with torch.no_grad():
-            return self.replaced.call(self.modules[side]["table"], bags)
+        return self.replaced.call(self.modules[side]["table"], bags)
 
     def step(self, side: str, bags: Sequence[Bags]) -> Tensor:
         """Make a training step of a module; return its output."""

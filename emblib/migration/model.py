@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
+from emblib.grad_mode import without_gradients
 from emblib.migration import checks
 from emblib.migration.base import Left, NotMigrated, Replaced, TrainingMemory
 from emblib.migration.checks import Difference, MigrationCost, Speed
@@ -222,6 +223,7 @@ class Migration:
                 replaced.copy_values(replaced.old, replaced.new)
                 _set_module(self._model, replaced.paths, replaced.new)
 
+    @without_gradients
     def undo(self) -> None:
         """Put the old modules back, with the current rows and states of the tables.
 
@@ -229,10 +231,9 @@ class Migration:
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
-        with torch.no_grad():
-            for replaced in self.replaced:
-                replaced.carry_back()
-                _set_module(self._model, replaced.paths, replaced.old)
+        for replaced in self.replaced:
+            replaced.carry_back()
+            _set_module(self._model, replaced.paths, replaced.old)
         self._is_undone = True
 
     def _require_migrated(self) -> None:
@@ -312,10 +313,9 @@ def migrate(
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
-    with torch.no_grad():
-        for new in replaced:
-            new.carry_over()
-            _set_module(model, new.paths, new.new)
+    for new in replaced:
+        without_gradients(new.carry_over)()
+        _set_module(model, new.paths, new.new)
     return Migration(model, replaced, left_modules, optimizers, tables)
 
 

@@ -13,13 +13,13 @@ from types import TracebackType
 
 from torch import nn
 
+from emblib.grad_mode import without_gradients
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
 from emblib.specs import Choice, check_count
-from emblib.tables.grad_mode import without_gradients
 
 
 class WhenFull(Choice):

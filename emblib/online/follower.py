@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
+from emblib.grad_mode import without_gradients
 from emblib.online.records import LogError, Record, RecordKind, TableChange, decode
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
@@ -111,8 +111,8 @@ class LogFollower:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model without gradients, at one step."""
-        with self._lock.reading(), torch.no_grad():
-            return self.model(*args, **kwargs)
+        with self._lock.reading():
+            return without_gradients(self.model)(*args, **kwargs)
 
     def reading(self) -> Any:
         """Return a context in which the tables stay at one step, for any number of lookups."""

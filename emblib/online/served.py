@@ -23,6 +23,7 @@ from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries
 from emblib.dynamic.saving.entries import Changes, Entries, Rows
 from emblib.dynamic.saving.table_dumps import ChangeSet, apply_changes
+from emblib.grad_mode import without_gradients
 from emblib.inference import InferenceEmbeddingBags, RowIndex
 from emblib.online.records import LogError, TableChange
 from emblib.online.tables import PlainTable, find_tables
@@ -147,17 +148,17 @@ class FloatRows:
         table = self._table
         _check_rows(table.name, change, table.num_rows, table.dim)
 
+        @without_gradients
         def write() -> None:
             module: TableBatchedEmbeddingBags = table.module
             begin, end = change.first_column, change.first_column + change.weight.size(1)
-            with torch.no_grad():
-                module.settle()
-                views = module.table_views()[table.number]
-                for name, rows in change.rows().items():
-                    if name in views:
-                        view = views[name]
-                        view = view[:, begin:end] if name == "weight" else view
-                        view[change.keys.to(view.device)] = rows.to(view)
+            module.settle()
+            views = module.table_views()[table.number]
+            for name, rows in change.rows().items():
+                if name in views:
+                    view = views[name]
+                    view = view[:, begin:end] if name == "weight" else view
+                    view[change.keys.to(view.device)] = rows.to(view)
             new = change.hyperparams
             if new is not None and new.shape == module.hyperparams.shape:
                 module.load_hyperparams(new)

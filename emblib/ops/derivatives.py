@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from emblib.grad_mode import without_gradients
+
 
 def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent, which an op would drop.
@@ -49,8 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
     def call(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        with torch.no_grad():
-            results = backward(ctx, *grads)
+        results = without_gradients(backward)(ctx, *grads)
         sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
         grads_out = results if isinstance(results, tuple) else (results,)
         tensors = [grad for grad in grads_out if grad is not None]

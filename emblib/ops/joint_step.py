@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
@@ -99,8 +100,7 @@ class JointStep:
         contributions = self._waiting.pop(torch._C._current_graph_task_id(), None)
         table = self._table()
         if contributions and table is not None:
-            with torch.no_grad():
-                table.apply_joint(contributions)
+            without_gradients(table.apply_joint)(contributions)
 
 
 class GradientSum(Protocol):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import Hyper
+from emblib.grad_mode import without_gradients
 from emblib.optim.base import (
     L2,
     AdagradW,
@@ -402,6 +403,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         return {"eps": numbers[0]}
 
 
+@without_gradients
 def ensemble_(
     optimizer: EnsembleRowwiseAdagrad,
     step: int,
@@ -417,14 +419,13 @@ def ensemble_(
     if not (average or swap):
         return
     decay = 0.0 if step <= optimizer.start else optimizer.keep
-    with torch.no_grad():
-        for fast, ema in zip(weights, slow, strict=True):
-            if average:
-                ema.lerp_(fast.to(ema), 1.0 - decay)
-            if swap:
-                fast.copy_(ema)
-            if average and optimizer.slow is EmaReset.CLEAR:
-                ema.zero_()
+    for fast, ema in zip(weights, slow, strict=True):
+        if average:
+            ema.lerp_(fast.to(ema), 1.0 - decay)
+        if swap:
+            fast.copy_(ema)
+        if average and optimizer.slow is EmaReset.CLEAR:
+            ema.zero_()
 
 
 def count_largest_(

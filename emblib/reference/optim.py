@@ -325,7 +325,8 @@ def step_rows(
     """Return new weights and states of rows `w [U, D]` with gradient `g`, in the dtype of `g`."""
     lr, step, l2, decay, _, *numbers = hyper.tolist()
     w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]
-    rows = RowBatch(w, w * (1 - lr * decay), g + l2 * w, local, lr, step, tuple(numbers))
+    with_penalty = g + l2 * w if l2 else g  # no NaN of zero times an infinite weight
+    rows = RowBatch(w, w * (1 - lr * decay), with_penalty, local, lr, step, tuple(numbers))
     return OPTIMIZERS[optimizer].rule(rows)
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from emblib.grad_mode import without_gradients
 from emblib.sharding.ranks import RankGroup
-from emblib.tables.grad_mode import without_gradients
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             )
         for owner in modules:
             owner.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            reset()
+        without_gradients(reset)()
 
 
 def _with_containers(submodule: nn.Module) -> list[nn.Module]:

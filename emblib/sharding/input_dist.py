@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import RouteBlockColumn, RouteFeatureColumn
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
@@ -300,9 +301,9 @@ class InputDist(nn.Module):
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
         scaled = inputs._replace(weights=weights)
-        with torch.no_grad():
-            batch = self._gather(scaled) if self.is_whole else self._bucketize(scaled)
-            return batch._replace(counts=self._counts(inputs, batch))
+        sort = self._gather if self.is_whole else self._bucketize
+        batch = without_gradients(sort)(scaled)
+        return batch._replace(counts=self._counts(inputs, batch))
 
     def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
         """Return the counts of uses in the order of sending."""
@@ -351,8 +352,9 @@ class InputDist(nn.Module):
             lengths = self._lengths_in_order(inputs)
             ids = route.gather_segments(ids, starts, self.order, sum(by_rank))
             if weights is not None:
-                with torch.enable_grad():
-                    weights = route.gather_segments(weights, starts, self.order, sum(by_rank))
+                weights = in_grad_mode(route.gather_segments, enabled=True)(
+                    weights, starts, self.order, sum(by_rank)
+                )
         unit_bags = [bags[f] for f in order]
         num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
         num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated)
@@ -393,16 +395,15 @@ class InputDist(nn.Module):
         starts = running_sums(lengths)
         unit_starts = starts[units]
         ends = unit_starts.tolist()
-        with torch.enable_grad():
-            ids, positions, weights = route.route_ids(
-                inputs.ids,
-                inputs.offsets,
-                *routing,
-                units,
-                starts=starts,
-                total=ends[-1],
-                weights=inputs.weights,
-            )
+        ids, positions, weights = in_grad_mode(route.route_ids, enabled=True)(
+            inputs.ids,
+            inputs.offsets,
+            *routing,
+            units,
+            starts=starts,
+            total=ends[-1],
+            weights=inputs.weights,
+        )
         num_ids = [ends[b] - ends[a] for a, b in self._spans]
         num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
         if self._is_pooled and not inputs.is_variable:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
@@ -21,7 +22,6 @@ from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.tables.grad_mode import without_gradients
 
 _CHUNK = 1 << 23  # float32 values per message
 

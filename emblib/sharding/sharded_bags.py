@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import PieceColumn, TargetColumn
+from emblib.grad_mode import in_grad_mode
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
@@ -45,7 +46,6 @@ from emblib.sharding.sharded_tables import (
     GradientReduction,
     ShardedTables,
     agreed_settings,
-    in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
@@ -173,7 +173,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
         def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
             output = partial(self._output, outputs[0], received)
-            return LazyDeferredAwaitable(in_this_grad_mode(output))
+            return LazyDeferredAwaitable(in_grad_mode(output, enabled=torch.is_grad_enabled()))
 
         if received.sent is None:
             return Outputs([self._output_dist.local_output(local, received)], join)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
@@ -48,7 +49,6 @@ from emblib.sharding.sharded_tables import (
     LocalShard,
     ShardedTables,
     agreed_settings,
-    in_this_grad_mode,
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
@@ -145,8 +145,7 @@ class SequenceTables(ShardedTables):
         local, copies = rows
         if received.sent is None:
             return self._local_output(local, received)
-        with torch.no_grad():
-            vector_route = self._route(received)
+        vector_route = without_gradients(self._route)(received)
         gradient_sink = None
         if (
             self.replicated is not None
@@ -509,7 +508,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             outputs: list[Awaitable[Tensor]],
         ) -> LazyAwaitable[dict[str, JaggedTensor]]:
             output = partial(self._output, outputs, received)
-            return LazyDeferredAwaitable(in_this_grad_mode(output))
+            return LazyDeferredAwaitable(in_grad_mode(output, enabled=torch.is_grad_enabled()))
 
         steps = [
             tables.output(vectors, batch)

@@ -8,7 +8,7 @@ batch, and equal updates keep the replicas equal.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
 from emblib.collections.shared import SharedTable
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
@@ -56,7 +57,6 @@ from emblib.specs import Choice, Pooling
 from emblib.storage import TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
-from emblib.tables.grad_mode import without_gradients
 
 
 class ReplicatedTables(nn.Module):
@@ -91,8 +91,10 @@ class ReplicatedTables(nn.Module):
         """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled."""
         ids, offsets, weights = reordered(inputs, self._features, self.order)
         sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_synchronised):
-            return self.groups(ids, offsets, weights, batch_sizes=sizes)
+        with_grad = torch.is_grad_enabled() and not self.is_synchronised
+        return in_grad_mode(self.groups, enabled=with_grad)(
+            ids, offsets, weights, batch_sizes=sizes
+        )
 
     def of_features(self, inputs: LocalBatch, values: Tensor) -> Tensor:
         """Select the entries of replicated tables' ids from `values`, one per id of the batch.
@@ -154,14 +156,17 @@ class GradientSink(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Make the lookup and pass it the gradient, which the fused optimizer applies."""
         (weights,) = ctx.saved_tensors
-        with torch.enable_grad():
-            if weights is not None:
-                weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
+        if weights is not None:
+            weights = weights.detach().requires_grad_(ctx.needs_input_grad[1])
+
+        def look_up_and_update() -> None:
             with autograd.for_update(), adding_to(torch._C._current_graph_task_id()):
                 rows = ctx.look_up(weights)
             if rows.requires_grad:  # frozen tables have nothing to do
                 mark_nested(rows)
                 rows.backward(grad.reshape(rows.shape).to(rows.dtype))
+
+        in_grad_mode(look_up_and_update, enabled=True)()
         anchor_grads = [grad.new_zeros((), dtype=torch.float32) for _ in range(ctx.num_anchors)]
         return None, None if weights is None else weights.grad, None, None, *anchor_grads
 
@@ -248,9 +253,6 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
         dist.broadcast(contiguous, ranks.global_rank(0), group=ranks.group)
         if contiguous is not tensor:
             tensor.copy_(contiguous)
-
-
-Result = TypeVar("Result")
 
 
 class GradientReduction(Choice):
@@ -655,17 +657,6 @@ class ShardedTables(nn.Module):
             received.offsets[: bags + 1],
             None if weights is None else weights[:ids],
         )
-
-
-def in_this_grad_mode(function: Callable[[], Result]) -> Callable[[], Result]:
-    """Wrap `function` to run in the current grad mode, whenever it is called."""
-    mode = torch.is_grad_enabled()
-
-    def call() -> Result:
-        with torch.set_grad_enabled(mode):
-            return function()
-
-    return call
 
 
 def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -> None:

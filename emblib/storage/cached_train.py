@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
 from emblib.dynamic.hash_index import MAX_TICK
 from emblib.dynamic.hash_table import TableRows
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.hash import bytes_per_slot
 from emblib.optim import Optimizer
@@ -33,7 +34,6 @@ from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_
 from emblib.storage.dense import Dense, DenseHandle, DenseModule
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
-from emblib.tables.grad_mode import without_gradients
 
 _WORD_BYTES = 8  # of a key or the number of a row
 _STATISTICS = ("counters", "changes", "since")  # entries of `cache` that are not by row

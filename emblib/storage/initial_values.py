@@ -13,10 +13,10 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from emblib.grad_mode import without_gradients
 from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
-from emblib.tables.grad_mode import without_gradients
 
 _BLOCK_ELEMENTS = 1 << 22
 _SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds of blocks

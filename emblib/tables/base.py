@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Hyper
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.one_call import native
 from emblib.optim import (
@@ -39,7 +40,6 @@ from emblib.specs import (
 )
 from emblib.tables import hyperparameters, parameters, state_dicts
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated

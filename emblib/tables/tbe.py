@@ -18,6 +18,7 @@ from torch import Tensor
 
 from emblib import ops
 from emblib.columns import FeatureColumn, Tier
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Gradient, Optimizer, description
@@ -26,7 +27,6 @@ from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, st
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, Prefetcher
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
@@ -166,6 +166,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             )
             self._prefetcher = Prefetcher(self._memory, self.row_cache, self.cache, self._lock)
 
+    @without_gradients
     def reset_parameters(self) -> None:
         """Redraw the weights and reset optimizer state, step and learning rate.
 
@@ -176,7 +177,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         opened = self._memory.take_stored_hyper()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
         writing = self.overwriting() if opened is None else contextlib.nullcontext()
-        with torch.no_grad(), writing:
+        with writing:
             self._reset_common()
             if opened is not None:
                 self.hyperparams[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
@@ -679,6 +680,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
         return self._checkpoint()
 
+    @without_gradients
     @atomic
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -700,7 +702,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             hyperparameters.adopt(self, sources["hyper"])
         if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
             self.to_empty(device=next(iter(sources.values())).device)
-        with torch.no_grad(), self.overwriting():
+        with self.overwriting():
             for key, target in self._checkpoint().items():
                 if key in sources:
                     target.copy_(sources[key])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.columns import FeatureRow, TTTableColumn
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -38,7 +39,6 @@ from emblib.tables.base import (
     bags_of_equal_length,
     check_bounds,
 )
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.tt_calls import ShortTrainCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
@@ -305,16 +305,16 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                     "requires_grad_ for all its cores"
                 )
 
+    @without_gradients
     def reset_parameters(self) -> None:
         """Redraw the cores and reset optimizer state, step and learning rate."""
-        with torch.no_grad():
-            for t in range(len(self.tables)):
-                for core, value in zip(self.table_cores(t), self._draw(t), strict=True):
-                    core.copy_(value)
-            for states in self.core_states():
-                for state in states:
-                    state.zero_()
-            self._reset_common()
+        for t in range(len(self.tables)):
+            for core, value in zip(self.table_cores(t), self._draw(t), strict=True):
+                core.copy_(value)
+        for states in self.core_states():
+            for state in states:
+                state.zero_()
+        self._reset_common()
 
     def _draw(self, table: int) -> Sequence[Tensor]:
         """Draw the initial values of the cores of a table."""
@@ -637,9 +637,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         )
         with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
             bag = cls(decomposed.spec, optimizer, **{"device": weight.device, **options})
-        with torch.no_grad():
-            for core, value in zip(bag.cores, decomposed.cores, strict=True):
-                core.copy_(value)
+        for core, value in zip(bag.cores, decomposed.cores, strict=True):
+            without_gradients(core.copy_)(value)
         return bag
 
     @property

@@ -21,11 +21,11 @@ from emblib.collections.optimizers.keyed import KeyedOptimizer, State, by_name, 
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.collections.optimizers.torch_states import Template, from_torch_states, is_of_torch
 from emblib.columns import Hyper
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
-from emblib.tables.grad_mode import without_gradients
 from emblib.tables.hyperparameters import numbers_of
 from emblib.tables.parameters import is_updated_in_backward
 
@@ -219,8 +219,7 @@ class FusedOptimizer(KeyedOptimizer):
         """Apply the gradients of deferred tables."""
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = in_grad_mode(closure, enabled=True)()
         self._check_groups()
         for modules in self._table_modules:
             for module in modules:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from emblib.grad_mode import without_gradients
 from emblib.specs import Choice
-from emblib.tables.grad_mode import without_gradients
 
 State = dict[str, dict[str, Any]]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from emblib.dynamic import keys as routing
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic.state import DynamicState
+from emblib.grad_mode import without_gradients
 from emblib.tables import state_dicts
-from emblib.tables.grad_mode import without_gradients
 
 FALLBACK = "fallback"
 KEYS = "keys"

@@ -18,6 +18,7 @@ from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, SelectedRows
+from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
@@ -485,6 +486,7 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
     return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())
 
 
+@without_gradients
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
@@ -496,25 +498,24 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
         entries.stamps[placed].to(device),
         None if scores is None else scores[placed].to(device),
     )
-    with torch.no_grad():
-        if target.last_uses is not None and target.last_uses.size(1):
-            uses = entries.rows.get(LAST_USES)
-            if _has_levels_of(uses, target):
-                used = uses[placed]
-            else:  # by a feature that is not known; 0 would be no use by one of the level
-                used = entries.stamps[placed][:, None].clamp(min=1)
-            target.last_uses[slots[placed].to(device)] = used.to(device)
-        for name, view in target.views.items():
-            rows, num_written = entries.rows.get(name), 0
-            for slot_block in placed.split(rows_at_a_time(view)):
-                at = slots[slot_block].to(view.device)
-                if rows is None:
-                    view[at] = target.initial_state
-                else:
-                    view[at] = rows[slot_block].to(view)
-                num_written += slot_block.numel()
-                if report is not None:
-                    report(DumpProgress(target.name, num_written, placed.numel()))
+    if target.last_uses is not None and target.last_uses.size(1):
+        uses = entries.rows.get(LAST_USES)
+        if _has_levels_of(uses, target):
+            used = uses[placed]
+        else:  # by a feature that is not known; 0 would be no use by one of the level
+            used = entries.stamps[placed][:, None].clamp(min=1)
+        target.last_uses[slots[placed].to(device)] = used.to(device)
+    for name, view in target.views.items():
+        rows, num_written = entries.rows.get(name), 0
+        for slot_block in placed.split(rows_at_a_time(view)):
+            at = slots[slot_block].to(view.device)
+            if rows is None:
+                view[at] = target.initial_state
+            else:
+                view[at] = rows[slot_block].to(view)
+            num_written += slot_block.numel()
+            if report is not None:
+                report(DumpProgress(target.name, num_written, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:

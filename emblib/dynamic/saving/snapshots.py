@@ -13,7 +13,7 @@ import torch
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.checkpoint import naming
 from emblib.dynamic.state import DynamicState, StateOwner, of_state
-from emblib.tables.grad_mode import without_gradients
+from emblib.grad_mode import without_gradients
 
 _ENTRIES = ("index", "rows", "hyper", "admission", "scores")
 

@@ -37,11 +37,11 @@ from emblib.dynamic.tiers.store import (
     StoredTable,
     TierStats,
 )
+from emblib.grad_mode import without_gradients
 from emblib.ops import hash, tiers
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
 from emblib.ops.tiers import InsertedMisses, SwappedMisses
-from emblib.tables.grad_mode import without_gradients
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]

@@ -9,9 +9,9 @@ from torch import Tensor
 from emblib.dynamic.eviction import EvictionLog, Expiry
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.rows import RowLayout
+from emblib.grad_mode import without_gradients
 from emblib.ops import hash
 from emblib.specs import DynamicSpec
-from emblib.tables.grad_mode import without_gradients
 
 
 class FastTier(Protocol):

@@ -16,6 +16,7 @@ from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
+from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
@@ -237,15 +238,13 @@ class Table:
     def _fused_parameter_names(self) -> Sequence[str]:
         return self.parameter_names()
 
+    @without_gradients
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """Write loaded values into the local shards, after all of them have been checked."""
-        with torch.no_grad():
-            entries = self.entries(keys)
-            shard_values = {
-                k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()
-            }
-            for key, entry in entries.items():
-                entry.write(shard_values[key])
+        entries = self.entries(keys)
+        shard_values = {k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()}
+        for key, entry in entries.items():
+            entry.write(shard_values[key])
         for local_shard in self.local.values():
             local_shard.groups.handles[local_shard.index].commit()
 

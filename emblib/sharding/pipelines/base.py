@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib.grad_mode import without_gradients
 from emblib.sharding.pipelines.batches import Lane
 from emblib.sharding.pipelines.inputs import (
     CallerInputs,
@@ -363,8 +364,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         """
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before evaluation")
-        with torch.no_grad():
-            return super().progress(batches)
+        return without_gradients(super().progress)(batches)
 
     def _output_of(self, result: Any) -> tuple[Any, Any]:
         return None, result

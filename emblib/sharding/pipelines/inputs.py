@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from emblib.grad_mode import in_grad_mode
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.dense import unwrapped
 from emblib.sharding.lookup import (
@@ -240,8 +241,7 @@ class SentBatch:
             if self._separate_calls.contains(index, module):
                 return look_up_separately(module, self._received[index])
             if not self._outputs:
-                with torch.set_grad_enabled(with_grad):
-                    self._outputs = self._look_up(self._received)
+                self._outputs = in_grad_mode(self._look_up, enabled=with_grad)(self._received)
             return self._outputs[index]()
 
         return take

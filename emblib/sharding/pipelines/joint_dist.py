@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from emblib.grad_mode import in_grad_mode
 from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.lookup import (
     InputCall,
@@ -234,10 +235,8 @@ class JointDist:
             )
         if not running.outputs:
             joint_calls = [i for i, call in enumerate(mode_calls) if not call.is_alone]
-            with torch.set_grad_enabled(running.with_grad):
-                running.outputs = dict(
-                    zip(joint_calls, _look_up(running, joint_calls), strict=True)
-                )
+            outputs = in_grad_mode(_look_up, enabled=running.with_grad)(running, joint_calls)
+            running.outputs = dict(zip(joint_calls, outputs, strict=True))
         return running.outputs.pop(index)()
 
     @graph_break

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.tables.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode, without_gradients
 
 
 @without_gradients
@@ -23,6 +23,14 @@ def test_gradients_are_off_inside_alone() -> None:
     with torch.no_grad():
         assert _modes(0) == [False]
         assert not torch.is_grad_enabled()
+
+
+def test_a_function_runs_in_the_mode_it_is_given() -> None:
+    with torch.no_grad():
+        assert in_grad_mode(torch.is_grad_enabled, enabled=True)()
+        assert not torch.is_grad_enabled()
+    assert not in_grad_mode(torch.is_grad_enabled, enabled=False)()
+    assert torch.is_grad_enabled()
 
 
 def test_an_exception_leaves_gradients_as_they_were() -> None:

@@ -1,0 +1,48 @@
+"""Gradients on or off for one call, and as before however it ends."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._C import DisableTorchFunction as _DisableTorchFunction
+from torch._C import _set_grad_enabled
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _R]:
+    """Return a function that calls another one with gradients enabled or disabled.
+
+    `torch.no_grad` and its kin enter and leave in Python: a signal that is handled there leaves
+    the mode changed for the rest of the process, and e.g. training goes on without updates. Here a
+    signal comes inside the `try` or after the mode is as before, because Python handles signals
+    only between calls, and the mode is set in C: without the function modes of `torch.device(...)`
+    and `torch.set_default_device`, which are Python. It is for functions that return a value, not
+    for generators.
+
+    Example:
+        >>> from emblib.grad_mode import in_grad_mode
+        >>> in_grad_mode(torch.is_grad_enabled, enabled=False)(), torch.is_grad_enabled()
+        (False, True)
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        was_enabled = torch.is_grad_enabled()
+        in_c, again_in_c = _DisableTorchFunction(), _DisableTorchFunction()
+        try:
+            with in_c:
+                _set_grad_enabled(enabled)
+            return function(*args, **kwargs)
+        finally:
+            with again_in_c:
+                _set_grad_enabled(was_enabled)
+
+    return call
+
+
+def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function without gradients; see `in_grad_mode`."""
+    return in_grad_mode(function, enabled=False)
