@@ -240,8 +240,9 @@ EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, con
   });
 }
 
-// Add the L2 penalty to the gradient.
+// Add the L2 penalty to the gradient; none of an infinite weight if there is no penalty.
 EMB_DEVICE void add_penalty(const Step& step, const LaneColumns& x, float (&gradient)[kColumns]) {
+  if (step.decay.l2 == 0.0f) return;
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.weights[k];
 }

@@ -492,10 +492,12 @@ struct TileUpdate {
       load_gradients(holders, summed, base, gradient);
       batch.convert(Selection{}, optimizer, tier);
       convert_gradients(holders, summed, gradient);
+      if (step.decay.l2 != 0.0f) {  // 0 times an infinite weight would be NaN
 #pragma unroll
-      for (int s = 0; s < kSlices; ++s) {
+        for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.weights[s][k];
+          for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.weights[s][k];
+        }
       }
       if (pass.sums || pass.starts) {
         float sums[kSlices][kMaxRowSums] = {};

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import optim
+from emblib.columns import Hyper
 from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
@@ -307,6 +308,21 @@ def test_matches_the_reference(name: str) -> None:
         for kind, values in found.items():
             for got, expected in zip(values, want, strict=True):
                 assert torch.allclose(got, expected.float(), rtol=1e-4, atol=1e-5), (kind, shape)
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_infinite_weights_stay_so_without_a_penalty(name: str, kind: str) -> None:
+    """As in torch, which adds no penalty of 0: 0 times infinity is NaN."""
+    optimizer, weights = CASES[name], torch.tensor([[1.0, torch.inf, -torch.inf, 2.0]])
+    hyper = optimizer.hyperparams()
+    hyper[1], hyper[Hyper.L2] = 1.0, 0.0
+    states = [_state(kept, (1, 4), torch.Generator().manual_seed(1)) for kept in optimizer.states]
+    want = [value.clone() for value in (weights, *states)]
+    reference.update_rows_(want[0], want[1:], hyper, optimizer.name, torch.ones(1, 4))
+    UPDATES[kind](weights, states, hyper, OPTIMIZER[optimizer.name], torch.ones(1, 4))
+    assert torch.equal(weights.isinf(), torch.tensor([[False, True, True, False]]))
+    assert torch.allclose(weights, want[0])
 
 
 @pytest.mark.parametrize("rounding", [-1, 5])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from emblib.columns import Hyper
 from tests.ops.test_update import DTYPES, PLACES, TOLERANCE
 from tests.optimizer_cases import CASES
 from tests.simt import emulated
@@ -60,3 +61,13 @@ def test_tiles_of_several_rows(
 def test_long_segments(*, layout: bool, dims: tuple[int, ...]) -> None:
     """Segments of several chunks; rows wider than the chunk sums of a variable batch stay whole."""
     check(Problem(CASES["adagrad"], (2, 1, 3), dims, batch=4, longest=900, layout=layout))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_infinite_weights_stay_so_without_a_penalty(name: str) -> None:
+    problem = Problem(CASES[name])
+    problem.hyperparams[Hyper.L2] = 0.0
+    for weights in problem.weights:
+        weights[::7] = torch.inf
+    check(problem)
+    assert not any(bool(values.isnan().any()) for values in run(problem))
