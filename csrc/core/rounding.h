@@ -89,7 +89,8 @@ template <>
 EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t rounded = (half_bits_and_13_more(x) + (word & 0x1fffu)) >> 13;
-  rounded = rounded < 0x7c00u ? rounded : magnitude >= 0x477ff000u ? 0x7c00u : 0x7bffu;
+  const uint32_t largest = magnitude >= 0x477ff000u ? 0x7c00u : 0x7bffu;
+  rounded = rounded < 0x7c00u ? rounded : largest;
   rounded = magnitude > 0x7f800000u ? 0x7e00u : rounded;  // NaN
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
 }
