@@ -21,7 +21,7 @@ imports from those above it only, except for annotations:
     bundle            results as an archive that can be verified
     compare           one experiment on several machines
     evidence          what README.md and docs/benchmarks.md quote: its plan, and how old it is
-    front_page, kernel_times, doctor, gallery, launch, listing, reference, table_statistics, cli
+    front_page, doctor, gallery, launch, listing, reference, table_statistics, cli
                       commands: `python run.py COMMAND --help`
 
 Terms. A *sample* is a timed execution of a *phase* (forward or step). An *arm* is a contender with

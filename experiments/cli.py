@@ -24,7 +24,6 @@ COMMANDS = {
     "report": ("experiments.report", "rebuild reports from raw records, or report benchmarks"),
     "compare": ("experiments.compare", "compare runs of several machines, or published figures"),
     "trend": ("experiments.gate.trend", "show runs of the gate over commits"),
-    "kernel_times": ("experiments.kernel_times", "compare times of CUDA kernels with a model"),
     "gallery": ("experiments.gallery", "collect the reports of many runs as pages"),
     "statistics": ("experiments.table_statistics", "draw statistics of tables from a series"),
     "reference": ("experiments.reference", "store runs as references; update the README's tables"),

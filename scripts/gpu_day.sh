@@ -95,8 +95,7 @@ if ((passed)) || [ -n "${FORCE:-}" ]; then
   bench caches 35 "cached tables against FBGEMM, prefetch, the bus"
   bench quantised 20 "quantised lookups"
   bench matrix 45 "forward and step of every optimizer against peers"
-  part kernels 30 "kernels of a step against a model of bytes" \
-    "$python" run.py kernel_times --out "$perf/kernels.md" || true
+  bench kernels 30 "kernels of a step against a model of their bytes"
   limit=$((22 * minutes / 10))
   for name in ${EXPERIMENTS-tt_vs_tbe peers}; do
     part "$name" 38 "the experiment $name, timing=quick" "$python" run.py "+experiment=$name" \

@@ -96,7 +96,6 @@ LAYERS_OF_THE_HARNESS = (
     "compare",
     "evidence",
     "front_page",
-    "kernel_times",
     "doctor",
     "gallery",
     "launch",

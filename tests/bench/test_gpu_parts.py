@@ -15,6 +15,7 @@ from tests.bench.gpu import (
     caches,
     hash,
     host,
+    kernels,
     matrix,
     peers,
     quantised,
@@ -39,12 +40,12 @@ KERNELS = {
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what only a GPU has: kernels' times, and peers that are emblib under another name."""
 
-    def kernels(call: watch.Call, steps: int = 1) -> dict[str, tuple[float, float]]:
+    def profiled(call: watch.Call, steps: int = 1) -> dict[str, tuple[float, float]]:
         call(0)
         return KERNELS
 
-    for module in (updates, host, trains, quantised):
-        monkeypatch.setattr(module, "kernels", kernels)
+    for module in (updates, host, trains, quantised, kernels):
+        monkeypatch.setattr(module, "kernels", profiled)
     monkeypatch.setattr(updates, "Fbgemm", peers.Emblib)
     monkeypatch.setattr(host, "Fbgemm", peers.Emblib)
     monkeypatch.setitem(peers.CONTENDERS, "fbgemm", peers.Emblib)
@@ -67,7 +68,7 @@ def ran(part: str, run: Callable[[Bench], None], tmp_path: Path) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("part", [name for name in __main__.PARTS if name != "matrix"])
+@pytest.mark.parametrize("part", sorted({*__main__.PARTS} - {"kernels", "matrix"}))
 def test_a_part_has_the_figures_of_its_aims(part: str, tmp_path: Path) -> None:
     module = {m.__name__.rpartition(".")[2]: m for m in (updates, host, trains, hash, caches)}
     found = ran(part, {**module, "quantised": quantised}[part].run, tmp_path)
@@ -94,6 +95,41 @@ def test_the_matrix_has_the_figures_of_its_aims(
     assert {row["status"] for row in eager if row["contender"] == "emblib"} == {"ok"}
     without = [row for row in eager if "no row-wise" in row["status"]]
     assert len(without) == 3 * 2
+
+
+def test_the_model_counts_rows_ids_outputs_and_states() -> None:
+    shape = Shape(tables=2, rows=9, dim=4, batch=3, length=5)  # 30 lookups, 6 bags
+    assert kernels.forward_bytes(shape) == 30 * (16 + 8) + 6 * (16 + 8)
+    assert kernels.update_bytes(shape) == 6 * 16 + 30 * 2 * (16 + 4)
+    assert kernels.model_us(2_770_000) == pytest.approx(1.0)
+
+
+def test_kernels_are_listed_with_the_model(tmp_path: Path) -> None:
+    found = ran("kernels", kernels.run, tmp_path)
+    rows = [row for row in found["rows"] if row["batch"] == kernels.title(kernels.SHAPES[0])]
+    by_part = {row["part"]: row for row in rows}
+    assert [*by_part][3:] == ["update_kernel", "radix", "pool_kernel", "quant_pool_kernel<8>"]
+    model = kernels.model_us(kernels.update_bytes(kernels.SHAPES[0].small()))
+    assert by_part["update"]["us"] == 500.0
+    assert by_part["update"]["model_share"] == pytest.approx(model / 500.0)
+    assert by_part["radix"]["launches"] == 3.0
+
+
+def test_ids_are_distinct_within_a_table() -> None:
+    ids, offsets = kernels.distinct_batches(Shape(2, 30, 4, 3, 5), CPU)[0]
+    assert [len(part.unique()) for part in ids.view(2, -1)] == [15, 15]
+    assert offsets.tolist() == list(range(0, 31, 5))
+    few, _ = kernels.distinct_batches(Shape(1, 4, 4, 3, 5), CPU)[0]
+    assert sorted(few.bincount().tolist()) == [3, 4, 4, 4]
+
+
+def test_names_of_kernels_are_short() -> None:
+    name = (
+        "void emb::(anonymous namespace)::update_kernel<float, emb::Float32<emb::SGD> >"
+        "(emb::UpdateArgs, int)"
+    )
+    assert watch.short_name(name) == "update_kernel<float, Float32<SGD> >"
+    assert watch.short_name("Memset (Device)") == "Memset "
 
 
 def test_a_point_that_fails_or_comes_too_late_does_not_end_the_part(tmp_path: Path) -> None:

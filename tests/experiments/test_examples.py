@@ -42,7 +42,6 @@ PARSED = {
     "bundle": "packs and verifies runs: bundle/test_verify.py",
     "statistics": "draws files of a training program: test_table_statistics.py",
     "gallery": "copies reports: test_gallery.py",
-    "kernel_times": "needs a GPU: tests/pretend/test_kernel_times.py",
     "list": "test_listing.py",
     "report": "draws figures: report/test_pages.py",
     "trend": "draws a page of runs: gate/test_trend.py",

@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from experiments.kernel_times import GATHER_TB_S, SHAPES, Shape, model_us
+from tests.bench.gpu.bench import Shape
+from tests.bench.gpu.kernels import (
+    GATHER_TB_S,
+    SHAPES,
+    forward_bytes,
+    model_us,
+    title,
+    update_bytes,
+)
 from tests.pretend.test_hash_launches import BUDGETS
 from tests.pretend.test_tbe_launches import STEPS
 from tests.pretend.test_tt_launches import BUDGET as TRAINS
@@ -37,7 +45,7 @@ gradients of the bags, and reads and writes each distinct row with its state. He
 batch are distinct, rows are float32, ids int64, and the optimizer is row-wise Adagrad. The model is
 bytes at {GATHER_TB_S} TB/s, the rate of a gather on an H100 (published: [pytorch/FBGEMM
 PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of the ids and latencies
-come on top. `python run.py kernel_times` measures on the GPU that is there.
+come on top. `python -m tests.bench.gpu kernels` measures on the GPU that is there.
 
 Lookups reach the model. Updates of float32 rows need a fifth to a quarter more than the model;
 before `update_kernel` took rows in batches (commit 68e6426) they needed two to three times as much.
@@ -148,13 +156,13 @@ def page() -> str:
 
 
 def _model(shape: Shape) -> str:
-    sizes = shape.forward_bytes(), shape.update_bytes()
+    sizes = forward_bytes(shape), update_bytes(shape)
     times = [
         f"{model_us(size):,.0f} us | {us} us"
-        for size, us in zip(sizes, _MEASURED[shape.title], strict=True)
+        for size, us in zip(sizes, _MEASURED[title(shape)], strict=True)
     ]
     megabytes = [f"{size / 1e6:,.0f} MB" for size in sizes]
-    return f"| {shape.title} | {' | '.join(megabytes)} | {' | '.join(times)} |"
+    return f"| {title(shape)} | {' | '.join(megabytes)} | {' | '.join(times)} |"
 
 
 def _launches() -> list[str]:

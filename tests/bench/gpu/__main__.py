@@ -27,6 +27,7 @@ PARTS = {
     "hash": "hash tables against HierarchicalKV, dynamic steps against dense ones",
     "caches": "cached tables against FBGEMM, prefetch, the bus",
     "quantised": "quantised lookups",
+    "kernels": "kernels of a step against a model of their bytes",
     "matrix": "forward and step of every optimizer against FBGEMM and nn.EmbeddingBag",
 }
 

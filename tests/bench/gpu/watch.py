@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from experiments.kernel_times import device_events, short_name
 from experiments.timing.clock import TorchGpu
 
 Call = Callable[[int], object]  # on batch number n
@@ -136,12 +135,25 @@ def ratio(peer: Times, ours: Times, kind: str = "device") -> float | None:
 
 def kernels(call: Call, steps: int = POOL) -> dict[str, tuple[float, float]]:
     """Return launches and microseconds per call by kernel; empty without a profiler of GPUs."""
+    activities = torch.profiler.ProfilerActivity
+    if activities.CUDA not in torch.profiler.supported_activities():
+        return {}
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
-    events: Sequence[Any] = ()
     with suppress(RuntimeError):
-        events = device_events(call, steps)
-    for event in events:
-        launches[short_name(event.name)] += 1
-        microseconds[short_name(event.name)] += event.device_time_total
+        with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profile:
+            for number in range(steps):
+                call(number)
+            torch.cuda.synchronize()
+        for event in profile.events() or ():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                name = short_name(event.name)
+                launches[name] += 1
+                microseconds[name] += event.device_time_total
     return {name: (launches[name] / steps, microseconds[name] / steps) for name in launches}
+
+
+def short_name(kernel: str) -> str:
+    """Return the name of a kernel without namespaces, arguments and return type."""
+    name = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
+    return name.removeprefix("void ").split("(")[0]
