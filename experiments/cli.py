@@ -9,13 +9,11 @@ import argparse
 import gc
 import importlib
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 
 from experiments.config.schema import UsageError
-from experiments.paths import CONF
 
 # Command -> module with `add_arguments(parser)` and `run(arguments)`, and a line for --help.
 COMMANDS = {
@@ -134,13 +132,18 @@ def _measure(arguments: Sequence[str]) -> int:
         from experiments import launch
 
         return launch.run(arguments)
-    if flags:
-        return _hydra(arguments)
+    if shows_config := flags == {"--cfg"} and "job" in words:
+        words.remove("job")
+    elif flags:
+        raise UsageError(f"no flag {min(flags)}: there is --help, --cfg job and -m")
     experiment_names = _experiments(words)
     if not experiment_names:
         configure.check_keys(words)
         print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)
         raise _no_experiment(words)
+    if shows_config:
+        print(configure.composed_yaml(words), end="")
+        return 0
     config = configure.load(words)
     from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
@@ -155,52 +158,3 @@ def _experiments(words: Sequence[str]) -> list[str]:
 def _no_experiment(words: Sequence[str]) -> UsageError:
     example = " ".join(["+experiment=tt_vs_tbe", *words])
     return UsageError(f"which experiment? e.g. python run.py {example}; --help explains the rest")
-
-
-def _hydra(arguments: Sequence[str]) -> int:
-    """Check the keys, then pass the command line with Hydra's own flags (--cfg, ...) to Hydra."""
-    import hydra
-    from omegaconf import DictConfig
-
-    from experiments import configure
-
-    configure.register()
-    values = {"-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"}
-    values |= {"-cd", "--config-dir", "-i", "--info"}
-    typed = [
-        a
-        for previous, a in zip(["", *arguments], arguments, strict=False)
-        if not a.startswith("-") and previous not in values
-    ]
-    of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
-    configure.check_hydra(of_hydra)
-    words = [a for a in typed if a not in of_hydra]
-    configure.check_keys(words)
-    experiment_names = _experiments(words)
-    status: int | None = None
-
-    def job(composed: DictConfig) -> None:
-        nonlocal status
-        status = 1  # stays if the run raises
-        try:
-            if not experiment_names:
-                raise _no_experiment(words)
-            config = configure.to_config(composed)
-            from experiments.run import runner
-
-            status = runner.run(
-                config, question=configure.question(experiment_names[-1]), words=words
-            )
-        except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
-            status = 2
-
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    sys.argv = ["run.py", *arguments]
-    try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job)()
-    except SystemExit as end:
-        if end.code == 1 and status is None:
-            return 2  # Hydra has printed why it could not compose the configuration
-        raise
-    return status or 0

@@ -72,7 +72,21 @@ def question(experiment: str) -> str:
 
 
 def load(arguments: Sequence[str]) -> Config:
-    """Return the configuration of the words of a command line; raise UsageError."""
+    """Return the checked configuration of the words of a command line; raise UsageError."""
+    composed = _compose(arguments)
+    try:
+        return to_config(composed)
+    except OmegaConfBaseException as error:
+        raise UsageError(_one_line(error)) from error
+
+
+def composed_yaml(arguments: Sequence[str]) -> str:
+    """Return the configuration of the words of a command line before its check, as YAML."""
+    return OmegaConf.to_yaml(_compose(arguments))
+
+
+def _compose(arguments: Sequence[str]) -> DictConfig:
+    """Compose conf/ and the words of a command line, without checking values; raise UsageError."""
     register()
     overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
     check_keys(overrides)
@@ -84,8 +98,7 @@ def load(arguments: Sequence[str]) -> Config:
             )
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose("config", overrides=overrides)
-        return to_config(composed)
+            return compose("config", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error)) from error
 
@@ -160,14 +173,6 @@ def check_keys(overrides: Sequence[str]) -> None:
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
         elif key in lists:
             _check_list(key, override)
-
-
-def check_hydra(words: Iterable[str]) -> None:
-    """Raise UsageError for a setting of Hydra that would move its output."""
-    for word in words:
-        key = word.lstrip("+~").partition("=")[0]
-        if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
-            raise UsageError(f"{key} is fixed; report.folder moves the results")
 
 
 def known_keys(cases: Iterable[str], *, lists: bool = False) -> set[str]:

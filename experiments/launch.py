@@ -219,7 +219,10 @@ def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
         raise UsageError(
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
-    configure.check_hydra(of_hydra)
+    for word in of_hydra:
+        key = word.lstrip("+~").partition("=")[0]
+        if key.startswith(("hydra.run", "hydra.sweep", "hydra.output_subdir")):
+            raise UsageError(f"{key} is fixed; report.folder moves the results")
     jobs = tuple(_job_words(words))
     for job in jobs:
         configure.check_keys(job)
