@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,30 +125,19 @@ def lock_slots(
             f"the job needs {count} GPUs side by side and there are {len(slots)}"
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    while len(locks := _lock_free(slots, count, folder)) < count:
-        _release(locks)
+    while True:
+        with ExitStack() as locks:
+            locked: list[Slot] = []
+            for slot in slots:
+                lock = FileLock(folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', slot.name)}.lock")
+                if len(locked) < count:
+                    with suppress(Timeout):
+                        locks.enter_context(lock.acquire(blocking=False))
+                        locked.append(slot)
+            if len(locked) == count:
+                yield locked
+                return
         pause()
-    try:
-        yield list(locks)
-    finally:
-        _release(locks)
-
-
-def _lock_free(slots: Sequence[Slot], count: int, folder: Path) -> dict[Slot, FileLock]:
-    """Lock up to `count` free slots."""
-    locks: dict[Slot, FileLock] = {}
-    for slot in slots:
-        if len(locks) < count:
-            lock = FileLock(folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', slot.name)}.lock")
-            with suppress(Timeout):
-                lock.acquire(blocking=False)
-                locks[slot] = lock
-    return locks
-
-
-def _release(locks: dict[Slot, FileLock]) -> None:
-    for lock in locks.values():
-        lock.release()
 
 
 # Launcher -> package of its plugin.
@@ -275,17 +264,14 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
     allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if local else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    argv_before = sys.argv
+    os.environ |= {**allowed, "PYTHONPATH": path}  # for the launcher's processes
     sys.argv = ["run.py", "-m", *words]
     try:
-        with _environment({**allowed, "PYTHONPATH": path}):
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_job)()
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
         return int(bool(end.code))
-    finally:
-        sys.argv = argv_before
     return 0
 
 
@@ -303,19 +289,6 @@ def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
         settings["hydra.launcher.timeout_min"] = str(TIMEOUT_MINUTES)
     typed = {word.lstrip("+").partition("=")[0] for word in plan.hydra_words}
     return [f"{key}={value}" for key, value in settings.items() if key not in typed]
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    values_before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in values_before.items():
-            os.environ.pop(key)
-            if value is not None:
-                os.environ[key] = value
 
 
 # A job, in the process that the launcher has started

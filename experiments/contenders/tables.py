@@ -99,9 +99,3 @@ class DiskLRU(CachedLRU):
     """Tables in a memory-mapped file, behind an LRU cache in memory."""
 
     placement = emblib.Placement.DISK
-
-
-class DiskLFU(DiskLRU):
-    """Tables in a memory-mapped file, behind an LFU cache in memory."""
-
-    policy = emblib.CachePolicy.LFU

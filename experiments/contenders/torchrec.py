@@ -236,13 +236,6 @@ class TorchRecRowWise(TorchRecSharded):
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
-class TorchRecColumnWise(TorchRecSharded):
-    """The columns of every table distributed over all ranks."""
-
-    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
-        return sharding_plan.column_wise(ranks=list(range(ranks)), compute_kernel=FUSED)
-
-
 FEATURE = "ids"
 EVICTION_INTERVAL = 10  # training calls from one eviction to the next
 MIN_ROWS = 2  # one for a known id, and the last one for all unknown ids

@@ -127,7 +127,6 @@ def figures(run: Run) -> list[Figure]:
                 "devices or different work.",
                 "",
                 [panel],
-                columns=1,
             )
         )
     return [*result, *timed_figures.figures(run), *keys_report.figures(run)]

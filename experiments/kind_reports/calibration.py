@@ -157,6 +157,5 @@ def figures(run: Run) -> list[Figure]:
             "The bytes of an updated row include the optimizer's state. Lower is better.",
             str(costs["source"]),
             [Panel("Time by bytes per row", drawing, 1.6 * WIDTH)],
-            columns=1,
         )
     ]

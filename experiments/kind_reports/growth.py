@@ -114,6 +114,5 @@ def figures(run: Run) -> list[Figure]:
                     1.8 * WIDTH,
                 )
             ],
-            columns=1,
         )
     ]

@@ -165,7 +165,6 @@ def figures(run: Run) -> list[Figure]:
             "random line of memory per key and store no keys. Longer is better.",
             run.sizes(section),
             [panel],
-            columns=1,
         )
     ]
     headline_rows = rows[rows["contender"] == run.subject.contender]

@@ -147,6 +147,5 @@ def figures(run: Run) -> list[Figure]:
             note,
             text.count(len(rows), "kind of step", "kinds of steps"),
             [Panel("Steps by what they took", drawing, 1.8 * WIDTH)],
-            columns=1,
         )
     ]

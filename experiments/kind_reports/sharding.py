@@ -346,7 +346,6 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
         "of 1 emblib is faster.",
         "Right of 1 emblib is faster; sizes are those of each line",
         [panel] if lines else [],
-        columns=1,
     )
 
 

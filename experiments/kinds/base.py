@@ -230,12 +230,7 @@ class Kind:
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the line of the terminal about a measured cell."""
-        return "step: " + " · ".join(
-            f"{r['label']}: {r['status']}"
-            if r["status"] != "ok"
-            else f"{r['label']} {1e3 * median_of(r, 'step'):.3g} ms"
-            for r in records
-        )
+        return outcomes_line("step", records, lambda r: f"{1e3 * median_of(r, 'step'):.3g} ms")
 
     # Reporting
 
@@ -302,6 +297,15 @@ def load(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     target_object: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return target_object
+
+
+def outcomes_line(quantity: str, records: Sequence[Record], number: Callable[[Record], str]) -> str:
+    """Return a line with a number of each record, or its status where it has none."""
+    outcomes = [
+        f"{r['label']} {number(r)}" if r["status"] == "ok" else f"{r['label']}: {r['status']}"
+        for r in records
+    ]
+    return f"{quantity}: {' · '.join(outcomes)}"
 
 
 def median_of(record: Record, phase: str) -> float:

@@ -16,7 +16,15 @@ import pandas as pd
 from experiments.config.schema import Config, Mode, UsageError
 from experiments.config.sweep import EXACT, IDEALS
 from experiments.contenders import registry
-from experiments.kinds.base import ArmRules, Effort, Kind, Measurement, Reporting, Sort
+from experiments.kinds.base import (
+    ArmRules,
+    Effort,
+    Kind,
+    Measurement,
+    Reporting,
+    Sort,
+    outcomes_line,
+)
 from experiments.results.store import Record
 
 
@@ -43,12 +51,9 @@ class Cache(Kind):
         """Return the hit rates at the middle size."""
         sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
         middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
-        return "% of lookups served: " + " · ".join(
-            f"{r['label']}: {r['status']}"
-            if r["status"] != "ok"
-            else f"{r['label']} {100 * counted_hit_rates(r).lookups:.0f}"
-            for r in records
-            if r.get("cache_rows", middle_size) == middle_size
+        shown = [r for r in records if r.get("cache_rows", middle_size) == middle_size]
+        return outcomes_line(
+            "% of lookups served", shown, lambda r: f"{100 * counted_hit_rates(r).lookups:.0f}"
         )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:

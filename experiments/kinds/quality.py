@@ -19,7 +19,15 @@ import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import PLAIN, TRAINED, Arm, Cell
-from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
+from experiments.kinds.base import (
+    ArmRules,
+    Compared,
+    Effort,
+    Kind,
+    Measurement,
+    Reporting,
+    outcomes_line,
+)
 from experiments.quality import DATA
 from experiments.results import metrics
 from experiments.results.store import Record
@@ -117,11 +125,8 @@ class Quality(Kind):
         """Return the AUC of each method at its largest share."""
         best: dict[str, Record] = {}
         for record in records:
-            best.setdefault(str(record["contender"]), record)
-        return "AUC: " + " · ".join(
-            f"{r['contender']} {r['auc']:.4f}" if r["status"] == "ok" else f"{name}: {r['status']}"
-            for name, r in best.items()
-        )
+            best.setdefault(str(record["contender"]), record | {"label": record["contender"]})
+        return outcomes_line("AUC", [*best.values()], lambda r: f"{r['auc']:.4f}")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return quality.csv: a row per data set, method and share."""

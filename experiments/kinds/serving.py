@@ -14,7 +14,15 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
-from experiments.kinds.base import ArmRules, Compared, Kind, Measurement, Reporting, Sort
+from experiments.kinds.base import (
+    ArmRules,
+    Compared,
+    Kind,
+    Measurement,
+    Reporting,
+    Sort,
+    outcomes_line,
+)
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -68,12 +76,7 @@ class Serving(Kind):
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the 99th percentile of the latency of each arm with its most clients."""
-        return "p99: " + " · ".join(
-            f"{r['label']}: {r['status']}"
-            if r["status"] != "ok"
-            else f"{r['label']} {1e3 * _last_p99(r):.3g} ms"
-            for r in records
-        )
+        return outcomes_line("p99", records, lambda r: f"{1e3 * _last_p99(r):.3g} ms")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latencies.csv and cold_starts.csv."""
@@ -88,11 +91,7 @@ def _last_p99(record: Record) -> float:
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
     """Return the records of each arm of a cell, one per process."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Serving.name:
-            groups.setdefault((record["cell"], record["arm"]), []).append(record)
-    return groups
+    return metrics.group_records(records, Serving.name, lambda r: (r["cell"], r["arm"]))
 
 
 NAMES = ("section", "cell", "contender", "arm", "label")

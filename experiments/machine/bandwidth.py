@@ -15,7 +15,6 @@ or outputs stay in a cache can exceed the ceiling.
 from __future__ import annotations
 
 import mmap
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +53,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     Returns:
         `copy_gb_s`, `sgemm_gflop_s`; `gather_gb_s` and `gather_by` (the fastest way), keyed by
         bytes per row; on a GPU `launch_us`, from a call on an idle GPU to the end of an almost
-        empty kernel; on a CPU `random_lines`, see `measure_random_lines`.
+        empty kernel.
     """
     size = table_bytes(device) if seconds else SMOKE_BYTES
     flat = torch.ones(size // 4, device=device)
@@ -74,8 +73,6 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
         ceilings["launch_us"] = round(
             1e6 * shortest_wall(lambda: element.add_(1.0), device, 0.01), 3
         )
-    else:
-        ceilings["random_lines"] = measure_random_lines(size, 0.1 * seconds)
     return ceilings
 
 
@@ -210,36 +207,12 @@ def shortest_wall(
     return shortest_s
 
 
-def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
-    """Return million random cache lines per second and the share of huge pages, by bytes per page.
-
-    The rate is the best of several calls in two ways, torch's and on one thread NumPy's.
-    """
-    rates = {}
-    for huge in (False, True):
-        lines = CacheLines(nbytes, huge=huge)
-        count = max(1, min(1 << 20, lines.count // 8))
-        generator = torch.Generator().manual_seed(count)
-        shortest_s, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
-        while calls < 4 or time.perf_counter() < deadline:  # new positions for each call
-            positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
-            read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
-            start = time.perf_counter()
-            read(positions)
-            shortest_s, calls = min(shortest_s, time.perf_counter() - start), calls + 1
-        rates[str(page_bytes(huge=huge))] = {
-            "million_lines_s": round(count / shortest_s / 1e6, 3),
-            "huge_share": round(lines.huge_share, 3),
-        }
-    return rates
-
-
 class CacheLines:
     """Memory of `nbytes` in small or huge pages; cache line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)
-        huge_before, page = huge_bytes(), page_bytes(huge=True)
+        page = huge_page_bytes()
         size = (self.count * LINE_BYTES // page + 2) * page
         # Private memory, because other rules give huge pages to shared memory.
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -249,7 +222,6 @@ class CacheLines:
         self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS_PER_LINE]
         self.words[:] = 0
         self.words[::WORDS_PER_LINE] = np.arange(self.count)
-        self.huge_share = max(0.0, min(1.0, (huge_bytes() - huge_before) / size))
 
     def positions(self, keys: Tensor) -> Tensor:
         """Return the index of the word to read per key, int64."""
@@ -265,21 +237,9 @@ class CacheLines:
         return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 
 
-def page_bytes(*, huge: bool) -> int:
-    """Return the bytes of a small page or of a huge page; 2 MiB if the system does not say."""
-    if not huge:
-        return mmap.PAGESIZE
+def huge_page_bytes() -> int:
+    """Return the bytes of a huge page; 2 MiB if the system does not say."""
     try:
         return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
     except (OSError, ValueError):
         return 2 << 20
-
-
-def huge_bytes() -> int:
-    """Return the bytes of this process in huge pages; 0 if unknown."""
-    try:
-        text = Path("/proc/self/smaps_rollup").read_text()
-    except OSError:
-        return 0
-    match = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) << 10 if match else 0

@@ -24,7 +24,7 @@ from experiments.contenders.registry import Wrong
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.keys import KEYS_PER_FILL
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, build_arms, describe
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.workloads.keys import KeySpace, values_of
@@ -42,11 +42,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     gc.collect()
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     space = KeySpace(cell.workload.order, session.seed)
-    tables: dict[str, KeyTable] = {}
-    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        with outcomes[arm.key].catching():
-            session.note(f"{arm.key}|building")
-            tables[arm.key] = _build_table(cell, arm, session)
+    tables = build_arms(cell, outcomes, session, lambda arm: _build_table(cell, arm, session))
     telemetry = telemetry_for(session.device)
     telemetry.start()
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.key_checks import verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
-from experiments.measure.outcome import Outcome, describe
+from experiments.measure.outcome import Outcome, build_arms, describe
 from experiments.measure.session import Session
 from experiments.measure.timing import race_modes
 from experiments.results.store import Record
@@ -116,22 +115,21 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, FilledTable]:
     """Build, fill and check the tables in random order; an error becomes the arm's outcome."""
-    tables: dict[str, FilledTable] = {}
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
-    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        with outcomes[arm.key].catching():
-            task = task_of(cell, arm, session)
-            calls = Calls(cell.workload, cell.keys, task.resident, session.seed, inserts=inserts)
-            session.note(f"{arm.key}|building")
-            table = build_keyed(arm.contender, task)
-            session.note(f"{arm.key}|filling")
-            calls.resident = fill(table, calls)
-            session.note(f"{arm.key}|checking")
-            last_keys = calls.space.run(calls.resident - calls.num_present, calls.num_present)
-            verify_keyed(table, calls.space, last_keys)
-            table.reset_after_checks()
-            tables[arm.key] = FilledTable(table, calls)
-    return tables
+
+    def build_filled(arm: Arm) -> FilledTable:
+        task = task_of(cell, arm, session)
+        calls = Calls(cell.workload, cell.keys, task.resident, session.seed, inserts=inserts)
+        table = build_keyed(arm.contender, task)
+        session.note(f"{arm.key}|filling")
+        calls.resident = fill(table, calls)
+        session.note(f"{arm.key}|checking")
+        last_keys = calls.space.run(calls.resident - calls.num_present, calls.num_present)
+        verify_keyed(table, calls.space, last_keys)
+        table.reset_after_checks()
+        return FilledTable(table, calls)
+
+    return build_arms(cell, outcomes, session, build_filled)
 
 
 def fill(table: KeyTable, calls: Calls) -> int:

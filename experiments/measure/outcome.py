@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from experiments.timing.clock import UnsupportedMode
 from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
+Built = TypeVar("Built")  # what is measured of an arm: a contender, a table
 RTOL = 1e-3  # tolerance ÷ largest element, for float32 sums of thousands of terms in another order
 ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight
 
@@ -111,6 +113,21 @@ class Outcome:
             yield
         except Exception as error:
             self.fail(error)
+
+
+def build_arms(
+    cell: Cell, outcomes: Mapping[str, Outcome], session: Session, build: Callable[[Arm], Built]
+) -> dict[str, Built]:
+    """Build the arms of a cell; return what was built by key, without arms that failed.
+
+    The order is random, because memory that is allocated first can be better.
+    """
+    built: dict[str, Built] = {}
+    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
+        with outcomes[arm.key].catching():
+            session.note(f"{arm.key}|building")
+            built[arm.key] = build(arm)
+    return built
 
 
 def status_of(error: Exception) -> str:

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.config.sweep import Cell
+from experiments.config.sweep import Arm, Cell
 from experiments.contenders.base import fill_, pool_rows
 from experiments.contenders.registry import Wrong
 from experiments.contenders.served import Served, build_served
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.outcome import Outcome, build_arms, describe, facts
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -151,18 +151,15 @@ def _build(
 ) -> dict[str, Served]:
     """Build, fill and check the tables, in random order; an error becomes the arm's outcome."""
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
-    tables_by_arm: dict[str, Served] = {}
-    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
-            session.note(f"{arm.key}|building")
-            served = build_served(arm.contender, shapes)
-            served.fill(weights)
-            session.note(f"{arm.key}|checking")
-            verify_served(served, weights, pool.batches[0])
-            tables_by_arm[arm.key] = served
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
-    return tables_by_arm
+
+    def build_filled(arm: Arm) -> Served:
+        served = build_served(arm.contender, shapes)
+        served.fill(weights)
+        session.note(f"{arm.key}|checking")
+        verify_served(served, weights, pool.batches[0])
+        return served
+
+    return build_arms(cell, outcomes, session, build_filled)
 
 
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:

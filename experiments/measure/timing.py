@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.contenders.base import Contender, Task, build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
-from experiments.measure.outcome import Outcome, describe, facts, verify
+from experiments.measure.outcome import Outcome, build_arms, describe, facts, verify
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, clock_for
@@ -144,22 +143,18 @@ def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
 
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
-    """Build and check the contenders; an error becomes the arm's outcome.
-
-    The order is random, because memory that is allocated first can be better.
-    """
+    """Build and check the contenders; an error becomes the arm's outcome."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     small_workload = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
     check_batch = make_pool(small_workload, shapes, 1, session.seed + 1).batches[0]
-    contenders: dict[str, Contender] = {}
-    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        with outcomes[arm.key].catching():
-            session.note(f"{arm.key}|building")
-            contender = build(arm.contender, task_of(cell, arm, session))
-            session.note(f"{arm.key}|checking")
-            verify(contender, check_batch)
-            contenders[arm.key] = contender
-    return contenders
+
+    def build_checked(arm: Arm) -> Contender:
+        contender = build(arm.contender, task_of(cell, arm, session))
+        session.note(f"{arm.key}|checking")
+        verify(contender, check_batch)
+        return contender
+
+    return build_arms(cell, outcomes, session, build_checked)
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:

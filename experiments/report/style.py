@@ -22,29 +22,30 @@ from matplotlib.figure import Figure as Canvas
 INK, GRID = "#1b1f24", "#d4d7db"
 SLOWER, FASTER = "#c2410f", "#1766b0"  # ends of a diverging scale; the opacity says how much
 
-# Okabe & Ito's palette first: its colours differ with any common colour blindness and in print.
-COLOURS = {
-    "tbe": "#0072b2",
-    "tt": "#d55e00",
-    "torch": "#009e73",
-    "sky": "#56b4e9",
-    "reference_tt": "#cc79a7",
-    "published": "#777777",
-    "managed": "#8c6d31",
-    "cached_lru": "#e69f00",
-    "cached_lfu": "#7b3fa0",
-    "disk_lru": "#b2182b",
-    "disk_lfu": "#4d4dff",
-    "offline": "#30363d",
-    "static_top": "#8a949e",
-    "fbgemm": "#76a300",
-    "torchrec": "#c51b7d",
-    "tensorly": "#5c4b99",
-    "other_1": "#00818a",
-    "other_2": "#a0522d",
-    "other_3": "#6b7a00",
-    "other_4": "#a8336b",
+# Colour and marker of each style. Okabe & Ito's palette first: its colours differ with any common
+# colour blindness and in print.
+STYLES = {
+    "tbe": ("#0072b2", "o"),
+    "tt": ("#d55e00", "s"),
+    "torch": ("#009e73", "^"),
+    "sky": ("#56b4e9", "v"),
+    "reference_tt": ("#cc79a7", "D"),
+    "published": ("#777777", "*"),
+    "managed": ("#8c6d31", "P"),
+    "cached_lru": ("#e69f00", "o"),
+    "cached_lfu": ("#7b3fa0", "s"),
+    "disk_lru": ("#b2182b", "v"),
+    "offline": ("#30363d", "h"),
+    "static_top": ("#8a949e", "h"),
+    "fbgemm": ("#76a300", "D"),
+    "torchrec": ("#c51b7d", "P"),
+    "tensorly": ("#5c4b99", "X"),
+    "other_1": ("#00818a", "h"),
+    "other_2": ("#a0522d", "h"),
+    "other_3": ("#6b7a00", "h"),
+    "other_4": ("#a8336b", "h"),
 }
+COLOURS = {name: colour for name, (colour, _) in STYLES.items()}
 # Colours of outcomes. Each status is also written out, because colour alone says nothing.
 STATUS = {
     "ok": "#2e8540",
@@ -55,22 +56,6 @@ STATUS = {
     "error": "#dc2626",
     "missing": "#64748b",
     "unsupported": "#94a3b8",
-}
-MARKERS = {
-    "tbe": "o",
-    "tt": "s",
-    "torch": "^",
-    "sky": "v",
-    "reference_tt": "D",
-    "published": "*",
-    "managed": "P",
-    "cached_lru": "o",
-    "cached_lfu": "s",
-    "disk_lru": "v",
-    "disk_lfu": "X",
-    "fbgemm": "D",
-    "torchrec": "P",
-    "tensorly": "X",
 }
 # Contenders with the style of another name: those of one figure must differ.
 ALIASES = {
@@ -108,7 +93,7 @@ def colour_of(contender: str) -> str:
 
 def marker_of(contender: str) -> str:
     """Return a matplotlib marker."""
-    return MARKERS.get(style_name(contender), "h")
+    return STYLES[style_name(contender)][1]
 
 
 def css_variables() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import itertools
@@ -140,6 +141,23 @@ def test_which_gpus_may_be_used(
     assert [s.visible for s in launch.list_gpus()] == visible
 
 
+class Busy(Exception):
+    """Every slot is locked."""
+
+
+def is_free(slots: list[Slot], folder: Path) -> bool:
+    """Return whether one of the slots could be locked."""
+
+    def pause() -> None:
+        raise Busy
+
+    try:
+        with launch.lock_slots(slots, 1, folder, pause):
+            return True
+    except Busy:
+        return False
+
+
 def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
     two = [Slot("a", "0"), Slot("b", "1")]
     with (
@@ -147,7 +165,7 @@ def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
         launch.lock_slots(two, 1, tmp_path) as second,
     ):
         assert {first[0], second[0]} == set(two)
-        assert not launch._lock_free(two, 1, tmp_path)
+        assert not is_free(two, tmp_path)
     with launch.lock_slots(two, 2, tmp_path) as both:
         assert both == two
 
@@ -155,7 +173,8 @@ def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
 def test_who_needs_two_keeps_none_while_it_waits(tmp_path: Path) -> None:
     two = [Slot("a"), Slot("b")]
     waited = 0
-    busy = launch._lock_free(two[1:], 1, tmp_path)
+    busy = contextlib.ExitStack()
+    busy.enter_context(launch.lock_slots(two[1:], 1, tmp_path))
 
     def pause() -> None:
         nonlocal waited
@@ -163,7 +182,7 @@ def test_who_needs_two_keeps_none_while_it_waits(tmp_path: Path) -> None:
         with launch.lock_slots(two[:1], 1, tmp_path):  # the other is free meanwhile
             pass
         if waited == 3:
-            launch._release(busy)
+            busy.close()
 
     with launch.lock_slots(two, 2, tmp_path, pause) as held:
         assert held == two
@@ -183,7 +202,7 @@ def test_a_killed_holder_gives_its_slot_back(tmp_path: Path) -> None:
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    assert not launch._lock_free([launch.CPU], 1, tmp_path)
+    assert not is_free([launch.CPU], tmp_path)
     holder.kill()
     holder.wait()
     with lock.open("a") as again:
@@ -197,9 +216,7 @@ def processors(*words: str) -> tuple[dict[str, str], list[Slot]]:
     every = [*launch.list_gpus(), launch.CPU]
     with launch._lock_processors(config) as environment:
         for slot in every:
-            mine = launch._lock_free([slot], 1, launch.lock_folder())
-            launch._release(mine)
-            taken += [] if mine else [slot]
+            taken += [] if is_free([slot], launch.lock_folder()) else [slot]
     return environment, taken
 
 
@@ -242,6 +259,9 @@ def test_a_launch_runs_its_jobs_one_after_another(
         return smoke_host.run(list(words), tmp_path)[0]
 
     monkeypatch.setattr(launch, "_run_job_process", run_job)
+    monkeypatch.setattr(sys, "argv", sys.argv)  # a launch sets these for its processes
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.delenv(launch.GPUS, raising=False)
     words = [A, *SMOKE, "seed=1,2", "contenders=[tbe]", f"report.folder={tmp_path}"]
     assert cli.main(["-m", *words]) == 0
     assert capsys.readouterr().out.count("status 0") == 2

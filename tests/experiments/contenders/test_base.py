@@ -97,7 +97,7 @@ def test_nbytes_of_plain_tables() -> None:
         own = build(name, task()).nbytes()
         assert own.pop("cache", 0) == 0
         assert own == {"weights": dense, "optimizer_state": 0}
-    for name in ("cached_lru", "disk_lfu"):  # rows and tags of 4 sets
+    for name in ("cached_lru", "disk_lru"):  # rows and tags of 4 sets
         own = build(name, task()).nbytes()
         assert own["weights"] == dense
         assert own["cache"] > 4 * 32 * 8 * 4
