@@ -148,15 +148,12 @@ def with_results(page: str, folder: Path = REFERENCE) -> str:
 
 def with_questions(page: str) -> str:
     """Return the text of reports/README.md with its table of experiments up to date."""
-    start, end = QUESTIONS
-    text_before, text_after = page.split(start)
     lines = ["| question | experiment |", "| --- | --- |"]
-    for name in configure.groups()["experiment"]:
-        question = configure.question(name)
-        lines.append(
-            f"| {question[:1].upper()}{question[1:]} | `python run.py +experiment={name}` |"
-        )
-    return "\n".join([f"{text_before}{start}", *lines, f"{end}{text_after.split(end)[1]}"])
+    lines += [
+        f"| {text.capitalised(configure.question(name))} | `python run.py +experiment={name}` |"
+        for name in configure.groups()["experiment"]
+    ]
+    return front_page.replace_block(page, QUESTIONS, "\n".join(lines))
 
 
 def add(words: Sequence[str]) -> int:

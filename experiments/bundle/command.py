@@ -131,8 +131,6 @@ def _rerun(
         )
         if result.run is not None:
             _print_machine_changes(entry, result.run.environment)
-        if result.reason:
-            print(f"  {result.reason}")
         _print_findings(result.findings)
         findings += result.findings
     _print_summary(findings)

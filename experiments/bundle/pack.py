@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-import jinja2
 from omegaconf import OmegaConf
 
 from experiments.bundle import archive
@@ -26,16 +25,11 @@ from experiments.config.schema import UsageError, folder_name
 from experiments.paths import CONF, ROOT
 from experiments.report import text, write_report
 from experiments.report.data import Run
+from experiments.report.document import template_environment
 from experiments.results.store import POINTS, has_records, unpack_records
 
 VERSION = 1
-_templates = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).parent),
-    undefined=jinja2.StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
+_templates = template_environment(Path(__file__).parent, keep_trailing_newline=True)
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 REQUIRED_FILES = ("config.yaml", "environment.json")

@@ -35,12 +35,10 @@ class Remeasurement:
     Attributes:
         findings: every claim of the packed run, those that could not be measured included.
         run: the new run; None if there is none.
-        reason: why the packed run has nothing to compare; "" if it has.
     """
 
     findings: list[CheckedClaim]
     run: Run | None = None
-    reason: str = ""
 
 
 def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
@@ -100,7 +98,7 @@ def measure_again(
     old = Run.read(packed)
     claims = claims_of(old)
     if not claims:
-        return Remeasurement([], reason="it claims nothing that could be compared")
+        return Remeasurement([])
     device = DeviceKind[str(old.config.device.kind)]  # auto: cuda only if there is a GPU here
     if entry["cuda"] and device_kind(device) != "cuda":
         return Remeasurement(_unmeasured(claims, "measured on a GPU, and there is none here"))

@@ -28,25 +28,9 @@ from experiments.timing import statistics
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
-class NoiseFloor:
-    """The noise floor of a machine, from a file of gate.noise.
-
-    Attributes:
-        source: name of the file.
-        points: spread of each point: `pairs`, `mad` (median |log ratio| of A against A), `p95`
-            and `effects`.
-        measured: time of the measurement, ISO 8601.
-    """
-
-    source: str
-    points: Mapping[str, Mapping[str, Any]]
-    measured: str
-
-    def margin(self, point: str, min_effect: float, pairs: int) -> float:
-        """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
-        noise = self.points.get(point)
-        return statistics.gate_margin(min_effect, noise["mad"], pairs) if noise else min_effect
+# Spread of each point, from a file of gate.noise: `pairs`, `mad` (median |log ratio| of A against
+# A), `p95` and `effects`.
+NoiseFloor = Mapping[str, Mapping[str, Any]]
 
 
 def measurement_key(config: Config) -> str:
@@ -123,7 +107,15 @@ def find_noise_floor(
         return None
     if saved.get("schema") != SCHEMA or saved["key"] != machine_key(environment):
         return None
-    return NoiseFloor(source.name, saved["points"], saved["measured"])
+    points: NoiseFloor = saved["points"]
+    return points
+
+
+def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:
+    """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
+    if point not in floor:
+        return min_effect
+    return statistics.gate_margin(min_effect, floor[point]["mad"], pairs)
 
 
 @dataclass(frozen=True)
@@ -140,9 +132,8 @@ class GateStart:
     def rules(self) -> Rules:
         """Return the numbers of pairs, and the margins of points that can be gated."""
         gate, pairs = self.config.gate, self.config.timing.replicates
-        margins = {p.name: gate.min_effect for p in self.points}
-        if self.floor:
-            margins = {n: self.floor.margin(n, gate.min_effect, pairs) for n in margins}
+        floor = self.floor or {}
+        margins = {p.name: margin(floor, p.name, gate.min_effect, pairs) for p in self.points}
         gated = {name: m for name, m in margins.items() if m <= gate.max_margin}
         return Rules(pairs, max(pairs, gate.max_pairs), gated)
 

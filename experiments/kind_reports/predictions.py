@@ -76,9 +76,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     uncached_columns: dict[str, Column] = {
         "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
     }
-    parts = [
-        ("Steps without a cache", "", Table.of(_records(uncached_rows), columns | uncached_columns))
-    ]
+    parts = [("Steps without a cache", "", Table.of(uncached_rows, columns | uncached_columns))]
     if len(cached_rows):
         behind: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
@@ -86,14 +84,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             "distinct that hit": lambda r: _two_decimals(r["row_hit_rate"]),
             "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
-        parts.append(
-            ("Steps with cached rows", "", Table.of(_records(cached_rows), columns | behind))
-        )
+        parts.append(("Steps with cached rows", "", Table.of(cached_rows, columns | behind)))
     return [*parts, _constants(run)]
-
-
-def _records(rows: pd.DataFrame) -> list[dict[str, object]]:
-    return [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
 
 
 def _two_decimals(value: float) -> Value:

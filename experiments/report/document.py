@@ -140,16 +140,19 @@ def _code(lines: str) -> Markup:
     return Markup(textwrap.indent(lines, "    "))
 
 
-def _environment(**options: Any) -> jinja2.Environment:
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    undefined = jinja2.StrictUndefined
+def template_environment(folder: Path, **options: Any) -> jinja2.Environment:
+    """Return the environment of the templates in a folder; an unknown name is an error."""
     return jinja2.Environment(
-        loader=loader, undefined=undefined, trim_blocks=True, lstrip_blocks=True, **options
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
     )
 
 
 # Labels, error messages and commands come from configurations and other people's runs: every
 # expression of a template is escaped.
-_HTML = _environment(autoescape=True)
-_MARKDOWN = _environment(finalize=_inert, keep_trailing_newline=True)
+_HTML = template_environment(TEMPLATES, autoescape=True)
+_MARKDOWN = template_environment(TEMPLATES, finalize=_inert, keep_trailing_newline=True)
 _MARKDOWN.filters["code"] = _code

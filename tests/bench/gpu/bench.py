@@ -1,4 +1,4 @@
-"""What a part of the benchmarks runs with: device, sizes, time; and the figures that it finds."""
+"""The context of a part of the benchmarks: device, sizes, time; and the figures it measures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,31 @@ from torch import Tensor
 from experiments.machine import environment
 from tests.bench.gpu.watch import POOL, Call, Times, Watch, race
 
-MEMORY_SHARE = 0.8  # of the free memory may be used by the tables of a point
+MEMORY_SHARE = 0.8  # bytes of the tables of a point ÷ free memory, at most
 
 
 @dataclass
 class Bench:
-    """One part: what it may use, and what it has found."""
+    """A part of the benchmarks.
+
+    Attributes:
+        part: name of the part.
+        device: device of the tables.
+        tiny: whether sizes are tiny, to see that the code works.
+        seconds: time after which no further point begins.
+        rounds: maximum number of rounds of a race.
+        figures: measured values by their names in aims.yaml.
+        rows: rows of the part's table.
+        notes: remarks above the table.
+        began: time.monotonic() at the beginning.
+    """
 
     part: str
     device: torch.device
     tiny: bool = False
     seconds: float = 60.0
     rounds: int = 15
-    figures: dict[str, float] = field(default_factory=dict)  # name -> value, as in aims.yaml
+    figures: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
@@ -42,7 +54,7 @@ class Bench:
         self.environment["command"] = " ".join(["python -m tests.bench.gpu", *sys.argv[1:]])
 
     def left(self) -> float:
-        """Return the seconds that the part has left."""
+        """Return the remaining seconds of the part."""
         return self.seconds - (time.monotonic() - self.began)
 
     def size(self, number: int, tiny: int) -> int:
@@ -54,10 +66,10 @@ class Bench:
         if self.device.type != "cuda" or self.tiny:
             return rows
         free, _ = torch.cuda.mem_get_info(self.device)
-        room = int(MEMORY_SHARE * free / bytes_per_row)
-        if room < rows:
-            self.notes.append(f"tables of {rows:,} rows have {room:,}: there is no more memory")
-        return min(rows, room)
+        max_rows = int(MEMORY_SHARE * free / bytes_per_row)
+        if max_rows < rows:
+            self.notes.append(f"tables of {rows:,} rows have {max_rows:,}: there is no more memory")
+        return min(rows, max_rows)
 
     def race(self, calls: dict[str, Call], *, share: float = 0.2) -> dict[str, Times]:
         """Time calls for at most a share of the time that is left."""
@@ -65,19 +77,19 @@ class Bench:
         return race(self.watch, calls, rounds, share * max(0.0, self.left()))
 
     def figure(self, name: str, value: float | None) -> None:
-        """Keep a figure by its name in aims.yaml; None is left out."""
+        """Store a figure by its name in aims.yaml; ignore None."""
         if value is not None:
             self.figures[name] = value
 
     def row(self, **values: Any) -> None:
-        """Keep and print a row of the part's table."""
+        """Store and print a row of the part's table."""
         self.rows.append(values)
         print(
             " · ".join(f"{k} {_shown(v)}" for k, v in values.items() if v is not None), flush=True
         )
 
     def attempt(self, what: str, work: Callable[[], object]) -> None:
-        """Do a point of the part; one that fails is a row, one without time left is a note."""
+        """Measure a point; a failure becomes a row, a point without remaining time a note."""
         if self.left() <= 0:
             self.notes.append(f"{what}: not reached, the part's time was up")
             return
@@ -95,7 +107,7 @@ class Bench:
         """Write PART.json and PART.md."""
         folder.mkdir(parents=True, exist_ok=True)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        found = {
+        content = {
             "part": self.part,
             "device": name,
             "torch": torch.__version__,
@@ -106,7 +118,7 @@ class Bench:
             "notes": self.notes,
             "rows": self.rows,
         }
-        (folder / f"{self.part}.json").write_text(json.dumps(found, indent=1, default=str) + "\n")
+        (folder / f"{self.part}.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
         (folder / f"{self.part}.md").write_text(self.markdown(name))
 
     def markdown(self, device: str) -> str:
@@ -134,7 +146,10 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """T tables of E rows and dim D; B bags of L lookups in each; ids uniform, or a power law."""
+    """Tables of equal size and a batch of lookups; ids are uniform, or `zipf` is their exponent.
+
+    `batch` is bags per table, `length` lookups per bag.
+    """
 
     tables: int
     rows: int
@@ -146,8 +161,8 @@ class Shape:
     @property
     def name(self) -> str:
         """Return e.g. `T26 D64 B65536 L1`."""
-        law = f" s{self.zipf:g}" if self.zipf else ""
-        return f"T{self.tables} D{self.dim} B{self.batch} L{self.length}{law}"
+        skew = f" s{self.zipf:g}" if self.zipf else ""
+        return f"T{self.tables} D{self.dim} B{self.batch} L{self.length}{skew}"
 
     @property
     def lookups(self) -> int:
@@ -155,7 +170,7 @@ class Shape:
         return self.tables * self.batch * self.length
 
     def batches(self, device: torch.device, count: int = POOL) -> list[tuple[Tensor, Tensor]]:
-        """Draw ids and offsets, feature-major, int64."""
+        """Draw `count` batches: ids `[lookups]` and offsets `[tables * batch + 1]`, int64."""
         offsets = torch.arange(0, self.lookups + 1, self.length, device=device)
         return [(self._ids(device, seed), offsets) for seed in range(count)]
 
@@ -171,13 +186,13 @@ class Shape:
         return ranks * 2654435761 % self.rows
 
     def gradient(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a gradient of the output."""
+        """Return a gradient of the output, `[batch, tables * dim]`."""
         generator = torch.Generator(device=device).manual_seed(0)
         size = (self.batch, self.tables * self.dim)
         return torch.randn(size, device=device, generator=generator).to(dtype) * 1e-3
 
     def small(self) -> Shape:
-        """Return the shape at a size that a CPU does at once."""
+        """Return the shape at a tiny size."""
         return Shape(
             min(self.tables, 2), 200, self.dim, min(self.batch, 8), min(self.length, 3), self.zipf
         )

@@ -39,8 +39,8 @@ def run(bench: Bench) -> None:
 
 def cached(shape: Shape, policy: emblib.CachePolicy, share: float, device: torch.device) -> Any:
     """Return emblib's tables in host memory, behind a cache of a share of their rows."""
-    place = emblib.Placement.MANAGED_CACHING
-    specs = [emblib.TableSpec(shape.rows, shape.dim, placement=place)] * shape.tables
+    placement = emblib.Placement.MANAGED_CACHING
+    specs = [emblib.TableSpec(shape.rows, shape.dim, placement=placement)] * shape.tables
     sets = max(1, int(share * shape.tables * shape.rows) // 32)
     cache = emblib.CacheConfig(policy=policy, sets=sets)
     optimizer = emblib.optim.RowwiseAdagrad(LR)
@@ -56,23 +56,23 @@ def policies(bench: Bench, shape: Shape, policy: emblib.CachePolicy) -> None:
     except NotOffered as error:
         bench.row(policy=policy.name, contender="fbgemm", status=str(error))
     calls: dict[str, Call] = {}
-    for who, module in tables.items():
+    for contender, module in tables.items():
         for ids, offsets in batches * (1 if bench.tiny else 4):
             module(ids, offsets).backward(grad)
-        calls[who] = lambda n, m=module: m(*batches[n % len(batches)]).backward(grad)
-        calls[f"{who} forward"] = lambda n, m=module: _forward(m, batches[n % len(batches)])
-    found = bench.race(calls)
-    for who, times in found.items():
+        calls[contender] = lambda n, m=module: m(*batches[n % len(batches)]).backward(grad)
+        calls[f"{contender} forward"] = lambda n, m=module: _forward(m, batches[n % len(batches)])
+    results = bench.race(calls)
+    for contender, times in results.items():
         bench.row(
             policy=policy.name,
-            contender=who,
+            contender=contender,
             host_us=times.median_us("host"),
             device_us=times.median_us("device"),
             status=times.error or "ok",
         )
     for work in ("", " forward"):
-        if f"fbgemm{work}" in found:
-            value = ratio(found[f"fbgemm{work}"], found[f"emblib{work}"])
+        if f"fbgemm{work}" in results:
+            value = ratio(results[f"fbgemm{work}"], results[f"emblib{work}"])
             bench.figure(f"{policy.name}{work or ' step'}: FBGEMM ÷ emblib", value)
 
 
@@ -106,8 +106,8 @@ def prefetch(bench: Bench, shape: Shape) -> None:
     batches = shape.batches(bench.device, count)
     grad = shape.gradient(bench.device)
     steps = _Steps(bench, shape, batches, grad)
-    whole = steps.time(overlapped=False)
-    hidden = steps.time(overlapped=True)
+    step_s = steps.time(overlapped=False)
+    prefetched_s = steps.time(overlapped=True)
     copies = steps.time_copies()
     resident = cached(shape, emblib.CachePolicy.LRU, 1.5, bench.device)
     for ids, offsets in batches:
@@ -117,15 +117,15 @@ def prefetch(bench: Bench, shape: Shape) -> None:
     bench.row(
         policy="LRU",
         contender="emblib, prefetch",
-        step_us=1e6 * whole,
-        prefetched_step_us=1e6 * hidden,
+        step_us=1e6 * step_s,
+        prefetched_step_us=1e6 * prefetched_s,
         copies_us=1e6 * copies,
         compute_us=compute_us,
         status="ok",
     )
     if compute_us:
         bound = max(1e6 * copies, compute_us)
-        bench.figure("prefetched step ÷ max(copies, compute)", 1e6 * hidden / bound)
+        bench.figure("prefetched step ÷ max(copies, compute)", 1e6 * prefetched_s / bound)
 
 
 class _Steps:
@@ -210,8 +210,8 @@ def bus(bench: Bench) -> None:
             down(number)
         torch.cuda.current_stream().wait_stream(side)
 
-    found = bench.race({"to device": up, "to host": down, "both": both})
-    for name, times in found.items():
+    results = bench.race({"to device": up, "to host": down, "both": both})
+    for name, times in results.items():
         device = times.median_us("device")
         moved = size * (2 if name == "both" else 1)
         if device:

@@ -19,7 +19,7 @@ from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.contenders.registry import Unsupported
 from tests.bench.gpu.bench import Bench, Shape, sized
 from tests.bench.gpu.peers import LR, Emblib
-from tests.bench.gpu.watch import Call, Times, ratio
+from tests.bench.gpu.watch import Call, ratio
 
 CALL = 1 << 20  # keys
 SLOTS = 64 << 20
@@ -42,8 +42,10 @@ OPERATIONS = (  # and the percentages of keys that are there
 def run(bench: Bench) -> None:
     """Measure operations on rows and slots, then dynamic steps against dense ones."""
     for load in LOADS:
-        for who in CONTENDERS:
-            bench.attempt(f"{who} at load {load}", functools.partial(table, bench, who, load))
+        for contender in CONTENDERS:
+            bench.attempt(
+                f"{contender} at load {load}", functools.partial(table, bench, contender, load)
+            )
     for share in (0.0, 0.2):
         bench.attempt(f"step, {share:.0%} new keys", functools.partial(steps, bench, share))
 
@@ -53,24 +55,24 @@ def keys_of(first: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(first, first + count, device=device) * STRIDE
 
 
-def table(bench: Bench, who: str, load: float) -> None:
+def table(bench: Bench, contender: str, load: float) -> None:
     """Fill a table and time its operations."""
     slots, call = bench.size(SLOTS, 4096), bench.size(CALL, 64)
     slots = min(slots, 1 << (bench.fit_rows(slots, 4 * DIM + 32).bit_length() - 1))
     dim = bench.size(DIM, 8)
     resident = int(load * slots)
     try:
-        found: KeyTable = build_keyed(who, KeyTask(slots, dim, bench.device, resident))
+        key_table: KeyTable = build_keyed(contender, KeyTask(slots, dim, bench.device, resident))
     except Unsupported as error:
-        bench.row(contender=who, load=load, status=str(error)[:160])
+        bench.row(contender=contender, load=load, status=str(error)[:160])
         return
     for first in range(0, resident, call):
         count = min(call, resident - first)
         keys = keys_of(first, count, bench.device)
-        found.fill(keys, torch.zeros(count, dim, device=bench.device))
+        key_table.fill(keys, torch.zeros(count, dim, device=bench.device))
     absent = resident
     for operation, percentages in OPERATIONS:
-        if operation not in type(found).operations:
+        if operation not in type(key_table).operations:
             continue
         for percent in percentages:
             times: list[float] = []
@@ -80,19 +82,19 @@ def table(bench: Bench, who: str, load: float) -> None:
                 new = keys_of(absent, call - hits, bench.device)
                 absent += call - hits
                 keys = torch.cat([picked * STRIDE, new])
-                prepared = found.prepare(keys, torch.ones(call, dim, device=bench.device))
-                work = getattr(found, operation)
+                prepared = key_table.prepare(keys, torch.ones(call, dim, device=bench.device))
+                work = getattr(key_table, operation)
                 times.append(bench.watch.between_events(lambda _, w=work, p=prepared: w(p), 0))
             rate = call / sorted(times[1:])[len(times) // 2 - 1] / 1e6
             bench.row(
-                contender=who,
+                contender=contender,
                 load=load,
                 operation=operation,
                 hits_percent=percent,
                 m_keys_s=rate,
                 status="ok",
             )
-            bench.figure(f"{who} {operation} {percent} % load {load:.2f}: M keys/s", rate)
+            bench.figure(f"{contender} {operation} {percent} % load {load:.2f}: M keys/s", rate)
 
 
 def steps(bench: Bench, share: float) -> None:
@@ -106,41 +108,37 @@ def steps(bench: Bench, share: float) -> None:
     dynamic = emblib.DynamicEmbeddingBags(specs, emblib.optim.SGD(LR), device=bench.device)
     for ids, offsets in batches:
         dynamic(ids, offsets).backward(grad)
-    fresh = _fresh(batches, share, shape.rows, count=40)
+    dynamic_batches = _with_new_ids(batches, share, shape.rows, count=40)
     calls: dict[str, Call] = {
         "dense": lambda n: dense.step(*batches[n % len(batches)], grad),
-        "dynamic": lambda n: dynamic(*next(fresh)).backward(grad),
+        "dynamic": lambda n: dynamic(*next(dynamic_batches)).backward(grad),
     }
-    found = bench.race(calls)
-    for who, times in found.items():
+    results = bench.race(calls)
+    for contender, times in results.items():
         bench.row(
-            contender=f"{who} step",
+            contender=f"{contender} step",
             new_percent=100 * share,
-            host_us=times.median_us("host"),
-            elapsed_us=times.median_us("elapsed"),
-            device_us=times.median_us("device"),
+            **times.columns(),
             status=times.error or "ok",
         )
     name = f"dynamic ÷ dense step, {100 * share:.0f} % new: device"
-    bench.figure(name, _ratio(found))
+    bench.figure(name, ratio(results["dynamic"], results["dense"]))
 
 
-def _ratio(found: dict[str, Times]) -> float | None:
-    return ratio(found["dynamic"], found["dense"])
-
-
-def _fresh(batches: list[tuple[Tensor, Tensor]], share: float, first: int, count: int) -> Any:
+def _with_new_ids(
+    batches: list[tuple[Tensor, Tensor]], share: float, first: int, count: int
+) -> Any:
     """Yield batches whose first ids are replaced by ones that no batch had, over and over."""
-    made = []
+    changed_batches = []
     for number in range(count):
         ids, offsets = batches[number % len(batches)]
         new = int(share * len(ids))
         ids = ids.clone()
-        where = torch.randperm(len(ids), device=ids.device)[:new]
-        ids[where] = torch.arange(first, first + new, device=ids.device)
+        positions = torch.randperm(len(ids), device=ids.device)[:new]
+        ids[positions] = torch.arange(first, first + new, device=ids.device)
         first += new
-        made.append((ids, offsets))
+        changed_batches.append((ids, offsets))
     number = 0
     while True:
-        yield made[number % count]
+        yield changed_batches[number % count]
         number += 1

@@ -40,36 +40,36 @@ def plain(bench: Bench, shape: Shape, title: str) -> None:
     calls: dict[str, Call] = {}
     points = [("emblib", Emblib, "sgd"), ("emblib", Emblib, "rowwise_adagrad")]
     points += [("fbgemm", Fbgemm, "rowwise_adagrad"), ("torch", EmbeddingBag, "sgd")]
-    for who, kind, work in points:
+    for contender, kind, work in points:
         try:
             tables = kind(shape, work, "fp32", bench.device)
         except NotOffered as error:
-            bench.row(shape=title, contender=who, work=work, status=str(error))
+            bench.row(shape=title, contender=contender, work=work, status=str(error))
             continue
-        calls[f"{who} {work}"] = lambda n, t=tables: t.step(*batches[n % len(batches)], grad)
-        if work == "rowwise_adagrad" or who == "torch":
-            calls[f"{who} forward"] = lambda n, t=tables: t.forward(*batches[n % len(batches)])
-    ours = calls["emblib rowwise_adagrad"]
+        calls[f"{contender} {work}"] = lambda n, t=tables: t.step(*batches[n % len(batches)], grad)
+        if work == "rowwise_adagrad" or contender == "torch":
+            calls[f"{contender} forward"] = lambda n, t=tables: t.forward(
+                *batches[n % len(batches)]
+            )
+    emblib_step = calls["emblib rowwise_adagrad"]
     try:
-        calls["emblib captured"] = bench.watch.captured(ours)
+        calls["emblib captured"] = bench.watch.captured(emblib_step)
     except Exception as error:
         bench.row(shape=title, contender="emblib captured", status=str(error)[:120])
-    found = bench.race(calls)
-    for name, times in found.items():
-        launched = {} if times.error else kernels(calls[name])
+    results = bench.race(calls)
+    for name, times in results.items():
+        profiled = {} if times.error else kernels(calls[name])
         bench.row(
             shape=title,
             contender=name,
-            host_us=times.median_us("host"),
-            elapsed_us=times.median_us("elapsed"),
-            device_us=times.median_us("device"),
-            kernels=sum(count for count, _ in launched.values()) or None,
+            **times.columns(),
+            kernels=sum(count for count, _ in profiled.values()) or None,
             status=times.error or "ok",
         )
         bench.figure(f"{title}: {name}, host us", times.median_us("host"))
-    own, torchs = (found[name].median_us("host") for name in ("emblib sgd", "torch sgd"))
-    if own and torchs:
-        bench.figure(f"{title}: step SGD, emblib ÷ torch, host", own / torchs)
+    emblib_us, torch_us = (results[name].median_us("host") for name in ("emblib sgd", "torch sgd"))
+    if emblib_us and torch_us:
+        bench.figure(f"{title}: step SGD, emblib ÷ torch, host", emblib_us / torch_us)
 
 
 def other(bench: Bench, name: str, shape: Shape, make: Callable[[Shape, Any], Any]) -> None:
@@ -88,15 +88,13 @@ def other(bench: Bench, name: str, shape: Shape, make: Callable[[Shape, Any], An
     if not isinstance(module, emblib.QuantizedEmbeddingBags):
         calls["step"] = step
     for work, times in bench.race(calls).items():
-        launched = {} if times.error else kernels(calls[work])
+        profiled = {} if times.error else kernels(calls[work])
         bench.row(
             shape=shape.name,
             contender=f"emblib {name}",
             work=work,
-            host_us=times.median_us("host"),
-            elapsed_us=times.median_us("elapsed"),
-            device_us=times.median_us("device"),
-            kernels=sum(count for count, _ in launched.values()) or None,
+            **times.columns(),
+            kernels=sum(count for count, _ in profiled.values()) or None,
             status=times.error or "ok",
         )
         bench.figure(f"{name}: {work}, host us", times.median_us("host"))
@@ -113,8 +111,8 @@ def _dynamic(shape: Shape, device: torch.device) -> Any:
 
 
 def _cached(shape: Shape, device: torch.device) -> Any:
-    place = emblib.Placement.MANAGED_CACHING
-    specs = [emblib.TableSpec(shape.rows, shape.dim, placement=place)] * shape.tables
+    placement = emblib.Placement.MANAGED_CACHING
+    specs = [emblib.TableSpec(shape.rows, shape.dim, placement=placement)] * shape.tables
     return emblib.TableBatchedEmbeddingBags(specs, emblib.optim.SGD(LR), device=device)
 
 

@@ -33,7 +33,7 @@ SHAPES = (
     Shape(100, 100_000, 128, 128, 2),
 )
 
-UNCAPTURED: dict[str, str] = {}  # contender -> why; a failed capture can harm what follows it
+UNCAPTURED: dict[str, str] = {}  # contender -> reason; a failed capture can harm what follows it
 
 
 def run(bench: Bench) -> None:
@@ -53,38 +53,38 @@ class Point(NamedTuple):
 
 def point(bench: Bench, full: Shape, dtype: str, work: str) -> None:
     """Measure the contenders of a point, eager and captured: a row for each."""
-    here, shape = Point(full.name, dtype, work), sized(bench, [full])[0]
+    key, shape = Point(full.name, dtype, work), sized(bench, [full])[0]
     width = 2 if dtype == "fp16" else 4
     per_row = shape.tables * shape.dim * (width + 4 * STATES[work]) * len(CONTENDERS)
     rows = bench.fit_rows(shape.rows, per_row)
     shape = dataclasses.replace(shape, rows=rows)
     batches, grad = shape.batches(bench.device), shape.gradient(bench.device)
     eager: dict[str, Call] = {}
-    for who in random.sample(sorted(CONTENDERS), len(CONTENDERS)):
+    for contender in random.sample(sorted(CONTENDERS), len(CONTENDERS)):
         try:
-            tables = CONTENDERS[who](shape, work, dtype, bench.device)
+            tables = CONTENDERS[contender](shape, work, dtype, bench.device)
         except NotOffered as error:
-            _row(bench, here, who, "eager", Times(error=str(error)), None)
+            _row(bench, key, contender, "eager", Times(error=str(error)), None)
             continue
-        eager[who] = _call(tables, work, batches, grad)
-    _rows(bench, here, "eager", bench.race(eager, share=0.05))
+        eager[contender] = _call(tables, work, batches, grad)
+    _rows(bench, key, "eager", bench.race(eager, share=0.05))
     captured: dict[str, Call] = {}
-    for who, call in eager.items():
-        why = UNCAPTURED.get(who, "")
-        if who == "torch" and work != "forward":
-            why = "sparse gradients wait for the device"
-        if why:
-            _row(bench, here, who, "captured", Times(error=why), None)
+    for contender, call in eager.items():
+        reason = UNCAPTURED.get(contender, "")
+        if contender == "torch" and work != "forward":
+            reason = "sparse gradients wait for the device"
+        if reason:
+            _row(bench, key, contender, "captured", Times(error=reason), None)
             continue
         try:
-            captured[who] = bench.watch.captured(call)
+            captured[contender] = bench.watch.captured(call)
         except Exception as error:  # what waits for the device cannot be captured
-            words = str(error).strip().partition("\n")[0][:120]
-            if who != "emblib":
-                UNCAPTURED[who] = words
-            _row(bench, here, who, "captured", Times(error=words), None)
+            message = str(error).strip().partition("\n")[0][:120]
+            if contender != "emblib":
+                UNCAPTURED[contender] = message
+            _row(bench, key, contender, "captured", Times(error=message), None)
     if captured:
-        _rows(bench, here, "captured", bench.race(captured, share=0.03))
+        _rows(bench, key, "captured", bench.race(captured, share=0.03))
 
 
 def _call(tables: Emblib, work: str, batches: Any, grad: Any) -> Call:
@@ -93,37 +93,37 @@ def _call(tables: Emblib, work: str, batches: Any, grad: Any) -> Call:
     return lambda number: tables.step(*batches[number % len(batches)], grad)
 
 
-def _rows(bench: Bench, here: Point, mode: str, found: dict[str, Times]) -> None:
-    for who in CONTENDERS:
-        if who in found:
-            _row(bench, here, who, mode, found[who], found.get("emblib"))
+def _rows(bench: Bench, key: Point, mode: str, results: dict[str, Times]) -> None:
+    for contender in CONTENDERS:
+        if contender in results:
+            _row(bench, key, contender, mode, results[contender], results.get("emblib"))
     for peer in ("fbgemm", "torch"):
-        if peer in found and "emblib" in found:
-            value = ratio(found[peer], found["emblib"])
-            bench.figure(f"{' '.join(here)} {mode}: {peer} ÷ emblib, device", value)
+        if peer in results and "emblib" in results:
+            value = ratio(results[peer], results["emblib"])
+            bench.figure(f"{' '.join(key)} {mode}: {peer} ÷ emblib, device", value)
 
 
 def _row(
     bench: Bench,
-    here: Point,
-    who: str,
+    key: Point,
+    contender: str,
     mode: str,
     times: Times,
-    ours: Times | None,
+    base: Times | None,
 ) -> None:
     host, elapsed, device = (times.median_us(kind) for kind in ("host", "elapsed", "device"))
-    bound = None
+    bound_by = None
     if host and device and bench.device.type == "cuda":
-        bound = "host" if host_bound("hot", device, host) else "GPU"
+        bound_by = "host" if host_bound("hot", device, host) else "GPU"
     bench.row(
-        **here._asdict(),
-        contender=who,
+        **key._asdict(),
+        contender=contender,
         mode=mode,
         host_us=host,
         elapsed_us=elapsed,
         device_us=device,
-        bound_by=bound,
-        elapsed_ratio=ratio(times, ours, "elapsed") if ours and who != "emblib" else None,
-        device_ratio=ratio(times, ours, "device") if ours and who != "emblib" else None,
+        bound_by=bound_by,
+        elapsed_ratio=ratio(times, base, "elapsed") if base and contender != "emblib" else None,
+        device_ratio=ratio(times, base, "device") if base and contender != "emblib" else None,
         status=times.error or "ok",
     )

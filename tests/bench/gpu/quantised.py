@@ -37,8 +37,8 @@ def point(bench: Bench, shape: Shape, bits: int, name: str) -> None:
     nbytes = shape.lookups * (row_bytes(shape.dim, bits) + 8) + bags * (shape.dim * 4 + 8)
     calls = {"emblib": lambda n: table(*batches[n % len(batches)])}
     times = bench.race(calls)["emblib"]
-    launched = kernels(calls["emblib"])
-    lookup = [us for kernel, (_, us) in launched.items() if "quant" in kernel]
+    profiled = kernels(calls["emblib"])
+    lookup = [us for kernel, (_, us) in profiled.items() if "quant" in kernel]
     call = times.median_us("device")
     kernel_us = sum(lookup) or None
     bench.row(

@@ -29,47 +29,47 @@ class Aim:
 
 def aims(path: Path = AIMS) -> list[Aim]:
     """Read the aims; raise ValueError for one that is neither lower nor higher."""
-    found = []
+    aims_of_parts = []
     for part, figures in yaml.safe_load(path.read_text()).items():
         for figure, facts in figures.items():
             (better,) = set(facts) - {"before"}
             if better not in ("lower", "higher"):
                 raise ValueError(f"{part}: {figure}: lower or higher, not {better}")
-            found.append(Aim(part, figure, facts[better], better, facts.get("before")))
-    return found
+            aims_of_parts.append(Aim(part, figure, facts[better], better, facts.get("before")))
+    return aims_of_parts
 
 
 def measured(folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
     """Return the figures by part, and facts of the parts' runs, of the files that are there."""
     figures, facts = {}, {}
     for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict) and "part" in found:
-            figures[found["part"]] = found["figures"]
-            facts[found["part"]] = found
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and "part" in content:
+            figures[content["part"]] = content["figures"]
+            facts[content["part"]] = content
     return figures, facts
 
 
 def page(folder: Path) -> str:
     """Return the table of aims and what was measured."""
     figures, facts = measured(folder)
-    every = aims()
+    all_aims = aims()
     lines = ["# Aims and what was measured", ""]
     devices = sorted({f"{f['device']}, torch {f['torch']}" for f in facts.values()})
     lines += [f"Measured on {'; '.join(devices) or 'nothing yet'}."]
     if any(f["tiny"] for f in facts.values()):
         lines += ["", "Tiny sizes: these numbers mean nothing."]
-    known = [a for a in every if a.figure in figures.get(a.part, {})]
-    good = sum(a.met(figures[a.part][a.figure]) for a in known)
+    measured_aims = [a for a in all_aims if a.figure in figures.get(a.part, {})]
+    num_met = sum(a.met(figures[a.part][a.figure]) for a in measured_aims)
     lines += [
         "",
-        f"{good} of {len(every)} aims met, {len(known) - good} missed, "
-        f"{len(every) - len(known)} not measured.",
+        f"{num_met} of {len(all_aims)} aims met, {len(measured_aims) - num_met} missed, "
+        f"{len(all_aims) - len(measured_aims)} not measured.",
         "",
         "| part | figure | before, H100 | aim | measured | |",
         "| --- | --- | ---: | ---: | ---: | --- |",
     ]
-    for a in every:
+    for a in all_aims:
         value = figures.get(a.part, {}).get(a.figure)
         word = "not measured" if value is None else "met" if a.met(value) else "MISSED"
         sign = "≤" if a.better == "lower" else "≥"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +20,7 @@ from tests.bench.gpu.bench import Bench, Shape
 from tests.bench.gpu.peers import LR, NotOffered
 from tests.bench.gpu.watch import Call, kernels, ratio
 
-MOST_PLAIN_BYTES = 30e9  # of plain tables to compare with
+MAX_PLAIN_BYTES = 30e9  # bytes of plain tables that are compared with
 KAGGLE = (10_131_227, 8_351_593, 7_046_547, 5_461_306, 2_202_608, 286_181, 142_572)
 
 
@@ -103,33 +101,36 @@ def point(bench: Bench, trains: Trains) -> None:
         calls |= fbtt_calls(bench, trains, module.tables, batches, grad)
     except NotOffered as error:
         bench.row(point=name, contender="FBTT", status=str(error))
-    if sum(trains.rows) * trains.dim * 4 < MOST_PLAIN_BYTES:
+    if sum(trains.rows) * trains.dim * 4 < MAX_PLAIN_BYTES:
         plain = emblib.TableBatchedEmbeddingBags(
             [emblib.TableSpec(rows, trains.dim) for rows in trains.rows],
             emblib.optim.SGD(LR),
             device=bench.device,
         )
         calls["TBE"] = lambda n: plain(*batches[n % len(batches)]).backward(grad)
-    found = bench.race(calls)
-    launched = kernels(calls["emblib"])
-    for who, times in found.items():
+    results = bench.race(calls)
+    profiled = kernels(calls["emblib"])
+    for contender, times in results.items():
         bench.row(
             point=name,
-            contender=who,
-            host_us=times.median_us("host"),
-            elapsed_us=times.median_us("elapsed"),
-            device_us=times.median_us("device"),
-            operations=sum(n for n, _ in launched.values()) or None if who == "emblib" else None,
+            contender=contender,
+            **times.columns(),
+            operations=sum(n for n, _ in profiled.values()) or None
+            if contender == "emblib"
+            else None,
             status=times.error or "ok",
         )
-    if launched:
-        bench.figure(f"{name}: device operations", sum(n for n, _ in launched.values()))
+    if profiled:
+        bench.figure(f"{name}: device operations", sum(n for n, _ in profiled.values()))
     for peer, kind in (("FBTT", "elapsed"), ("FBTT forward", "elapsed")):
-        own = "emblib forward" if "forward" in peer else "emblib"
-        if peer in found:
-            bench.figure(f"{name}: {peer} ÷ emblib", ratio(found[peer], found[own], kind))
-    if "TBE" in found:
-        bench.figure(f"{name}: emblib ÷ TBE, device", ratio(found["emblib"], found["TBE"]))
+        emblib_name = "emblib forward" if "forward" in peer else "emblib"
+        if peer in results:
+            bench.figure(
+                f"{name}: {peer} ÷ emblib",
+                ratio(results[peer], results[emblib_name], kind),
+            )
+    if "TBE" in results:
+        bench.figure(f"{name}: emblib ÷ TBE, device", ratio(results["emblib"], results["TBE"]))
 
 
 def _forward(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -139,12 +140,9 @@ def _forward(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def fbtt() -> Any:
-    """Import what FBTT's setup.py builds and its Python file; NotOffered where there is none."""
-    folder = os.environ.get("EMBLIB_FBTT", "")
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
+    """Import FBTT as its contender does; raise NotOffered where it cannot be imported."""
     try:
-        return importlib.import_module("tt_embeddings_ops")
+        return importlib.import_module("experiments.contenders.fbtt").LIBRARY
     except (ImportError, OSError) as error:
         raise NotOffered(f"FBTT cannot be imported ({error}); see docs/peers.md") from error
 

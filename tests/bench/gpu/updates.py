@@ -58,18 +58,18 @@ def point(bench: Bench, shape: Shape, title: str, dtype: str, work: str) -> None
     batches, grad = shape.batches(bench.device), shape.gradient(bench.device)
     name = f"{title} {dtype} {work}"
     calls: dict[str, Call] = {}
-    for who, kind in (("emblib", Emblib), ("fbgemm", Fbgemm)):
+    for contender, kind in (("emblib", Emblib), ("fbgemm", Fbgemm)):
         try:
             tables = kind(shape, work, dtype, bench.device)
         except (NotOffered, NotImplementedError, RuntimeError, AssertionError, ValueError) as error:
-            bench.row(point=name, contender=who, status=str(error).partition("\n")[0][:120])
+            bench.row(point=name, contender=contender, status=str(error).partition("\n")[0][:120])
             continue
-        calls[who] = lambda n, t=tables: t.step(*batches[n % len(batches)], grad)
-        calls[f"{who} forward"] = lambda n, t=tables: t.forward(*batches[n % len(batches)])
-    found = bench.race(calls, share=0.1)
-    step, forward = (found[n].median_us("device") for n in ("emblib", "emblib forward"))
+        calls[contender] = lambda n, t=tables: t.step(*batches[n % len(batches)], grad)
+        calls[f"{contender} forward"] = lambda n, t=tables: t.forward(*batches[n % len(batches)])
+    results = bench.race(calls, share=0.1)
+    step, forward = (results[n].median_us("device") for n in ("emblib", "emblib forward"))
     parts = _parts(calls["emblib"])
-    peer = found.get("fbgemm")
+    peer = results.get("fbgemm")
     bench.row(
         point=name,
         contender="emblib",
@@ -79,13 +79,16 @@ def point(bench: Bench, shape: Shape, title: str, dtype: str, work: str) -> None
         update_us=parts.get("update"),
         grouping_us=parts.get("grouping"),
         fbgemm_step_us=peer.median_us("device") if peer else None,
-        step_ratio=ratio(peer, found["emblib"]) if peer else None,
-        status=found["emblib"].error or "ok",
+        step_ratio=ratio(peer, results["emblib"]) if peer else None,
+        status=results["emblib"].error or "ok",
     )
-    if peer and not peer.error and "fbgemm forward" in found:
-        theirs, lookup = peer.median_us("device"), found["fbgemm forward"].median_us("device")
-        if theirs and lookup and step and forward and step > forward:
-            value = (theirs - lookup) / (step - forward)
+    if peer and not peer.error and "fbgemm forward" in results:
+        fbgemm_us, lookup_us = (
+            peer.median_us("device"),
+            results["fbgemm forward"].median_us("device"),
+        )
+        if fbgemm_us and lookup_us and step and forward and step > forward:
+            value = (fbgemm_us - lookup_us) / (step - forward)
             bench.figure(f"{name}: backward, FBGEMM ÷ emblib", value)
     bench.figure(f"{name}: update us", parts.get("update"))
     bench.figure(f"{name}: grouping us", parts.get("grouping"))
@@ -95,11 +98,11 @@ def point(bench: Bench, shape: Shape, title: str, dtype: str, work: str) -> None
 
 def _parts(step: Call) -> dict[str, float]:
     """Return microseconds of lookup, update and grouping; empty without a profiler."""
-    found = kernels(step)
-    if not found:
+    profiled = kernels(step)
+    if not profiled:
         return {}
     total = {"lookup": 0.0, "update": 0.0, "grouping": 0.0}
-    for name, (_, us) in found.items():
+    for name, (_, us) in profiled.items():
         part = "update" if UPDATE.search(name) else "lookup" if LOOKUP.search(name) else "grouping"
         total[part] += us
     return total

@@ -1,4 +1,4 @@
-"""Times of calls on a device: what the host takes, what the device takes, and both as a graph."""
+"""Times of calls: on the host, on the device, and of the replay of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from experiments.timing.clock import TorchGpu
 
 Call = Callable[[int], object]  # on batch number n
 POOL = 4  # distinct batches
-WARM = 5  # calls of each contender before the clock runs
-LEAST_SECONDS = 1e-9  # of a call: the pretend GPU takes no time
+WARM_CALLS = 5  # calls of each contender before the first sample
+MIN_SECONDS = 1e-9  # shortest time of a call: the pretend GPU takes no time
 SPIN_SECONDS = 300e-6  # at first; grows to twice what the host needs for a call
 
 
@@ -31,6 +31,10 @@ class Times:
     elapsed: list[float] = field(default_factory=list)  # until the device is idle again
     device: list[float] = field(default_factory=list)  # between events, launches hidden by a spin
     error: str = ""
+
+    def columns(self) -> dict[str, float | None]:
+        """Return the medians in microseconds as columns of a table."""
+        return {f"{kind}_us": self.median_us(kind) for kind in ("host", "elapsed", "device")}
 
     def median_us(self, kind: str) -> float | None:
         """Return the median of host, elapsed or device in microseconds; None without samples."""
@@ -75,7 +79,7 @@ class Watch:
         call(number)
         end = gpu.event()
         gpu.synchronise()
-        return max(LEAST_SECONDS, gpu.between(begin, end))
+        return max(MIN_SECONDS, gpu.between(begin, end))
 
     def _cycles_per_second(self) -> float:
         if not self._rate and self.gpu:
@@ -101,22 +105,24 @@ def race(watch: Watch, calls: Mapping[str, Call], rounds: int, seconds: float) -
 
     At least three rounds, then as many as fit into `seconds`, at most `rounds`.
     """
-    found = {name: Times() for name in calls}
+    results = {name: Times() for name in calls}
     for name, call in calls.items():
-        _guard(found[name], lambda call=call: [call(number) for number in range(WARM)])
+        _guard(results[name], lambda call=call: [call(number) for number in range(WARM_CALLS)])
     watch.sync()
     generator, deadline = random.Random(0), time.monotonic() + seconds
     gc.collect()
-    for turn in range(rounds):
-        if turn >= 3 and time.monotonic() > deadline:
+    for round_number in range(rounds):
+        if round_number >= 3 and time.monotonic() > deadline:
             break
         for name in generator.sample(sorted(calls), len(calls)):
-            if not found[name].error:
+            if not results[name].error:
                 _guard(
-                    found[name],
-                    lambda name=name, turn=turn: watch.sample(calls[name], turn, found[name]),
+                    results[name],
+                    lambda name=name, round_number=round_number: watch.sample(
+                        calls[name], round_number, results[name]
+                    ),
                 )
-    return found
+    return results
 
 
 def _guard(times: Times, work: Callable[[], object]) -> None:
@@ -127,10 +133,10 @@ def _guard(times: Times, work: Callable[[], object]) -> None:
         times.host, times.elapsed, times.device = [], [], []
 
 
-def ratio(peer: Times, ours: Times, kind: str = "device") -> float | None:
-    """Return the median of peer ÷ ours, round by round; None where one has no samples."""
-    pairs = list(zip(getattr(peer, kind), getattr(ours, kind), strict=False))
-    return statistics.median(p / o for p, o in pairs) if pairs else None
+def ratio(peer: Times, base: Times, kind: str = "device") -> float | None:
+    """Return the median of peer ÷ base, round by round; None where one has no samples."""
+    pairs = list(zip(getattr(peer, kind), getattr(base, kind), strict=False))
+    return statistics.median(p / b for p, b in pairs) if pairs else None
 
 
 def kernels(call: Call, steps: int = POOL) -> dict[str, tuple[float, float]]:

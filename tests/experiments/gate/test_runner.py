@@ -312,8 +312,8 @@ def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: 
     (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text(json.dumps(found))
     known = setup.find_noise_floor(tmp_path, ENVIRONMENT, config)
     assert known is not None
-    assert known.margin("a", 0.05, 5) == pytest.approx(3 * 0.12 / 5**0.5)
-    assert known.margin("b", 0.05, 5) == known.margin("unknown", 0.05, 5) == 0.05
+    assert setup.margin(known, "a", 0.05, 5) == pytest.approx(3 * 0.12 / 5**0.5)
+    assert setup.margin(known, "b", 0.05, 5) == setup.margin(known, "unknown", 0.05, 5) == 0.05
     assert setup.find_noise_floor(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
     other = configure.load(["+experiment=gate", "device=cpu", "timing.min_rounds=7"])
     assert setup.find_noise_floor(tmp_path, ENVIRONMENT, other) is None
