@@ -30,6 +30,7 @@ from experiments.config.schema import (
     WorkloadConfig,
     device_kind,
     folder_name,
+    require,
 )
 from experiments.contenders import registry
 from experiments.kinds.base import Sort, check_sort
@@ -304,7 +305,7 @@ def check_values(config: Config) -> None:
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
-        _require(f"sweep.{axis} must be >= 1", values, holds=all(v >= 1 for v in values))
+        require(f"sweep.{axis} must be >= 1", values, holds=all(v >= 1 for v in values))
     for axis in ("L", "s", "q"):
         if config.workload.distribution is Distribution.trace and getattr(config.sweep, axis):
             raise UsageError(
@@ -313,27 +314,22 @@ def check_values(config: Config) -> None:
     timing, device = config.timing, config.device
     for name, value in dataclasses.asdict(timing).items():
         if name in ("replicates", "pool", "min_rounds", "max_rounds"):
-            _require(f"timing.{name} must be >= 1", value, holds=value >= 1)
+            require(f"timing.{name} must be >= 1", value, holds=value >= 1)
         elif name == "cell_seconds":
-            _require("timing.cell_seconds must be > 0", f"{value:g}", holds=value > 0)
+            require("timing.cell_seconds must be > 0", f"{value:g}", holds=value > 0)
         elif isinstance(value, int | float):
-            _require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
-    _require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
-    _require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
+            require(f"timing.{name} must be >= 0", f"{value:g}", holds=value >= 0)
+    require("device.ranks must be >= 1", device.ranks, holds=device.ranks >= 1)
+    require("device.threads must be >= 0", device.threads, holds=device.threads >= 0)
     share = device.memory_share
-    _require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
-    _require("lr must be > 0", config.lr, holds=config.lr > 0)
+    require("device.memory_share must be in (0, 1]", f"{share:g}", holds=0 < share <= 1)
+    require("lr must be > 0", config.lr, holds=config.lr > 0)
     kind.check(config)
     headline = config.report.headline
     if headline and headline not in config.cases:
         raise UsageError(
             f"report.headline: no case '{headline}'. There is: {', '.join(config.cases) or 'none'}"
         )
-
-
-def _require(rule: str, value: object, *, holds: bool) -> None:
-    if not holds:
-        raise UsageError(f"{rule}, got {value}")
 
 
 def _unknown_name(
@@ -386,12 +382,12 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
     """Check the settings of a case, or those of the run, whose prefix is empty."""
     tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
-        _require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)
+        require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)
     if min(cache.warm_batches, cache.batches, cache.pool) < 1:
         raise UsageError(f"{prefix}cache.warm_batches, .batches and .pool must be >= 1")
     loads = keys.loads
-    _require(f"{prefix}keys.loads must be in (0, 1]", loads, holds=all(0 < x <= 1 for x in loads))
-    _require(
+    require(f"{prefix}keys.loads must be in (0, 1]", loads, holds=all(0 < x <= 1 for x in loads))
+    require(
         f"{prefix}keys.hits must be in [0, 1] and keys.first in (0, 1]",
         f"{keys.hits:g} and {keys.first:g}",
         holds=0 <= keys.hits <= 1 and 0 < keys.first <= 1,
@@ -402,11 +398,11 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
                 f"{prefix}keys.operations: no operation '{name}'. There is: {', '.join(OPERATIONS)}"
             )
     for name, worlds in (("worlds", sharding.worlds), ("beyond", sharding.beyond)):
-        _require(f"{prefix}sharding.{name} must be >= 1", worlds, holds=all(w >= 1 for w in worlds))
+        require(f"{prefix}sharding.{name} must be >= 1", worlds, holds=all(w >= 1 for w in worlds))
     if not sharding.worlds or not sharding.scaling:
         raise UsageError(f"{prefix}sharding.worlds and .scaling must name at least one each")
-    _require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)
-    _require(f"{prefix}tt.ranks must be >= 1", tt.ranks, holds=all(rank >= 1 for rank in tt.ranks))
+    require(f"{prefix}tt.tables must be >= 1", tt.tables, holds=tt.tables >= 1)
+    require(f"{prefix}tt.ranks must be >= 1", tt.ranks, holds=all(rank >= 1 for rank in tt.ranks))
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
@@ -416,9 +412,9 @@ def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
         # For a trace, 0 means the number in its file.
         minimum = 0 if traced and axis in ("T", "E") else 1
         value = getattr(workload, axis)
-        _require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)
+        require(f"{prefix}workload.{axis} must be >= {minimum}", value, holds=value >= minimum)
     sizes = workload.sizes
-    _require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
+    require(f"{prefix}workload.sizes must be >= 1", sizes, holds=all(rows >= 1 for rows in sizes))
     if traced and not workload.file:
         raise UsageError(f"{prefix}workload.distribution=trace needs a file: workload.file=PATH")
     if workload.file and not traced:

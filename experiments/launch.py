@@ -181,7 +181,7 @@ def run(arguments: Sequence[str]) -> int:
         status = _launch(plan, folder)
     if status and not any((folder / JOBS).iterdir()):
         return 2  # Hydra has printed its error
-    watcher.tell_rest()
+    watcher.print_rest()
     print(f"multirun: {folder}")
     ends = [read_end(folder, number) for number in range(len(plan.jobs))]
     return worst([*(int(end["status"]) for end in ends), status])
@@ -424,14 +424,14 @@ class Watcher(threading.Thread):
             for number in list(self.left):
                 end = read_end(self.folder, number)
                 if "waited_s" in end:
-                    self._tell(number, end)
+                    self._print(number, end)
 
-    def tell_rest(self) -> None:
+    def print_rest(self) -> None:
         """Print lines about the jobs without a line."""
         for number in list(self.left):
-            self._tell(number, read_end(self.folder, number))
+            self._print(number, read_end(self.folder, number))
 
-    def _tell(self, number: int, end: dict[str, Any]) -> None:
+    def _print(self, number: int, end: dict[str, Any]) -> None:
         words = shlex.join(self.left.pop(number))
         line = f"#{number} status {end['status']}, {end['seconds']:.0f} s: run.py {words}"
         print(f"{line}\n   {end['said']}" if end["said"] else line, flush=True)

@@ -29,6 +29,12 @@ class UsageError(Exception):
     """The command line cannot be run; the message is one line and says what to type instead."""
 
 
+def require(rule: str, value: object, *, holds: bool) -> None:
+    """Raise UsageError, with a rule such as "lr must be > 0" and the value, unless it holds."""
+    if not holds:
+        raise UsageError(f"{rule}, got {value}")
+
+
 MULTIRUN = "multirun"  # the folder of launches, next to those of runs
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 

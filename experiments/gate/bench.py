@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 
 from experiments.config.sweep import Cell
 from experiments.contenders.base import Contender, build
-from experiments.gate.points import BuildResult, Point, Setup, TakeSamples
+from experiments.gate.points import BuildResult, Point, Setup
 from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
-from experiments.measure.timing import VERIFY_BATCH, task_of
+from experiments.measure.timing import VERIFY_BATCH, task_of, whole_steps
 from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
@@ -79,17 +79,10 @@ class Bench:
             small_workload = dataclasses.replace(work, B=min(VERIFY_BATCH, work.B))
             verify(contender, make_pool(small_workload, shapes, 1, seed + 1).batches[0])
         pool = self._pool(point.cell)
-        prepared = [contender.prepare(batch) for batch in pool.batches]
-        phase = getattr(contender, point.phase)
+        phases = whole_steps(contender, pool)
         clock = clock_for(self.device, config.timing.modes[0])
-
-        def run(number: int) -> object:
-            return phase(prepared[number])
-
-        def step(number: int) -> object:
-            return contender.step(prepared[number])
-
-        return ReadyPoint(contender, clock.adapt(run, len(prepared)), step, clock)
+        run = clock.adapt(phases[point.phase], len(pool.batches))
+        return ReadyPoint(contender, run, phases["step"], clock)
 
     def _pool(self, cell: Cell) -> Pool:
         """Return the batches of a case, which all its points share."""
@@ -114,19 +107,19 @@ class Bench:
         note(f"{name}|timing")
         return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
 
-    def turn(self, turn: TakeSamples) -> list[float]:
-        """Take one sample per batch, each after one uncounted execution.
+    def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
+        """Take one sample of the point per batch, each after one uncounted execution.
 
         The other worker has just filled the caches, and the scheduler may have to wake this
         process. The uncounted execution pays for both, before every sample alike.
         """
-        ready, samples = self.ready[turn.point], []
-        for batch in turn.batches:
-            call = partial(self._execute, ready.run, batch, turn.executions)
+        ready, samples = self.ready[name], []
+        for batch in batches:
+            call = partial(self._execute, ready.run, batch, executions)
             for _ in range(2):
-                (reading,) = ready.clock.read([SampleTask(call, turn.point)])
+                (reading,) = ready.clock.read([SampleTask(call, name)])
                 self._wait(reading.seconds * (self.setup.idle - 1))
-            samples.append(reading.seconds / turn.executions)
+            samples.append(reading.seconds / executions)
         return samples
 
     def _execute(self, run: Phase, batch: int, executions: int) -> None:

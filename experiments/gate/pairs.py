@@ -23,7 +23,7 @@ import torch
 
 from experiments.config.schema import Config
 from experiments.gate.instructions import Counts
-from experiments.gate.points import BuildResult, Point, Setup, TakeSamples, WarmUp, WeighPoint
+from experiments.gate.points import BuildResult, Point, Setup
 from experiments.gate.rules import Evidence, Request, Rules, Stage, next_request
 from experiments.measure.process import Child, Died, Limits
 from experiments.results.store import Record, RunStore
@@ -85,8 +85,8 @@ class PointSamples:
         base: seconds of base, [blocks][2]; a sample is the mean of `executions` calls.
         head: seconds of head, the same.
         executions: calls per sample.
-        warm: answers to WarmUp by side.
-        weight: answers to WeighPoint by side; {} if the job did not ask for them.
+        warm: answers of `Bench.warm` by side.
+        weight: answers of `Bench.weigh` by side; {} if the job did not ask for them.
     """
 
     base: list[list[float]] = field(default_factory=list)
@@ -212,7 +212,7 @@ def _measure_point(
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     samples = PointSamples()
     for side in rng.sample(list(Side), 2):
-        samples.warm[side.value] = ask(side, WarmUp(name), name)
+        samples.warm[side.value] = ask(side, ("warm", name), name)
     seconds = min(w["execution_s"] for w in samples.warm.values())
     if 0 < seconds < MIN_SAMPLE_SECONDS:
         samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
@@ -220,15 +220,15 @@ def _measure_point(
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        turn = partial(TakeSamples, name, executions=samples.executions)
-        first = ask(outer, turn(pair[:1]), name)
-        inner_times = ask(inner, turn(pair), name)
-        last = ask(outer, turn(pair[1:]), name)
+        first, middle, last = (
+            ask(side, ("take_samples", name, batches, samples.executions), name)
+            for side, batches in ((outer, pair[:1]), (inner, pair), (outer, pair[1:]))
+        )
         samples.of(outer).append([*first, *last])
-        samples.of(inner).append(list(inner_times))
+        samples.of(inner).append(list(middle))
     if job.check:
         for side in Side:
-            samples.weight[side.value] = ask(side, WeighPoint(name), name)
+            samples.weight[side.value] = ask(side, ("weigh", name), name)
     return samples
 
 

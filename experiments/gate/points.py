@@ -1,4 +1,7 @@
-"""The gated points, and the messages to workers: plain data that processes exchange."""
+"""The gated points, and the first message to a worker: plain data that processes exchange.
+
+Further messages are (name of a method of `Bench`, *its arguments).
+"""
 
 from __future__ import annotations
 
@@ -81,29 +84,6 @@ class Setup:
     idle: float = 1.0
     check: bool = False
     core: int | None = None
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """Run a point until it is warm; answered by {"execution_s": seconds of a call, ...}."""
-
-    point: str
-
-
-@dataclass(frozen=True)
-class TakeSamples:
-    """Time a point on these batches, one sample each; answered by their seconds."""
-
-    point: str
-    batches: tuple[int, ...]
-    executions: int = 1
-
-
-@dataclass(frozen=True)
-class WeighPoint:
-    """Measure what does not depend on time; answered by {"weights_bytes": .., "hit_rate": ..}."""
-
-    point: str
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     if new:
         return Request(Stage.first, tuple(new))
     verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
-    max_first_pairs = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
+    max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
     unsure = [
         p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < max_first_pairs
     ]

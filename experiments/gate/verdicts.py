@@ -14,7 +14,7 @@ from experiments.gate.pairs import Side, Trial, faster_samples
 from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
-from experiments.timing.statistics import LEAST_PROCESSES, Verdict
+from experiments.timing.statistics import MIN_PROCESSES, Verdict
 
 PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # what peak memory may grow by: it is not exact
 HIT_RATE_CHANGE = 0.005
@@ -176,7 +176,7 @@ def _verdict_finding(
 
 def advice(ruling: Ruling) -> str:
     """Suggest what to do about an undecided point."""
-    if ruling.effect.processes < LEAST_PROCESSES:
+    if ruling.effect.processes < MIN_PROCESSES:
         return "one pair of processes gives no verdict; raise timing.replicates"
     if ruling.screened in CHANGES:
         verdict = ruling.screened.value.lower()

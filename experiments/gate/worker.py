@@ -19,24 +19,20 @@ class WrongRevision(Exception):
 
 
 def serve(pipe: Connection, package: str) -> None:
-    """Import emblib from the folder `package` ("" for the default), then answer messages."""
+    """Import emblib from the folder `package` ("" for the default), then answer messages.
+
+    The first message is a `Setup`; others are (name of a method of `Bench`, *arguments), and None
+    is the last one.
+    """
     import_from(package)
     from experiments.gate.bench import Bench
-    from experiments.gate.points import TakeSamples, WarmUp, WeighPoint
 
     bench = Bench(pipe.recv())
     pipe.send(bench.build())
     bench.settle()
-    while True:
-        match pipe.recv():
-            case WarmUp(point):
-                pipe.send(bench.warm(point))
-            case TakeSamples() as turn:
-                pipe.send(bench.turn(turn))
-            case WeighPoint(point):
-                pipe.send(bench.weigh(point))
-            case _:
-                return
+    while message := pipe.recv():
+        method, *arguments = message
+        pipe.send(getattr(bench, method)(*arguments))
 
 
 def import_from(package: str) -> None:

@@ -26,8 +26,8 @@ NOTES = (
     "Intervals of our figures are those of the median; a figure that follows from sizes has none.",
     metrics.FORMULA,
 )
-LINE = 0.62  # inches of a published figure in the drawing
-FEWEST_LINES = 2.0
+LINE_HEIGHT = 0.62  # inches of a published figure in the drawing
+MIN_HEIGHT = 2.0  # inches of all lines together
 NAMED = 3  # figures that a sentence names
 
 
@@ -116,7 +116,7 @@ def figures(run: Run) -> list[Figure]:
     pairs = [f for f in anchors.judge_run(run) if f.verdict is not Reproduction.NOT_RUN]
     result = []
     if pairs:
-        height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
+        height = 1.2 + max(MIN_HEIGHT, LINE_HEIGHT * len(pairs))
         panel = Panel("Ours on the scale of theirs", _pair_chart(pairs), 9.0, height)
         result.append(
             Figure(

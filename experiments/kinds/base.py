@@ -12,9 +12,9 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from experiments.config.schema import CaseConfig, Config, Mode, UsageError
+from experiments.config.schema import CaseConfig, Config, Mode, UsageError, require
 from experiments.config.sweep import Arm, Cell, case_cells, swept_cells
 from experiments.contenders import registry
 from experiments.results.store import Record
@@ -143,6 +143,26 @@ class Reporting:
     success: str = "None: all {count} measurements ran and agreed with the reference."
 
 
+class OptionRule(NamedTuple):
+    """The permitted values of an option.
+
+    Attributes:
+        text: rule in words, after "must be".
+        holds: function that returns whether a value, or an entry of a list, is permitted.
+        may_be_empty: True if a list may be empty.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    may_be_empty: bool = False
+
+
+AT_LEAST_ONE = OptionRule(">= 1", lambda value: value >= 1)
+NOT_NEGATIVE = OptionRule(">= 0", lambda value: value >= 0)
+POSITIVE = OptionRule("> 0", lambda value: value > 0)
+SHARE = OptionRule("in (0, 1]", lambda value: 0 < value <= 1)
+
+
 @dataclass(frozen=True)
 class CaseReport:
     """The part of a case in a report: sentences after the first one, tables and figures."""
@@ -158,6 +178,7 @@ class Kind:
     Attributes:
         name: name in `kind=NAME`.
         options: dataclass of the configuration's `options`; None without options.
+        option_rules: permitted values by option; an option without a rule may have any.
         cell_kinds: kinds of the cells.
         arms: arms of the cells.
         measurement: measurement of a cell.
@@ -168,6 +189,7 @@ class Kind:
 
     name: ClassVar[str]
     options: ClassVar[type | None] = None
+    option_rules: ClassVar[Mapping[str, OptionRule]] = {}
     cell_kinds: ClassVar[CellKinds] = CellKinds()
     arms: ClassVar[ArmRules] = ArmRules()
     measurement: ClassVar[Measurement] = Measurement()
@@ -199,7 +221,16 @@ class Kind:
         return KEYS if case.keys.loads else self.cell_kinds.cases
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise UsageError for wrong values of `options`; `prefix` is that of a case, or empty."""
+        """Raise UsageError for values of `options` that break a rule.
+
+        `prefix` is that of a case, or empty.
+        """
+        for name, rule in self.option_rules.items():
+            value, option = options[name], f"{prefix}options.{name}"
+            entries = value if isinstance(value, list) else [value]
+            if not entries and not rule.may_be_empty:
+                raise UsageError(f"{option} must not be empty")
+            require(f"{option} must be {rule.text}", value, holds=all(map(rule.holds, entries)))
 
     def as_case(self, cell: Cell) -> Cell:
         """Return a cell of this kind completed as a case of another kind's experiment."""

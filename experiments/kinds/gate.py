@@ -5,6 +5,7 @@ They lead their processes and write their reports themselves (`experiments/gate`
 
 from __future__ import annotations
 
+from experiments.config.schema import Config, require
 from experiments.kinds.base import TIME, CellKinds, Kind, Reporting
 
 
@@ -15,6 +16,17 @@ class Gate(Kind):
     cell_kinds = CellKinds(sweep=TIME)
     leads = "experiments.gate.runner:run"
     reporting = Reporting(rebuild="experiments.gate.runner:rebuild")
+
+    def check(self, config: Config) -> None:
+        """Raise UsageError for numbers of pairs and trials, or margins, that are out of range."""
+        super().check(config)
+        for name in ("max_pairs", "floor_pairs", "trials", "slowed_trials"):
+            minimum = 1 if name.endswith("pairs") else 0
+            value = getattr(config.gate, name)
+            require(f"gate.{name} must be >= {minimum}", value, holds=value >= minimum)
+        for name in ("min_effect", "max_margin"):
+            value = getattr(config.gate, name)
+            require(f"gate.{name} must be > 0", value, holds=value > 0)
 
 
 class Noise(Gate):

@@ -6,13 +6,24 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
-from experiments.kinds.base import ArmRules, Compared, Effort, Kind, Measurement, Reporting
+from experiments.kinds.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    SHARE,
+    ArmRules,
+    Compared,
+    Effort,
+    Kind,
+    Measurement,
+    OptionRule,
+    Reporting,
+)
 from experiments.results.store import Record
 from experiments.timing import statistics
 
@@ -45,6 +56,13 @@ class Predictions(Kind):
 
     name = "predictions"
     options = PredictionsOptions
+    option_rules: ClassVar[Mapping[str, OptionRule]] = {
+        "ranks": AT_LEAST_ONE,
+        "lookups": AT_LEAST_ONE,
+        "skews": NOT_NEGATIVE,
+        "cached": SHARE._replace(may_be_empty=True),
+        "rounds": AT_LEAST_ONE,
+    }
     arms = ArmRules(only="trains")
     measurement = Measurement(
         "experiments.measure.predictions:predictions_cell",
@@ -63,20 +81,6 @@ class Predictions(Kind):
         super().check(config)
         if config.optimizer is not Optimizer.sgd:
             raise UsageError("optimizer: kind=predictions times steps of sgd")
-
-    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        for name in ("ranks", "lookups", "skews"):
-            if not options[name]:
-                raise UsageError(f"{prefix}options.{name} must not be empty")
-        for name in ("ranks", "lookups"):
-            if not all(number >= 1 for number in options[name]):
-                raise UsageError(f"{prefix}options.{name} must be >= 1, got {options[name]}")
-        if not all(skew >= 0 for skew in options["skews"]):
-            raise UsageError(f"{prefix}options.skews must be >= 0, got {options['skews']}")
-        if not all(0 < share <= 1 for share in options["cached"]):
-            raise UsageError(f"{prefix}options.cached must be in (0, 1], got {options['cached']}")
-        if options["rounds"] < 1:
-            raise UsageError(f"{prefix}options.rounds must be >= 1, got {options['rounds']}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per rank, whose steps are timed in turns in one process."""

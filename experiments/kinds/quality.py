@@ -13,18 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import stdev
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import PLAIN, TRAINED, Arm, Cell
 from experiments.kinds.base import (
+    AT_LEAST_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
     ArmRules,
     Compared,
     Effort,
     Kind,
     Measurement,
+    OptionRule,
     Reporting,
     outcomes_line,
 )
@@ -68,6 +73,16 @@ class Quality(Kind):
 
     name = "quality"
     options = QualityOptions
+    option_rules: ClassVar[Mapping[str, OptionRule]] = {
+        "data": OptionRule(f"among {', '.join(DATA)}", DATA.__contains__),
+        "samples": NOT_NEGATIVE,
+        "scale": POSITIVE,
+        "shares": SHARE,
+        "rates": POSITIVE,
+        "epochs": AT_LEAST_ONE,
+        "large": OptionRule("in [0, 1]", lambda share: 0 <= share <= 1),
+        "timed_steps": AT_LEAST_ONE,
+    }
     arms = ArmRules(choices=tuple(TRAINED))
     measurement = Measurement(
         "experiments.measure.quality:quality_cell",
@@ -90,19 +105,6 @@ class Quality(Kind):
             )
         if config.optimizer is not Optimizer.adagrad:
             raise UsageError("optimizer: kind=quality trains tables with adagrad")
-
-    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        if unknown := [name for name in options["data"] if name not in DATA]:
-            raise UsageError(
-                f"{prefix}options.data: there is {', '.join(DATA)}, not {', '.join(unknown)}"
-            )
-        for name in ("data", "shares", "rates"):
-            if not options[name]:
-                raise UsageError(f"{prefix}options.{name} must not be empty")
-        if not all(0 < share <= 1 for share in options["shares"]):
-            raise UsageError(f"{prefix}options.shares must be in (0, 1], got {options['shares']}")
-        if not all(rate > 0 for rate in options["rates"]):
-            raise UsageError(f"{prefix}options.rates must be > 0, got {options['rates']}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per data set; all its methods are trained on the same samples."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
 from experiments.kinds.base import (
+    AT_LEAST_ONE,
     ArmRules,
     Compared,
     Kind,
     Measurement,
+    OptionRule,
     Reporting,
     Sort,
     outcomes_line,
@@ -52,6 +54,11 @@ class Serving(Kind):
 
     name = "serving"
     options = ServingOptions
+    option_rules: ClassVar[Mapping[str, OptionRule]] = {
+        "clients": AT_LEAST_ONE,
+        "loads": OptionRule("in (0, 1)", lambda load: 0 < load < 1, may_be_empty=True),
+        "rounds": AT_LEAST_ONE,
+    }
     arms = ArmRules(contenders=Sort.SERVED)
     measurement = Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
     reporting = Reporting(
@@ -64,15 +71,6 @@ class Serving(Kind):
         super().check(config)
         if config.device.kind is DeviceKind.cuda:
             raise UsageError("device.kind: kind=serving measures lookups on the CPU, say cpu")
-
-    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
-        clients, loads = options["clients"], options["loads"]
-        if not clients or not all(number >= 1 for number in clients):
-            raise UsageError(f"{prefix}options.clients must be >= 1, got {clients}")
-        if not all(0 < load < 1 for load in loads):
-            raise UsageError(f"{prefix}options.loads must be in (0, 1), got {loads}")
-        if options["rounds"] < 1:
-            raise UsageError(f"{prefix}options.rounds must be >= 1, got {options['rounds']}")
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the 99th percentile of the latency of each arm with its most clients."""

@@ -100,7 +100,7 @@ def settled(noise: Sequence[float]) -> bool:
     return max(last) - min(last) <= SETTLED_WITHIN * quantile(sorted(last), 0.5)
 
 
-LEAST_PROCESSES = 2  # minimum for an interval over processes
+MIN_PROCESSES = 2  # minimum for an interval over processes
 NOISE_FACTOR = 3.0  # minimum of a margin, in median deviations of an A/A effect
 
 
@@ -162,7 +162,7 @@ class ProcessSpread:
 
 def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
     """Pool the variance of logs within comparisons; return None if none has two processes."""
-    groups = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
+    groups = [logs for logs in comparisons if len(logs) >= MIN_PROCESSES]
     degrees_of_freedom = sum(len(logs) - 1 for logs in groups)
     if not degrees_of_freedom:
         return None
@@ -181,10 +181,10 @@ def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effec
     if not n:
         return Effect(math.nan, math.nan, math.nan, 0, math.nan)
     mean = statistics.fmean(logs)
-    if n < LEAST_PROCESSES:
+    if n < MIN_PROCESSES:
         return Effect(math.exp(mean), math.nan, math.nan, n, math.nan)
     spread, freedom = statistics.stdev(logs), n - 1
-    if n == LEAST_PROCESSES and others is not None and others.freedom > freedom:
+    if n == MIN_PROCESSES and others is not None and others.freedom > freedom:
         spread, freedom = max(spread, others.spread), others.freedom
     half = t_quantile(freedom) * spread / math.sqrt(n)
     return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
@@ -206,7 +206,7 @@ def verdict(effect: Effect, margin: float) -> Verdict:
 
 def smallest_visible(effect: Effect, margin: float) -> float:
     """Return the smallest relative effect that would be detected: margin plus half the interval."""
-    if effect.processes < LEAST_PROCESSES:
+    if effect.processes < MIN_PROCESSES:
         return math.inf
     return margin + math.log(effect.hi / effect.lo) / 2
 
@@ -224,7 +224,7 @@ def median_deviation(logs: Sequence[float]) -> float:
 def p_value(logs: Sequence[float], direction: int) -> float:
     """Return the p-value of a one-sided t-test for a mean in `direction` (+1 or -1)."""
     n = len(logs)
-    if n < LEAST_PROCESSES:
+    if n < MIN_PROCESSES:
         return 1.0
     mean, spread = direction * statistics.fmean(logs), statistics.stdev(logs)
     if not spread:

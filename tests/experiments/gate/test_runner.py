@@ -20,9 +20,6 @@ from experiments.gate.points import (
     BuildResult,
     Point,
     Setup,
-    TakeSamples,
-    WarmUp,
-    WeighPoint,
     points_of,
 )
 from experiments.gate.rules import Evidence, Rules
@@ -74,17 +71,15 @@ class Pretender:
                 if self.traits.get("stillborn") is self.side:
                     raise Died("error", "ImportError: no kernels")
                 return {p.name: bad.get(p.name, BuildResult()) for p in message.points}
-            case WarmUp():
+            case "warm", _:
                 return {"execution_s": self.traits.get("execution", 1e-3)}
-            case TakeSamples():
-                if self.traits.get("dies") == (self.side, message.point):
+            case "take_samples", point, batches, _:
+                if self.traits.get("dies") == (self.side, point):
                     raise Died("oom", "killed")
                 factor = self.traits.get("ratio", 1.0) if self.side is Side.head else 1.0
                 # Every fourth sample is disturbed ninefold.
-                return [
-                    1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in message.batches
-                ]
-            case WeighPoint():
+                return [1e-3 * factor * (9 if next(self.count) % 4 == 3 else 1) for _ in batches]
+            case "weigh", _:
                 return {"weights_bytes": 10.0}
         raise AssertionError(message)
 
@@ -93,17 +88,27 @@ def fake_workers(log: list[tuple[Side, Any]], **traits: Any) -> pairs.WorkerFact
     return lambda side, package: Pretender(side, log, traits)
 
 
+def calls(message: Any, method: str) -> bool:
+    """Return whether a message calls a method of `Bench`."""
+    return isinstance(message, tuple) and message[0] == method
+
+
+def points_warmed(log: list[tuple[Side, Any]]) -> list[str]:
+    """Return the points that were warmed up, in order."""
+    return [message[1] for _, message in log if calls(message, "warm")]
+
+
 def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     found = run_pair(
         PairJob(points[:1], config, "cpu", 3), Revisions(), fake_workers(log, ratio=1.1)
     )
-    turns = [(side, m) for side, m in log if isinstance(m, TakeSamples)]
+    turns = [(side, m[2]) for side, m in log if calls(m, "take_samples")]
     blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(blocks) == config.timing.min_rounds
     for first, middle, last in blocks:
         assert first[0] is last[0] is not middle[0]
-        assert first[1].batches + last[1].batches == middle[1].batches
+        assert first[1] + last[1] == middle[1]
     assert {b[0][0] for b in blocks} == set(Side)  # both orders happen
     taken = found.taken[points[0].name]
     assert taken.effect == pytest.approx(0.0953, abs=1e-3)
@@ -116,7 +121,7 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
         log: list[tuple[Side, Any]] = []
         run_pair(PairJob(points, config, "cpu", number), Revisions(), fake_workers(log))
         starts.add(next(side for side, m in log if isinstance(m, Setup)))
-        orders.add(tuple(dict.fromkeys(m.point for _, m in log if isinstance(m, WarmUp))))
+        orders.add(tuple(dict.fromkeys(points_warmed(log))))
     assert starts == set(Side)
     assert len(orders) > 4
 
@@ -124,7 +129,7 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
 def test_short_calls_share_a_sample(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     run_pair(PairJob(points[:1], config, "cpu", 0), Revisions(), fake_workers(log, execution=70e-6))
-    assert {m.executions for _, m in log if isinstance(m, TakeSamples)} == {5}
+    assert {m[3] for _, m in log if calls(m, "take_samples")} == {5}
 
 
 def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> None:
@@ -139,7 +144,7 @@ def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
     run_pair(job, Revisions(), fake_workers(log))
-    first = next(m.point for _, m in log if isinstance(m, WarmUp))
+    first = points_warmed(log)[0]
     log.clear()
     found = run_pair(job, Revisions(), fake_workers(log, dies=(Side.head, first)))
     assert set(found.taken) == {p.name for p in points} - {first}

@@ -119,7 +119,12 @@ def test_one_seed_has_no_interval() -> None:
         (["options.shares=[2]"], "options.shares must be in (0, 1]"),
         (["options.rates=[]"], "options.rates must not be empty"),
         (["options.data=[criteo]"], "say options.path=FILE"),
-        (["options.data=[nothing]"], "options.data: there is planted, movielens"),
+        (["options.data=[nothing]"], "options.data must be among planted, movielens"),
+        (["options.epochs=0"], "options.epochs must be >= 1, got 0"),
+        (["options.timed_steps=0"], "options.timed_steps must be >= 1, got 0"),
+        (["options.samples=-1"], "options.samples must be >= 0, got -1"),
+        (["options.scale=0"], "options.scale must be > 0, got 0.0"),
+        (["options.large=2"], "options.large must be in [0, 1], got 2.0"),
         (["optimizer=sgd"], "trains tables with adagrad"),
     ],
 )

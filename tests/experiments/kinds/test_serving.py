@@ -228,7 +228,7 @@ def test_a_smoke_run_tells_latency_memory_and_cold_start(smoke_runs: Mapping[str
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["options.clients=[]"], "options.clients must be >= 1"),
+        (["options.clients=[]"], "options.clients must not be empty"),
         (["options.loads=[1.5]"], "options.loads must be in"),
         (["options.rounds=0"], "options.rounds must be >= 1"),
         (["contenders=[tbe]"], "tbe has no read-only tables"),
