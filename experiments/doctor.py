@@ -245,23 +245,6 @@ def _compare_with_torch(device: torch.device) -> CheckResult:
     )
 
 
-def contenders() -> Iterator[CheckResult]:
-    """Check the packages of every contender."""
-    from experiments.contenders import registry
-
-    for entry in registry.entries().values():
-        name = f"{entry.name} ({entry.label})"
-        if missing := entry.missing():
-            reason, _, advice = missing.partition(": ")
-            yield CheckResult(name, reason, State.note, advice)
-        elif unknown := entry.unknown_versions():
-            yield CheckResult(name, "; ".join(unknown), State.note)
-        else:
-            versions = ", ".join(f"{p} {v}" for p, v in entry.versions().items())
-            gpu_note = "; runs on a GPU only" * entry.cuda_only
-            yield CheckResult(name, (versions or "part of this repository") + gpu_note)
-
-
 def processor(
     cpu: Cpu | None = None, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[CheckResult]:
@@ -411,7 +394,6 @@ def tools(*, driver: bool | None = None) -> Iterator[CheckResult]:
 CHECKS: dict[str, Check] = {
     "Packages": packages,
     "emblib": emblib_libraries,
-    "Contenders": contenders,
     "Processor": processor,
     "Memory": memory,
     "GPU": gpus,

@@ -21,7 +21,7 @@ from typing import Any
 from experiments.evidence import StoredEvidence, describe_load
 from experiments.paths import REFERENCE
 from experiments.report import text
-from experiments.report.tables import Table, Value
+from experiments.report.tables import markdown_table
 from experiments.timing.statistics import Summary, summarise
 
 SPEED = "<!-- speed:start -->", "<!-- speed:end -->"  # in README.md
@@ -88,11 +88,6 @@ def peers_table(measured: Mapping[Key, Summary]) -> str:
     ]
     table = markdown_table(["FBGEMM's time ÷ emblib's", *columns], rows)
     return "\n".join([table, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
-
-
-def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose first column has names and whose others have numbers."""
-    return Table(heads, [[Value(words) for words in row] for row in rows]).markdown()
 
 
 # (pass, dtype) of cpu_matrix -> the row's title.

@@ -64,11 +64,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     if status == "finished" and not start.smoke:
         floors = RunStore(ROOT / config.gate.noise)
         stored_at = floors.write_json(setup.floor_file(start.environment, config), floor)
-    seconds = round(time.monotonic() - began, 1)
-    store.write_json(
-        "run.json",
-        {"experiment": config.name, "question": question, "status": status, "seconds": seconds},
-    )
+    setup.write_info(store, config, question, status, began)
     print(f"\n{write(store.path)}\n\nnoise floor: {pages.shown_path(stored_at)}")
     print(f"report: {pages.shown_path(store.path / 'index.html')}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0

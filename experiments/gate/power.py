@@ -60,8 +60,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             pairs=1 + max((r["pair"] for r in records), default=-1),
         )
         status = _run_trials(runner, replay(records))
-    info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
-    store.write_json("run.json", {"experiment": "gate_power", **info})
+    setup.write_info(store, config, question, status, began)
     print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
     return {"interrupted": 130, "incomplete": 5}.get(status, 0)
 
@@ -213,7 +212,7 @@ def write(path: Path) -> str:
     store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
-    store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
+    store.write_json("run.json", {**info, "trials": len(trials)})
     answer = sentence(rates, trials)
     document.write(path, _page(path, answer, rates, trials, info))
     return answer

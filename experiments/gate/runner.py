@@ -47,16 +47,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         "machine": start.environment["device"],
         "measured": start.environment["time_utc"],
     }
-    store.write_json(
-        "run.json",
-        {
-            "experiment": config.name,
-            "question": question,
-            "status": "interrupted" if results.interrupted else "finished",
-            "seconds": facts["seconds"],
-            "exit": status,
-        },
-    )
+    ended = "interrupted" if results.interrupted else "finished"
+    setup.write_info(store, config, question, ended, began, exit=status)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     answer = pages.write_outputs(store.path, results, facts, status, summary=summary)
     for line in results.points:

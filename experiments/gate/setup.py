@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,15 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     environment = survey(config, device, words)
     floor = find_noise_floor(ROOT / config.gate.noise, environment, config)
     return GateStart(config, device, points, environment, floor)
+
+
+def write_info(
+    store: RunStore, config: Config, question: str, status: str, began: float, **extra: Any
+) -> None:
+    """Write run.json of a run that ends now; `began` is time.monotonic() at its beginning."""
+    seconds = round(time.monotonic() - began, 1)
+    info = {"experiment": config.name, "question": question, "status": status, "seconds": seconds}
+    store.write_json("run.json", info | extra)
 
 
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:

@@ -191,24 +191,19 @@ def changed_counts(
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):
         base_value, head_value = base[key], head[key]
-        text = f"{key.replace('_', ' ')} {base_value:,.4g} → {head_value:,.4g}"
+        growth = base_value - head_value if key == "hit_rate" else head_value - base_value
+        shown = f"{base_value:,.4g} → {head_value:,.4g}"
+        tolerance = 0.0
         if key == "hit_rate":
-            grown, shrunk = (
-                base_value - head_value > HIT_RATE_CHANGE,
-                head_value - base_value > HIT_RATE_CHANGE,
-            )
+            tolerance = HIT_RATE_CHANGE
         elif key == "peak_bytes":
             tolerance = PEAK_SHARE * base_value + PEAK_BYTES
-            grown, shrunk = head_value > base_value + tolerance, head_value < base_value - tolerance
         elif key in (TOTAL, NATIVE):
             tolerance = INSTRUCTIONS_SHARE * base_value
-            grown, shrunk = head_value > base_value + tolerance, head_value < base_value - tolerance
-            growth = head_value / base_value
-            text = f"{key.replace('_', ' ')} {base_value:,.0f} → {head_value:,.0f} ({growth:.3f}×)"
-        else:
-            grown, shrunk = head_value > base_value, head_value < base_value
-        worse += [text] * grown
-        better += [text] * shrunk
+            shown = f"{base_value:,.0f} → {head_value:,.0f} ({head_value / base_value:.3f}×)"
+        text = f"{key.replace('_', ' ')} {shown}"
+        worse += [text] * (growth > tolerance)
+        better += [text] * (growth < -tolerance)
     return worse, better
 
 

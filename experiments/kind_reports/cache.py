@@ -19,7 +19,7 @@ from experiments.report.charts import DASHED, Curve, Mark, Scale, curves, percen
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Table, Value, markdown_table
 from experiments.results import metrics
 from experiments.workloads.distributions import describe_distribution
 
@@ -200,7 +200,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
     heads = ["cache", *[_policy(n) for n in names], f"step ÷ {run.baseline.label}, LRU"]
-    lines = [heads, ["---:"] * len(heads)]
+    lines = []
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
         timed = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
@@ -209,8 +209,8 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
             step = text.ratio(timed)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
-    table = ["| " + " | ".join(line) + " |" for line in lines]
     caption = f"Share of the lookups of {_workload_words(run)} that the cache serves:"
+    table = markdown_table(heads, lines).splitlines()
     return [f"{command}.", caption, "", *table, "", link]
 
 

@@ -13,7 +13,15 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, bytes_value, factor_value, ratio_value
+from experiments.report.tables import (
+    Column,
+    Table,
+    Value,
+    bytes_value,
+    factor_value,
+    markdown_table,
+    ratio_value,
+)
 
 NOTES = (
     "Every method trains the same network on the same samples in the same order. The learning rate "
@@ -184,18 +192,13 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     at_share = rows[rows["share"] == share]
     names = list(dict.fromkeys(rows["data"]))
     plain = rows[rows["contender"] == PLAIN].set_index("data")
-    lines = []
-    for method in dict.fromkeys(at_share["contender"]):
-        rows_of_method = at_share[at_share["contender"] == method].set_index("data")
-        lines_shown = [
-            _change(rows_of_method.loc[n]) if n in rows_of_method.index else text.NONE
-            for n in names
-        ]
-        steps = " · ".join(
-            text.times(rows_of_method.loc[n, "ratio"]) if n in rows_of_method.index else text.NONE
-            for n in names
-        )
-        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(lines_shown)} | {steps} |")
+    lines = [["plain, AUC", *(f"{plain.loc[n, 'auc']:.4f}" for n in names), "1"]]
+    for method, group in at_share.groupby("contender", sort=False):
+        by_data = group.set_index("data")
+        measured = [by_data.loc[n] if n in by_data.index else None for n in names]
+        changes = [text.NONE if row is None else _change(row) for row in measured]
+        steps = [text.NONE if row is None else text.times(row["ratio"]) for row in measured]
+        lines.append([TRAINED[str(method)], *changes, " · ".join(steps)])
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
         f"{command}:",
@@ -203,10 +206,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
         f"Change of AUC with large tables of {_share_words(share)} of their bytes, mean of {seeds} "
         "with its 95 % interval, and the time of a step ÷ plain on each.",
         "",
-        f"| tables | {' | '.join(names)} | step |",
-        f"| --- |{' ---: |' * (len(names) + 1)}",
-        f"| plain, AUC | {' | '.join(format(plain.loc[n, 'auc'], '.4f') for n in names)} | 1 |",
-        *lines,
+        *markdown_table(["tables", *names, "step"], lines).splitlines(),
         "",
         link,
     ]

@@ -112,10 +112,6 @@ class Measurement:
     makes_tables: bool = True
     packages: tuple[str, ...] = ()
 
-    def modes_of(self, config: Config) -> Sequence[Mode]:
-        """Return the modes in which a run measures a cell."""
-        return self.modes or config.timing.modes
-
 
 class Compared(IntEnum):
     """The comparisons that a kind's numbers permit; each level includes those below it."""
@@ -254,10 +250,6 @@ class Kind:
         """Measure a cell in this process; `seconds` is the budget for timing."""
         records: list[Record] = load(self.measurement.cell)(cell, session, seconds)
         return records
-
-    def lead(self, config: Config, *, question: str, words: Sequence[str]) -> int:
-        """Lead a whole run and return its exit status, for kinds with `leads`."""
-        return int(load(self.leads)(config, question=question, words=words))
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the line of the terminal about a measured cell."""

@@ -85,7 +85,6 @@ class Device:
         names: regular expressions of the whole name as drivers write it.
         figures: values by the keys of FIGURES; figures without a source are absent.
         sources: URLs of the figures.
-        note: remark.
     """
 
     key: str
@@ -94,7 +93,6 @@ class Device:
     names: tuple[str, ...]
     figures: Mapping[str, float]
     sources: Mapping[str, str]
-    note: str = ""
 
     @property
     def bandwidth_gb_s(self) -> float | None:
@@ -130,9 +128,8 @@ def read(path: Path) -> Device:
                 f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
             )
         figures[key], sources[key] = float(entry["value"]), str(entry["source"])
-    note = str(raw.get("note", "")).strip()
     names = tuple(raw["names"])
-    return Device(path.stem, raw["name"], raw["kind"], names, figures, sources, note)
+    return Device(path.stem, raw["name"], raw["kind"], names, figures, sources)
 
 
 @cache

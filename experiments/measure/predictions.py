@@ -28,6 +28,7 @@ from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing import statistics
+from experiments.workloads import distributions
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
 CACHE_TERMS = ("step", "lookup", "row")
@@ -147,13 +148,7 @@ class _Experiment:
 
         With `spread`, the ids are a random selection of all.
         """
-        if skew:
-            shares = np.arange(1, ids + 1, dtype=np.float64) ** -skew
-            ends = shares.cumsum()
-            ids_drawn = np.searchsorted(ends, self.draw.random(lookups) * ends[-1])
-            ids_drawn = ids_drawn.clip(max=ids - 1)
-        else:
-            ids_drawn = self.draw.integers(ids, size=lookups)
+        ids_drawn = distributions.zipf_ranks(self.draw, lookups, ids, skew) - 1
         if spread and ids < self.work.E:
             ids_drawn = self.draw.choice(self.work.E, ids, replace=False)[ids_drawn]
         offsets = torch.arange(0, lookups + 1, self.work.L)

@@ -110,3 +110,8 @@ class Table:
     def is_text(self, column: int) -> bool:
         """Return whether a column holds words: none of its entries has a number to sort by."""
         return all(math.isnan(row[column].key) for row in self.rows)
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose first column has names and whose others have numbers."""
+    return Table(heads, [[Value(words) for words in row] for row in rows]).markdown()

@@ -25,7 +25,7 @@ from experiments import kinds
 from experiments.config.schema import AXES, Config, Mode, UsageError, device_kind
 from experiments.config.sweep import SWEEP, Cell, axes_of
 from experiments.contenders import registry
-from experiments.kinds.base import Effort, Ranks
+from experiments.kinds.base import Effort, Ranks, load
 from experiments.machine import memory
 from experiments.machine.flags import explain
 from experiments.measure.session import Session
@@ -65,7 +65,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     kind = kinds.find(config.kind)
     if kind.leads:
-        return kind.lead(config, question=question, words=words)
+        return int(load(kind.leads)(config, question=question, words=words))
     device = device_of(config)
     cells = [cell for cell in kinds.expand(config) if cell.arms]
     if not cells:

@@ -103,7 +103,7 @@ def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
 
 def _lost_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """Return a record per mode for an arm whose process died; its samples are lost."""
-    modes = kinds.find(cell.kind).measurement.modes_of(session.config)
+    modes = kinds.find(cell.kind).measurement.modes or session.config.timing.modes
     lost = [Outcome(arm, mode) for mode in modes]
     for outcome in lost:
         outcome.fail(death)
