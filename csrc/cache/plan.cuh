@@ -26,13 +26,14 @@ struct CachePlan {
   int64_t* counters;      // [num_tables + 1, kCounters], to which the batch is added
   const Feature* tables;  // [num_tables], ascending by row; the cached ones are the last
   int num_tables;
-  const int64_t* rows;              // [n] distinct rows, ascending; the first *count exist
-  const int32_t *segments, *count;  // [n + 1] of the lookups by row, [1]
+  const int64_t* rows;      // [n] distinct rows, ascending; the first *count exist
+  const int32_t* segments;  // [n + 1], row u has lookups segments[u] to segments[u + 1] - 1
+  const int32_t* count;     // [1], number of distinct rows
   int64_t n;
   int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
   int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
-  // Negative: the clock is that of the batch. Else the plan starts the next batch, whose oldest one
-  // in flight is `lag` batches before it: the last kernel of the plan sets the clock.
+  // Negative: `clock` is that of the batch. Else the plan is of batch clock[0] + 1, and the oldest
+  // batch in flight is that number minus `lag`; the last kernel of the plan writes both to `clock`.
   int64_t lag = -1;
   int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
 

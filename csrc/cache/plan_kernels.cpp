@@ -83,7 +83,7 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
       }
       if constexpr (kStamps) {
         args.evicted[u] = kNoMove;
-        // For a miss, prefetch a line that is in the cache already instead.
+        // For a miss, prefetch the line of `evicted` that was just written: no branch, no traffic.
         __builtin_prefetch(hit ? cache.usage_words + first + way : args.evicted + u, 1);
       }
     }

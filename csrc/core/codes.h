@@ -18,7 +18,8 @@ inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 // The replacement policy of a set of the cache: which missing rows take which ways.
 //   LRU: missing rows in ascending order take the ways in order of age, the oldest first.
 //   LFU: missing rows in order of their lookups so far, the most first, take the ways in order of
-//        the lookups of their present rows, the fewest first; at equal numbers, the oldest way.
+//        the lookups of their present rows, the fewest first; at equal numbers, the way that was
+//        used last.
 enum class Policy : int { kLru, kLfu };
 inline constexpr const char* kPolicies[] = {"lru", "lfu"};
 
@@ -42,7 +43,7 @@ inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 enum class MatmulPrecision : int { kFloat32, kTf32, kBf16 };
 inline constexpr const char* kMatmulPrecisions[] = {"float32", "tf32", "bf16"};
 
-// Columns of the vector `hyper`, float64, the hyperparameters of an optimizer.
+// Elements of the vector `hyper`, float64, the hyperparameters of an optimizer.
 enum HyperColumn : int {
   kLearningRate = 0,
   kStep = 1,          // number of the current step, from 1

@@ -26,7 +26,7 @@ struct SortPairs {
   Key *keys, *sorted_keys;                // [n] input, [n] output
   int32_t *positions, *sorted_positions;  // [n] input, [n] output
   int64_t n;
-  Key limit;  // the maximum key
+  Key limit;  // no key is greater
 };
 
 // The arrays of a sort whose runs of equal keys become groups.
@@ -38,7 +38,7 @@ struct SortBuffers {
   // `limit`.
   int32_t* range_counts;
   int64_t n;
-  Key limit;  // the key that belongs to no group
+  Key limit;  // no key is greater; lookups with this one belong to no group
 };
 
 // The step counter of the update that uses a grouping: the grouping increments it, which saves a

@@ -204,12 +204,13 @@ struct HashTable {
 // Who breaks them, because tags or entries are written or a rank falls, empties the queue. Stamps
 // that fall also reset `exhausted_at`.
 struct EvictionQueue {
-  int64_t sorted_at;         // the clock at which the elements were sorted, the time of tag 0
-  uint8_t size;              // number of elements
-  uint8_t order;             // the Order of the elements
-  uint8_t share;             // slots to assign in this round, or kUnknownShare
-  uint8_t locked;            // 1 while a thread of `choose` uses the queue
-  uint16_t at[6];            // times after sorted_at; 0 is an unused tag
+  int64_t sorted_at;  // the clock at which the elements were sorted, the time of tag 0
+  uint8_t size;       // number of elements
+  uint8_t order;      // the Order of the elements
+  uint8_t share;      // slots to assign in this round, or kUnknownShare
+  uint8_t locked;     // 1 while a thread of `choose` uses the queue: taken by an atomic exchange
+  // The times of tags 1 to 6, as the clock minus sorted_at; 0 where no element has the tag.
+  uint16_t at[6];
   uint8_t elements[kSlots];  // in ascending order of known ranks
   int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
 };
@@ -225,8 +226,8 @@ struct HashTouch {
   EvictionQueue* queues;  // by bucket of the table; or null
 };
 
-// The insertion of misses into one table. Arrays are by miss, of all tables of the batch; slots are
-// of the table.
+// The insertion of misses into one table. Arrays but `ids` have an element per miss of the batch,
+// also of other tables; slots are numbered within the table.
 struct HashInsertion {
   HashTable table;
   Order order;

@@ -22,7 +22,8 @@ struct BatchCheck {
   // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
   bool adds = true;  // counts are added to `violations`, else they replace it
-  // [2], scratch of a launch of several blocks, 0 before the kernel runs; null for one block.
+  // [2], scratch of a launch of several blocks: packed counts, see finish_block. 0 before the
+  // kernel runs, unspecified after it; null for one block.
   unsigned long long* progress = nullptr;
 };
 
@@ -51,11 +52,12 @@ EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, i
 }
 
 // Write the repaired offsets to `repaired`, [bags + 1]; return how many offsets of this thread
-// changed. All threads of one block call it; `warp_scratch` is shared memory for an int per warp.
+// changed. All threads of one block call it, of whole warps; `warp_scratch` is shared memory for an
+// int per warp. Fewer than 2^31 lookups.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
   constexpr int kEach = 4;
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
-  int32_t floor = 0;
+  int32_t maximum_before = 0;  // of all earlier tiles
   int bad = 0;
   for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kEach) {
     const int64_t first = tile + int64_t{threadIdx.x} * kEach;
@@ -70,15 +72,16 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
     }
     if (lane == simt::kWarp - 1) warp_scratch[warp] = maximum;
     int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
-    running_max = lane == 0 ? floor : max_of(floor, running_max);
+    running_max = lane == 0 ? maximum_before : max_of(maximum_before, running_max);
     __syncthreads();
     for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
-      floor = max_of(floor, warp_scratch[w]);
+      maximum_before = max_of(maximum_before, warp_scratch[w]);
       if (w < warp) running_max = max_of(running_max, warp_scratch[w]);
     }
 #pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {
       running_max = max_of(running_max, clamped_offset(bags, i));
+      // Without bags there are no lookups, and the only offset is 0.
       if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
       bad += running_max != bags.offsets[i];
       repaired[i] = running_max;
@@ -95,7 +98,7 @@ EMB_DEVICE void fail_for_offsets() {
 }
 
 // Count `indices` and `offsets` violations in check.violations, or trap in the fatal mode. One
-// thread of the grid calls it.
+// thread of the grid calls it; kernels on other streams may add to the same counts.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
   if (check.fatal && offsets > 0) fail_for_offsets();
   if (check.fatal && indices > 0) {

@@ -1,7 +1,7 @@
-"""Removal of padding ids from batches, for the semantics of `padding_idx` of `nn.EmbeddingBag`.
+"""Removal of padding ids from batches, as `nn.EmbeddingBag` leaves `padding_idx` out.
 
 Tables skip the id -1: it adds nothing and is not trained, but counts in the bag's length, by which
-MEAN divides. A removed id does not count there either.
+MEAN divides. A removed id does not count there.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,9 @@ def drop_padding_from_bags(
     Args:
         indices: int32 or int64 `[L]`.
         offsets: int32 or int64 `[bags + 1]`, from 0 to L.
-        padding_idx: the id to remove.
-        per_sample_weights: `[L]`, one per id.
+        padding_idx: the id to remove, as it is in the batch; unlike in `nn.EmbeddingBag` a negative
+            one is not counted from the end of the table.
+        per_sample_weights: `[L]`, one per id; differentiable.
 
     Returns:
         `indices`, `offsets` and `per_sample_weights` of the remaining ids.

@@ -299,6 +299,7 @@ class _SequenceStep(OutputStep):
         if self.replica_shape is not None:
             assert self._route.copies is not None
             copies = grad.index_select(0, self._route.copies)
+            # Without a sink DistributedDataParallel averages these gradients.
             if self.sink_shape is not None and scale != 1.0:
                 copies.mul_(scale)
             copies = copies.view(-1)

@@ -16,7 +16,7 @@ from experiments.contenders.registry import find
 from experiments.machine.bandwidth import CacheLines
 
 Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
-ENTRY_BYTES = 17  # bytes per slot: key, score and tag
+ENTRY_BYTES = 17  # bytes per slot of a table that evicts by LRU: key, stamp and tag
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KeyTask:
         dim: float32 columns of a value.
         device: device of the table.
         resident: number of keys that the table will be filled with.
-        first: initial number of slots of a table that grows; 0 for all.
+        first: initial number of slots of a table that grows; 0 is `slots`, for one that does not.
     """
 
     slots: int
@@ -102,12 +102,12 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def size(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys; those of the task if the table cannot tell."""
         return self.task.resident
 
     def nbytes(self) -> int:
         """Return the bytes of keys, their metadata and values."""
-        return 0
+        raise NotImplementedError
 
 
 def build_keyed(name: str, task: KeyTask) -> KeyTable:

@@ -320,7 +320,7 @@ def test_rank_correlation() -> None:
     assert rank_correlation(points((1, 1), (1, 2), (2, 3))) == pytest.approx(math.sqrt(0.75))
 
 
-def test_the_model_is_told_of_the_traffic() -> None:
+def test_shards_share_the_cache_by_the_floats_of_a_rank() -> None:
     works = [_work(1000, 64)]
     model = CostModel(Topology(2), workloads=works)
-    assert model.traffic == 2 * 100 * 64
+    assert model.floats_per_rank == 100 * 64

@@ -25,11 +25,19 @@ _HEAD_BYTES = 16  # stamp and score of a record
 
 
 class HostRows:
-    """A `RowStore` in memory, of at most `capacity` rows per table, e.g. `HostRows(1_000_000)`.
+    """A `RowStore` in memory, e.g. `HostRows(1_000_000)`; its rows do not outlive the process.
 
-    A row put into a full table evicts the lowest row by `eviction` (see `Eviction`; STEP and CUSTOM
-    rank by score), which is dropped. The rows do not outlive the process. `seed` is the seed of the
-    hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's generator.
+    A key belongs into one of two buckets of 32 rows. A row whose two buckets are full evicts the
+    lowest of their rows by `eviction`, which is dropped.
+
+    Args:
+        capacity: rows per table, of all tables or of each; rounded up to a multiple of 32.
+        eviction: the order of rows, see `Eviction`; STEP and CUSTOM rank by score.
+        seed: seed of the hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's
+            generator.
+
+    Raises:
+        ValueError: `Eviction.NONE`, or a capacity below 1.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -130,7 +138,7 @@ class HostRows:
         return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
 
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Do `lift` and `put` in one call; return the keys of the rows that were dropped.
+        """Do `lift`, then `put`, in one call; return the keys of the rows that were dropped.
 
         Args:
             table: number of the table.

@@ -127,12 +127,12 @@ class CostModel:
         workloads: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
-        total_bytes = sum(
+        # Floats that a rank looks up per step, by which shards share its cache.
+        self.floats_per_rank = sum(
             lookup.batch_size * lookup.ids_per_example * lookup.config.embedding_dim
             for workload in workloads
             for lookup in workload.by_reader
         )
-        self.traffic = total_bytes * topology.world_size
         self._costs = topology.costs
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
@@ -404,9 +404,9 @@ class CostModel:
         The shards of a rank share its cache in proportion to their lookups; all ranks look up
         equally much.
         """
-        traffic = self.traffic / self.topology.world_size
-        part_traffic = ids * table_slice.dim
-        near_bytes = self._costs.near_bytes * (min(1.0, part_traffic / traffic) if traffic else 1.0)
+        floats, all_floats = ids * table_slice.dim, self.floats_per_rank
+        part = min(1.0, floats / all_floats) if all_floats else 1.0
+        near_bytes = self._costs.near_bytes * part
         share = min(1.0, near_bytes / max(table_slice.num_rows * row_nbytes, 1.0))
         return share * interpolate(near_ns, row_nbytes) + (1.0 - share) * interpolate(
             far_ns, row_nbytes
@@ -473,9 +473,9 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
 
 
 def share_of_bags_with_ids(workload: TableWorkload, share: float) -> float:
-    """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
+    """Return the share of a table's bags that a shard receives.
 
-    If most bags have ids, all count as sent.
+    Bags without ids in the shard are not sent, unless they are few: then it is 1.
     """
     if share >= 1.0 or not workload.config.pooled:
         return 1.0
