@@ -1,6 +1,8 @@
 """Loaded once by the process that forks children of runs: emblib, the harness, and digests.
 
-The digests of all sources take a second of each run; children inherit them.
+The digests of all sources take a second of each run; children inherit them. Children measure the
+ceilings of the machine in a cache, as in smoke runs: in memory that takes half a minute of
+processor time of each run that is not one, and gigabytes.
 """
 
 import errno
@@ -9,12 +11,13 @@ from multiprocessing import reduction
 
 from experiments.machine import sources
 from experiments.results import identity
-from experiments.run import worker  # noqa: F401
+from experiments.run import worker
 from tests.experiments import smoke_host  # noqa: F401
 
 sources.digests("cpu")
 identity.code_id()
 identity.bench_version()
+worker.BANDWIDTH_SECONDS = 0.0
 
 _receive_descriptors = reduction.recvfds
 
