@@ -95,7 +95,8 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the harness with the kind's file and its line."""
     folder = tmp_path_factory.mktemp("harness")
     for name in ("experiments", "conf"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        being_written = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(ROOT / name, folder / name, ignore=being_written)
     shutil.copy(ROOT / "run.py", folder)
     (folder / "emblib").symlink_to(ROOT / "emblib")
     (folder / "experiments/kinds/locality.py").write_text(KIND)

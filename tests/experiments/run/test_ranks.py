@@ -5,9 +5,6 @@ Most tests are threads that pretend to be ranks, with clocks that only pretend t
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +19,12 @@ from experiments.config.sweep import Arm
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.measure.process import Died
-from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
 from experiments.run.ranks import FailedElsewhere, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.race import Measured, Race
+from tests.experiments import run_with_loaded_children
 
 RANKS = 3
 TIMING = TimingConfig(
@@ -405,13 +402,8 @@ def test_two_ranks_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "contenders.yaml").write_text(TABLE)
     words = ["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "device.ranks=2"]
     words += ["timing.max_cells=1", "contenders=[tbe,fails_in_step,dies]"]
-    done = subprocess.run(
-        [sys.executable, "run.py", *words, "report=tables", f"report.folder={tmp_path}/runs"],
-        cwd=ROOT,
-        env=os.environ | {"EMBLIB_CONTENDERS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    words += ["report=tables", f"report.folder={tmp_path}/runs"]
+    done = run_with_loaded_children(words, {"EMBLIB_CONTENDERS": str(tmp_path)})
     assert done.returncode == 5, done.stdout + done.stderr
     (points,) = (tmp_path / "runs").glob("*/*/points.jsonl")
     by_arm = {r["arm"]: r for r in read_records(points.parent)}

@@ -36,7 +36,7 @@ def run(folder: Path, *words: str) -> tuple[int, Path]:
 
 
 @pytest.fixture(scope="module")
-def machine() -> dict[str, Any]:
+def machine(loaded_fork_server: None) -> dict[str, Any]:
     """What a run finds out about the machine; once is enough for these tests."""
     return worker.survey(configure.load(list(ONE_CELL)), torch.device("cpu"), ONE_CELL)
 
