@@ -106,7 +106,7 @@ def _importing(module: str) -> set[str]:
         re.MULTILINE,
     )
     # Looking for the name alone first saves most of the time.
-    texts = {test: _text(test) for test in (*_test_files(), *_helper_files())}
+    texts = {test: _import_lines(test) for test in (*_test_files(), *_helper_files())}
     importing = {test for test, text in texts.items() if leaf in text and pattern.search(text)}
     helpers = importing & set(_helper_files())
     found = importing - helpers
@@ -144,6 +144,11 @@ def _helper_files() -> tuple[str, ...]:
 @cache
 def _python_tests() -> tuple[str, ...]:
     return tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("*.py")))
+
+
+@cache
+def _import_lines(name: str) -> str:
+    return "\n".join(re.findall(r"^\s*(?:from|import)\b.*", _text(name), re.MULTILINE))
 
 
 @cache
