@@ -158,21 +158,35 @@ def train_and_save(
     return saved, whole(model)
 
 
-def load_and_train(
+def load_again(
     ranks: RankGroup, plan: Plan, path: Path, again: Path | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same from a checkpoint, in a model that has had other values and steps.
+) -> dict[str, Any]:
+    """The whole state from a checkpoint, in a model that has had other values and steps.
 
     What was loaded is saved again to `again`.
     """
+    return _load(ranks, plan, path, again)[1]
+
+
+def load_and_train(
+    ranks: RankGroup, plan: Plan, path: Path, again: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same, and the state after two more steps."""
+    model, loaded = _load(ranks, plan, path, again)
+    train(model, plan, range(3, 5), ranks)
+    return loaded, whole(model)
+
+
+def _load(
+    ranks: RankGroup, plan: Plan, path: Path, again: Path | None
+) -> tuple[ShardedEmbeddingBagCollection, dict[str, Any]]:
     model = make(ranks, plan, seed=1)
     train(model, plan, range(7, 9), ranks)
     checkpoints.load(state_of(model), path, ranks)
     loaded = whole(model)
     if again is not None:
         checkpoints.save(state_of(model), again, ranks)
-    train(model, plan, range(3, 5), ranks)
-    return loaded, whole(model)
+    return model, loaded
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:

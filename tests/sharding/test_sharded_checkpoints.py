@@ -89,17 +89,17 @@ def test_any_plan_to_any(start: str, tmp_path: Path) -> None:
     for end in ends:
         world = 1 + list(PLANS).index(end) % 3
         path = tmp_path / "back" if end == ends[1] else None
-        (loaded, trained), *_ = worlds.run(
-            world, models.load_and_train, PLANS[end], tmp_path / "start", path
-        )
-        # States by column shard become means, which are rounded.
-        rounding = 1e-6 if CUT & {start, end} else 0.0
-        assert_same(saved, loaded, rounding)
+        # States by column shard become means, which are rounded: training goes on otherwise.
+        is_rounded = bool(CUT & {start, end})
+        rounding = 1e-6 if is_rounded else 0.0
+        load = models.load_again if is_rounded else models.load_and_train
+        found, *_ = worlds.run(world, load, PLANS[end], tmp_path / "start", path)
+        assert_same(saved, found if is_rounded else found[0], rounding)
         if path is not None:
-            (back, _), *_ = worlds.run(4, models.load_and_train, PLANS[start], path)
+            back, *_ = worlds.run(4, models.load_again, PLANS[start], path)
             assert_same(saved, back, rounding)
-        if not CUT & {start, end}:
-            assert_same(without_sketches(after), without_sketches(trained), 1e-5)
+        if not is_rounded:
+            assert_same(without_sketches(after), without_sketches(found[1]), 1e-5)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -110,9 +110,7 @@ def test_with_collections_that_are_not_sharded(plan: str, tmp_path: Path) -> Non
     checkpoints.save(models.state_of(start), tmp_path / "one", ALONE)
     saved = copy.deepcopy(models.state_of(start)["model"].state_dict())
     states = copy.deepcopy(FusedOptimizer.of(start).state_dict())
-    (loaded, _), *_ = worlds.run(
-        3, models.load_and_train, PLANS[plan], tmp_path / "one", tmp_path / "three"
-    )
+    loaded, *_ = worlds.run(3, models.load_again, PLANS[plan], tmp_path / "one", tmp_path / "three")
     rounding = 1e-6 if plan in CUT else 0.0
     assert_same({"model": saved, "optimizer": states}, loaded, rounding)
     end = models.source(PLANS[plan], seed=1)
@@ -145,9 +143,10 @@ def test_one_file(plan: str, tmp_path: Path) -> None:
     other.load_state_dict(found["model"])
     assert_same(other.state_dict(), found["model"])
     FusedOptimizer.of(other).load_state_dict(found["optimizer"])
-    for end in followers(plan, 2):
-        loaded, *_ = worlds.run(3, models.load_export, PLANS[end], path)
-        assert_same(loaded, saved)
+    # The file has whole tables, whatever the plan: each plan is loaded once, from another.
+    (end,) = followers(plan, 1)
+    loaded, *_ = worlds.run(3, models.load_export, PLANS[end], path)
+    assert_same(loaded, saved)
 
 
 @pytest.mark.parametrize("rule", ["rows", "columns", "grid"])
@@ -158,7 +157,7 @@ def test_cores_for_more_rows_than_there_are(rule: str, tmp_path: Path) -> None:
     for number, (world, plan) in enumerate(((1, plans[0]), (4, plans[1]), (3, plans[0]))):
         path, before = tmp_path / str(number), tmp_path / str(number - 1)
         if number:
-            (found, _), *_ = worlds.run(world, models.load_and_train, plan, before, path)
+            found, *_ = worlds.run(world, models.load_again, plan, before, path)
         else:
             (found, _), *_ = worlds.run(world, models.train_and_save, plan, path)
         saved = saved or found
