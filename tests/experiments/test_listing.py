@@ -23,14 +23,15 @@ def shown(*names: str, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_every_experiment_has_its_question_and_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_every_experiment() -> None:
+    """Compare the list of experiments with each of them."""
     load, loaded = configure.load, {}
 
     def remember(words: list[str]) -> Config:
         loaded[words[0]] = load(words)
         return loaded[words[0]]
 
-    monkeypatch.setattr(configure, "load", remember)
+    configure.load = remember  # type: ignore[assignment]
     rows = {row[0].partition("\n")[0]: row for row in listing.experiments().rows}
     assert list(rows) == configure.groups()["experiment"]
     for name, (text, kind, cells, seconds) in rows.items():
@@ -46,6 +47,18 @@ def test_every_experiment_has_its_question_and_cells(monkeypatch: pytest.MonkeyP
                 kinds.find(c.kind).measurement.effort is Effort.TRAINED for c in expanded
             )
             assert seconds == "–" if unlimited else float(seconds.split()[0]) > 0
+
+
+def test_every_experiment_has_its_question_and_cells_and_torch_is_not_loaded() -> None:
+    """In one process, because the list composes every experiment, which takes seconds."""
+    program = (
+        "import sys; from tests.experiments import test_listing as tests; "
+        "print(tests.shown('contenders', 'hardware')); tests.check_every_experiment(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Contenders" in done.stdout
 
 
 def test_the_time_follows_the_preset() -> None:
@@ -112,16 +125,6 @@ def test_it_fits_the_terminal(width: int) -> None:
     text = shown("contenders", "presets", "hardware", "references", width=width)
     assert max(map(len, text.splitlines())) <= width
     assert text.index("Contenders") < text.index("Hardware") < text.index("Committed results")
-
-
-def test_torch_is_not_loaded() -> None:
-    program = (
-        "import sys; from experiments import listing as l; "
-        "l.show(['experiments', 'contenders', 'hardware']); sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tt_vs_tbe" in done.stdout
 
 
 def test_what_needs_a_gpu_is_not_said_to_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
