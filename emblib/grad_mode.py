@@ -1,5 +1,7 @@
 """Gradients on or off for one call, and as before however it ends."""
 
+from __future__ import annotations  # the compiler cannot guard annotations of inner functions
+
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -28,7 +30,6 @@ def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _
         (False, True)
     """
 
-    @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         was_enabled = torch.is_grad_enabled()
         in_c, again_in_c = _DisableTorchFunction(), _DisableTorchFunction()
@@ -44,5 +45,5 @@ def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _
 
 
 def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function without gradients; see `in_grad_mode`."""
-    return in_grad_mode(function, enabled=False)
+    """Decorate a function to run without gradients; see `in_grad_mode`."""
+    return functools.wraps(function)(in_grad_mode(function, enabled=False))

@@ -33,6 +33,18 @@ def test_a_function_runs_in_the_mode_it_is_given() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_compiled_code_may_set_the_mode() -> None:
+    weights = torch.ones(3, requires_grad=True)
+
+    def function(values: torch.Tensor) -> torch.Tensor:
+        return in_grad_mode(lambda x: x * 2, enabled=False)(values) + values
+
+    compiled = torch.compile(function, backend="eager")
+    assert torch.equal(compiled(weights), function(weights))
+    compiled(weights).sum().backward()
+    assert torch.equal(weights.grad, torch.ones(3))
+
+
 def test_an_exception_leaves_gradients_as_they_were() -> None:
     @without_gradients
     def fail() -> None:

@@ -131,7 +131,7 @@ inline void check_num_tables(const char* op, int64_t num_tables) {
 
 // Check the number of positions or slots of a call, likewise.
 inline void check_num_keys(const char* op, int64_t n) {
-  STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys a call, got ", n,
+  STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys per call, got ", n,
                   "; split the batch");
 }
 
@@ -272,7 +272,7 @@ class Misses {
     check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
     check_same_device(op, "admitted", *admitted, ids);
     STD_TORCH_CHECK(admitted->is_contiguous() && admitted->numel() == n_, op,
-                    ": admitted must be contiguous with one entry an id = ", n_, ", got ",
+                    ": admitted must be contiguous with one entry per id = ", n_, ", got ",
                     admitted->numel());
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
@@ -718,7 +718,7 @@ struct InitialInputs {
     check_shape(op, "layout", layout, kInitialLayoutColumns);
     check_shape(op, "rules", rules, kInitialRuleColumns);
     STD_TORCH_CHECK(first.numel() == slots.numel(), op,
-                    ": slots must have one entry a missing key, as first has, = ", first.numel(),
+                    ": slots must have one entry per missing key, as first has, = ", first.numel(),
                     ", got ", slots.numel());
     for (const Tensor& buffer : row_buffers) {
       float_dtype(op, "each row buffer", buffer.scalar_type());

@@ -25,7 +25,7 @@ from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingU
 from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision
@@ -218,7 +218,7 @@ class DynamicState:
         """
         if self.adopt_hyperparams is not None:
             self.adopt_hyperparams(values)
-        without_gradients(self.hyperparams.copy_)(values)
+        in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
     def copy_times(self, table: int, source: DynamicState, source_table: int) -> None:
         """Adopt the times of use of a table whose entries were copied to this one."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.migration import checks
 from emblib.migration.base import Left, NotMigrated, Replaced, TrainingMemory
 from emblib.migration.checks import Difference, MigrationCost, Speed
@@ -314,7 +314,7 @@ def migrate(
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
     for new in replaced:
-        without_gradients(new.carry_over)()
+        in_grad_mode(new.carry_over, enabled=False)()
         _set_module(model, new.paths, new.new)
     return Migration(model, replaced, left_modules, optimizers, tables)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from emblib import optim
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.jagged.padding import drop_padding_from_bags
 from emblib.migration.base import (
     Bags,
@@ -219,7 +219,7 @@ class ReplacedEmbedding(Replaced):
         module = type(old)(
             len(rows), old.embedding_dim, dtype=old.weight.dtype, device=rows.device, **options
         )
-        without_gradients(module.weight.copy_)(table.rows[rows])
+        in_grad_mode(module.weight.copy_, enabled=False)(table.rows[rows])
         if not self.is_trained or self.weight.trained is None:
             return module, []
         optimizer = self.weight.trained.copied([module.weight])

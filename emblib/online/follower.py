@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.online.records import LogError, Record, RecordKind, TableChange, decode
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
@@ -112,7 +112,7 @@ class LogFollower:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model without gradients, at one step."""
         with self._lock.reading():
-            return without_gradients(self.model)(*args, **kwargs)
+            return in_grad_mode(self.model, enabled=False)(*args, **kwargs)
 
     def reading(self) -> Any:
         """Return a context in which the tables stay at one step, for any number of lookups."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 
 
 def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
@@ -51,7 +51,7 @@ def once_differentiable(backward: Backward) -> Backward:
     def call(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        results = without_gradients(backward)(ctx, *grads)
+        results = in_grad_mode(backward, enabled=False)(ctx, *grads)
         sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
         grads_out = results if isinstance(results, tuple) else (results,)
         tensors = [grad for grad in grads_out if grad is not None]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import FeatureColumn
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
@@ -100,7 +100,7 @@ class JointStep:
         contributions = self._waiting.pop(torch._C._current_graph_task_id(), None)
         table = self._table()
         if contributions and table is not None:
-            without_gradients(table.apply_joint)(contributions)
+            in_grad_mode(table.apply_joint, enabled=False)(contributions)
 
 
 class GradientSum(Protocol):

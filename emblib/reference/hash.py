@@ -292,7 +292,7 @@ class HashModel:
             for candidate, number in candidates
             if candidate is not None
         ]
-        if not ranked or self._may_evict(entry, min(ranked)[0]):
+        if not ranked or self._is_refused(entry, min(ranked)[0]):
             return None
         return min(ranked)[1], True
 
@@ -313,7 +313,7 @@ class HashModel:
         """Replace an entry of the bucket by the new key; return False if the key is refused."""
         miss, entry = miss_and_entry
         candidate = self._candidate(table, number)
-        if candidate is None or self._may_evict(entry, self._rank(candidate)):
+        if candidate is None or self._is_refused(entry, self._rank(candidate)):
             return False
         miss.slot, miss.status = number * SLOTS + table.bucket(number).index(candidate), EVICTING
         miss.evicted, table.slots[miss.slot] = candidate, entry
@@ -335,7 +335,8 @@ class HashModel:
             return []
         return [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
 
-    def _may_evict(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
+    def _is_refused(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
+        """Return whether a new key ranks too low to evict an entry of rank `candidate`."""
         return self.insert_policy == "competes" and self._rank(entry) < candidate
 
     # Calls of their own

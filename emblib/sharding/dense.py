@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.sharding.ranks import RankGroup
 
 
@@ -148,7 +148,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             )
         for owner in modules:
             owner.to_empty(device=device, recurse=False)
-        without_gradients(reset)()
+        in_grad_mode(reset, enabled=False)()
 
 
 def _with_containers(submodule: nn.Module) -> list[nn.Module]:

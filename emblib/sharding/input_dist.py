@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import RouteBlockColumn, RouteFeatureColumn
-from emblib.grad_mode import in_grad_mode, without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
@@ -302,7 +302,7 @@ class InputDist(nn.Module):
         # Replicas look up with the weights as they are: their gradients are not scaled.
         scaled = inputs._replace(weights=weights)
         sort = self._gather if self.is_whole else self._bucketize
-        batch = without_gradients(sort)(scaled)
+        batch = in_grad_mode(sort, enabled=False)(scaled)
         return batch._replace(counts=self._counts(inputs, batch))
 
     def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
-from emblib.grad_mode import in_grad_mode, without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
@@ -145,7 +145,7 @@ class SequenceTables(ShardedTables):
         local, copies = rows
         if received.sent is None:
             return self._local_output(local, received)
-        vector_route = without_gradients(self._route)(received)
+        vector_route = in_grad_mode(self._route, enabled=False)(received)
         gradient_sink = None
         if (
             self.replicated is not None

@@ -75,8 +75,8 @@ class FusedTables(nn.Module):
     which backward mutates in place, stay out of it.
     """
 
-    weights: nn.Parameter  # memory of all tables, flat
-    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
+    weights: nn.Parameter  # memory of the tables of the first tier, flat
+    features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`; `[3 F, 8]` of tensor trains
     grad_anchor: Tensor  # scalar, see above
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     include_last_offset: bool

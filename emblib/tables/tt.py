@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.columns import FeatureRow, TTTableColumn
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops import autograd, tt
 from emblib.ops.derivatives import refuse_tangents
 from emblib.optim import Optimizer
@@ -638,7 +638,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
             bag = cls(decomposed.spec, optimizer, **{"device": weight.device, **options})
         for core, value in zip(bag.cores, decomposed.cores, strict=True):
-            without_gradients(core.copy_)(value)
+            in_grad_mode(core.copy_, enabled=False)(value)
         return bag
 
     @property

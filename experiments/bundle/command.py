@@ -131,6 +131,8 @@ def _rerun(
         )
         if result.run is not None:
             _print_machine_changes(entry, result.run.environment)
+        if not result.findings:
+            print("  it claims nothing that could be compared")
         _print_findings(result.findings)
         findings += result.findings
     _print_summary(findings)

@@ -212,7 +212,7 @@ def write(path: Path) -> str:
     store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
-    store.write_json("run.json", {**info, "trials": len(trials)})
+    store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
     answer = sentence(rates, trials)
     document.write(path, _page(path, answer, rates, trials, info))
     return answer

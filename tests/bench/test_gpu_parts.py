@@ -104,6 +104,15 @@ def test_the_model_counts_rows_ids_outputs_and_states() -> None:
     assert kernels.model_us(2_770_000) == pytest.approx(1.0)
 
 
+def test_steps_that_fail_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(peers.Emblib, "step", fail)
+    words = ["kernels", "--tiny", "--out", str(tmp_path), "--device", "cpu"]
+    assert __main__.main(words) != 0
+
+
 def test_kernels_are_listed_with_the_model(tmp_path: Path) -> None:
     found = ran("kernels", kernels.run, tmp_path)
     rows = [row for row in found["rows"] if row["batch"] == kernels.title(kernels.SHAPES[0])]

@@ -167,7 +167,7 @@ def test_wrong_input_is_refused() -> None:
         ("hash_grow_", 7, _changed(offsets, (1,), 99), "offsets must ascend"),
         ("hash_grow_", 7, _changed(offsets, (0,), 1), "offsets must ascend"),
         ("hash_grow_", 8, torch.ones(54), "admitted must be bool, got float32"),
-        ("hash_grow_", 8, torch.ones(53).bool(), "one entry an id = 54, got 53"),
+        ("hash_grow_", 8, torch.ones(53).bool(), "one entry per id = 54, got 53"),
         ("hash_insert_", 2, _changed(cases["hash_insert_"][2], (1,), 54), "positions in ids"),
         ("hash_insert_", 2, _changed(cases["hash_insert_"][2], (1,), -1), "positions in ids"),
         ("hash_insert_", 3, short, "totals must be contiguous with 54 entries"),

@@ -161,7 +161,7 @@ def test_wrong_input_is_refused() -> None:
         (2, torch.zeros(1, 1, 6, dtype=torch.float64), r"\[tables, row_buffers, 7\]"),
         (4, torch.full((9,), 9), "positions of ids"),
         (5, torch.tensor([0, 10]), "offsets must ascend"),
-        (6, torch.arange(8), "one entry a missing key"),
+        (6, torch.arange(8), "one entry per missing key"),
         (0, [plane.double()], "float32, float16 or bfloat16"),
     ):
         call = [*good[:at], value, *good[at + 1 :]]

@@ -94,7 +94,7 @@ class Entries:
         for name, rows in self.rows.items():
             if rows.shape[0] != count:
                 raise ValueError(
-                    f"{name} must have one row a key = {count}, got shape {list(rows.shape)}"
+                    f"{name} must have one row per key = {count}, got shape {list(rows.shape)}"
                 )
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.sharding.pipelines.batches import Lane
 from emblib.sharding.pipelines.inputs import (
     CallerInputs,
@@ -364,7 +364,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         """
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before evaluation")
-        return without_gradients(super().progress)(batches)
+        return in_grad_mode(super().progress, enabled=False)(batches)
 
     def _output_of(self, result: Any) -> tuple[Any, Any]:
         return None, result

@@ -17,7 +17,7 @@ from torch import Tensor
 from emblib.collections import EmbeddingBagCollection
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.dynamic import DynamicEmbeddingBags
-from emblib.grad_mode import without_gradients
+from emblib.grad_mode import in_grad_mode
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
@@ -238,7 +238,7 @@ def _measure_step(
 ) -> tuple[float, float]:
     """Measure the seconds of forward without gradients, and of what backward adds."""
     step = timed(lambda: forward().backward(grad), device, rounds)
-    forward_s = without_gradients(timed)(forward, device, rounds)
+    forward_s = in_grad_mode(timed, enabled=False)(forward, device, rounds)
     return forward_s, max(step - forward_s, 0.0)
 
 
@@ -370,7 +370,7 @@ def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
     offsets = torch.arange(keys + 1, device=device)
     module(ids, offsets)  # in training: every key gets a row
     module.eval()
-    seconds = without_gradients(timed)(lambda: module(ids, offsets), device, rounds)
+    seconds = in_grad_mode(timed, enabled=False)(lambda: module(ids, offsets), device, rounds)
     return max(seconds / keys * _NS_PER_S - plain_ns, 0.0)
 
 
@@ -380,7 +380,7 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
     module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
     ids = torch.randperm(spec.rows, device=device)[:_BAGS]
     offsets = torch.arange(_BAGS + 1, device=device)
-    seconds = without_gradients(timed)(lambda: module(ids, offsets), device, rounds)
+    seconds = in_grad_mode(timed, enabled=False)(lambda: module(ids, offsets), device, rounds)
     return seconds * _NS_PER_S / _BAGS / multiply_adds(spec)
 
 

@@ -64,6 +64,8 @@ def point(bench: Bench, shape: Shape, name: str) -> None:
 
     times = bench.race({"step": step})["step"]
     bench.row(batch=name, part="step", us=times.median_us("elapsed"), status=times.error or "ok")
+    if times.error:
+        return
     profiled = kernels(step, STEPS)
     parts = (("forward", FORWARD, forward_bytes(shape)), ("update", UPDATE, update_bytes(shape)))
     for part, names, nbytes in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
     counted = {kind: {kind} for kind in own}
     assert found == {kind: {"time"} for kind in kinds.KINDS} | counted
     assert all(kinds.find(kind).measurement.cell for cells in found.values() for kind in cells)
+
+
+def test_rules_of_options_name_options() -> None:
+    for kind in map(kinds.find, kinds.KINDS):
+        names = (
+            {field.name for field in dataclasses.fields(kind.options)} if kind.options else set()
+        )
+        assert kind.option_rules.keys() <= names, kind.name
 
 
 def test_smoke_caps_shrink_batches_tables_and_the_sweep() -> None:

@@ -295,7 +295,7 @@ def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
 # Ceilings and ideals
 
 
-def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
+def test_lines_hold_their_numbers() -> None:
     for huge in (False, True):
         found = bandwidth.CacheLines(1 << 20, huge=huge)
         positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
