@@ -38,6 +38,7 @@ from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
+BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
 
 @functools.cache  # of Hydra's stores, which are this process's; the schema takes long to convert
@@ -99,9 +100,26 @@ def _compose(arguments: Sequence[str]) -> DictConfig:
             )
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("config", overrides=overrides)
+            composed = compose("config", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error)) from error
+    _scale_budgets(composed, {str(o.key_or_group) for o in parse(overrides)})
+    return composed
+
+
+def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
+    """Scale the budgets of an experiment, which are for `timing=standard`, to the chosen preset.
+
+    Without this an experiment's seconds per cell would overrule those of `timing=quick`. Keys in
+    `typed`, of the command line, keep their value.
+    """
+    preset, standard = (
+        OmegaConf.load(CONF / "timing" / f"{name}.yaml")
+        for name in (composed.timing.preset, "standard")
+    )
+    for name in BUDGETS:
+        if f"timing.{name}" not in typed and composed.timing[name] != preset[name]:
+            composed.timing[name] *= preset[name] / standard[name]
 
 
 def to_config(composed: DictConfig) -> Config:

@@ -21,10 +21,9 @@ from tests.experiments.smoke_host import PRELOADED, SmokeHost, render_once
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 WITHOUT_FIGURES = {"tbe_vs_torch"}  # in `make nightly` with them; its numbers are looked at
-# Experiments have budgets of their own, up to 40 s per cell, which a preset does not shorten. The
-# figures of `serving` need 200 requests per point.
+# The figures of `serving` need 200 requests per point, more than fit the budget of a smoke run.
 BUDGETS = {"serving": ("timing.cell_seconds=5", "timing.max_cells=2")}
-SHORT = ("timing.cell_seconds=0.1",)  # as the preset has it
+SHORT = ("timing.cell_seconds=0.1",)  # also where an experiment has a longer budget
 
 
 class SmokeRuns(Mapping[str, Path]):
@@ -42,9 +41,9 @@ class SmokeRuns(Mapping[str, Path]):
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"+experiment={name}", "timing=smoke", "device=cpu", f"report.folder={folder}"]
-        if not nightly.IS_NIGHTLY:
-            words += BUDGETS.get(name, SHORT)
-            words += ["report.figures=false"] if name in WITHOUT_FIGURES else []
+        words += BUDGETS.get(name, () if nightly.IS_NIGHTLY else SHORT)
+        if name in WITHOUT_FIGURES and not nightly.IS_NIGHTLY:
+            words.append("report.figures=false")
         with (folder / "ended.json").open("a+") as ended:
             fcntl.flock(ended, fcntl.LOCK_EX)
             ended.seek(0)

@@ -126,6 +126,25 @@ def test_command_line_values_win_over_the_experiment() -> None:
     assert config.cases["criteo"].workload.tables.value == "criteo_kaggle"
 
 
+@pytest.mark.parametrize(
+    ("words", "budgets"),
+    [
+        (["+experiment=serving"], (20.0, 300.0)),  # its own, for the preset `standard`
+        (["+experiment=serving", "timing=quick"], (4.0, 90.0)),
+        (["+experiment=serving", "timing=paper"], (120.0, 0.0)),
+        (["+experiment=serving", "timing=quick", "timing.cell_seconds=7"], (7.0, 90.0)),
+        (["+experiment=tt_vs_tbe", "timing=quick"], (0.5, 30.0)),  # the preset's
+        (["+experiment=quality", "timing=quick"], (0.5, 0.0)),  # no limit stays none
+        (["+experiment=gate"], (2.0, 0.0)),
+    ],
+)
+def test_presets_scale_the_budgets_of_experiments(
+    words: list[str], budgets: tuple[float, float]
+) -> None:
+    timing = configure.load(words).timing
+    assert (timing.cell_seconds, timing.total_seconds) == pytest.approx(budgets)
+
+
 def test_sizes_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = configure.load([OK, "device=cpu"])
     gpu = configure.load([OK, "device=cuda"])
