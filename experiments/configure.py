@@ -114,7 +114,7 @@ def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
     `typed`, of the command line, keep their value.
     """
     preset, standard = (
-        OmegaConf.load(CONF / "timing" / f"{name}.yaml")
+        cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{name}.yaml"))
         for name in (composed.timing.preset, "standard")
     )
     for name in BUDGETS:

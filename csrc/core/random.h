@@ -26,10 +26,12 @@ EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 struct Random4 {
   uint32_t word[4];
 };
+// The counter of a call, four words too.
 struct Counter4 {
   uint32_t word[4];
 };
 
+// The numbers of Philox4x32-10: factors of words 0 and 2, steps of the two words of the key.
 inline constexpr int kPhiloxRounds = 10;
 inline constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
 inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;

@@ -23,7 +23,7 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
   return reinterpret_cast<WordVec>(_mm512_mul_epu32(
       reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(factor))));
 }
-// Store lanes of `a` and `b` alternately.
+// Store the lanes of `a` and `b` in turn: a[0], b[0], a[1], b[1] and so on.
 EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
   const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
   const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
@@ -47,7 +47,7 @@ EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
 
 inline constexpr int kWordLanes = sizeof(WordVec) / sizeof(uint64_t);
 
-// Write the words of kVecs * kWordLanes counters, see philox_block.
+// Write the words of kVecs * kWordLanes counters; philox_block describes the arguments.
 template <int kCounted, int kVecs>
 EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words) {
   WordVec c[kVecs][4];

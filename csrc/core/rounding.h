@@ -40,7 +40,7 @@ struct Rounding {
   }
   static constexpr int kBlockWord = 2;  // the word of a counter that has the block
 
-  // Return the random words of a counter.
+  // Return the random words of that counter.
   EMB_HD Random4 words(int64_t row, uint32_t block, uint32_t tensor) const {
     return philox(seed, counter(row, block, tensor));
   }

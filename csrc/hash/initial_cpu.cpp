@@ -101,7 +101,7 @@ void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t*
     table.at[static_cast<int>(type)](
         {row, x.dim, ids[first[i]], x.stream, static_cast<uint64_t>(seed)}, rules_[p]);
   };
-  // The rows of new keys are anywhere, so without a prefetch each waits for its cache lines.
+  // The slots of new keys are in no order, so without a prefetch each row waits for its lines.
   const auto prefetch = [&](int64_t p, int64_t i) {
     const char* const row = row_of(p, i);
     if (row != nullptr) prefetch_row(row, layout_[p].dim * size_of(buffers_[p % num_buffers].type));

@@ -24,13 +24,13 @@ void initial_row(const InitialRow& row, const InitialRule& given) {
     const int counters = (count + 3) / 4;
     const Counter4 counter = row_counter(row.stream, row.key, static_cast<uint32_t>(first / 4));
     philox_block<kRowBlockWord>(row.seed, counter, counters, words);
-    float values[kBlockWords];  // as many as a register has may be loaded behind the last one
+    float values[kBlockWords];  // those from 4 * counters on are read but not stored
     if (kind == InitialKind::kUniform) {
       for (int i = 0; i < 4 * counters; ++i) values[i] = uniform_value(rule, words[i]);
     } else {
       for (int i = 0; i < 4 * counters; ++i) values[i] = normal_value(rule, words[i]);
     }
-    int i = 0;  // in registers: a compiler would call memcpy, slow for one row
+    int i = 0;  // by registers: of a plain loop GCC makes `rep movs`, slow for one row
     for (; i + kLanes <= count; i += kLanes) store(out + first + i, load(values + i));
     if (i < count) store_first(out + first + i, load(values + i), count - i);
   }

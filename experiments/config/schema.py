@@ -282,6 +282,7 @@ class TimingConfig:
     min_seconds: float = 0.2  # sum of the samples of a phase before it may count as precise
     min_rounds: int = 6  # 6 is the minimum that gives a 95 % interval
     max_rounds: int = 50  # maximum number of rounds, each with two samples per phase
+    # An experiment's own budgets are for the preset `standard`; the other presets scale them.
     cell_seconds: float = 2.5  # timing budget of a cell, all contenders together
     total_seconds: float = 75.0  # budget of the run, which shortens and drops cells; 0: none
     precision: float = 0.01  # relative half-width of the median's 95 % interval that ends timing

@@ -105,9 +105,9 @@ class KeyTable(ABC):
         """Return the number of keys; those of the task if the table cannot tell."""
         return self.task.resident
 
+    @abstractmethod
     def nbytes(self) -> int:
         """Return the bytes of keys, their metadata and values."""
-        raise NotImplementedError
 
 
 def build_keyed(name: str, task: KeyTask) -> KeyTable:

@@ -49,6 +49,9 @@ class Plain(KeyTable):
         self.rows: dict[int, Tensor] = {}
         self.slots: dict[int, int] = {}
 
+    def nbytes(self) -> int:
+        return 0
+
     def fill(self, keys: Tensor, values: Tensor) -> None:
         self.insert_or_assign((keys, values))
 
