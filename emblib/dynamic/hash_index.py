@@ -47,7 +47,7 @@ class RowBuffers(NamedTuple):
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
         on_grow: function `on_grow(table, rows_before, rows_after)`, called before a table uses more
-            rows; on the CPU only.
+            rows, on the CPU only; None for none.
     """
 
     buffers: list[Tensor]
@@ -74,10 +74,10 @@ class InsertedBatch(NamedTuple):
 
 
 class LastInsertion(NamedTuple):
-    """The keys of an insertion, what became of them, and the version of the index after it.
+    """The last insertion while its versions are not in `HashIndex._inserted_at` yet.
 
     Attributes:
-        version: the version.
+        version: version of the index after the insertion.
         keys: the batch.
         inserted: result of the insertion: of its misses or, if they are None, by position.
     """
@@ -87,7 +87,7 @@ class LastInsertion(NamedTuple):
     inserted: InsertedBatch
 
     def changed(self) -> tuple[Tensor, Tensor]:
-        """Return which positions have a new key, and which had a key that was missing."""
+        """Return which positions have a new key, and which a key that was missing; bool `[L]`."""
         misses, result, status = self.inserted[1:]
         if misses is None or result is None:
             assert status is not None
@@ -106,7 +106,10 @@ class LastInsertion(NamedTuple):
 
 
 class ExportedEntries(NamedTuple):
-    """Entries of one table by ascending slot, int64 `[N]` each; scores may be None."""
+    """Copies of entries of one table by ascending slot, int64 `[N]` each, on the index's device.
+
+    `scores` is None where the order of eviction has none.
+    """
 
     keys: Tensor
     slots: Tensor
@@ -117,9 +120,11 @@ class ExportedEntries(NamedTuple):
 class HashIndex(nn.Module):
     """Map the keys of T tables to slots; a key keeps its slot while it is in its table.
 
-    The index has no lock: the module that owns it holds its own lock around every call.
+    The index has no lock: the module that owns it holds its own lock around every call. Calls that
+    read the device wait for it.
 
     `version` counts the calls after which slots may have changed: insertions, removals, restores.
+    Code that changes `tensors()` otherwise adds 1 to it.
 
     `has_left` tells an object that was registered by `watch` which keys have left since. For this
     the index stores the version at which each slot got its key, 8 bytes per slot, but lazily: the
@@ -133,14 +138,18 @@ class HashIndex(nn.Module):
         hash_keys: signed 64-bit number per table, on which its hash depends; see
             `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
             that all share one bucket.
+
+    Raises:
+        ValueError: the tables disagree in eviction or insert_policy.
     """
 
-    tags: Tensor
-    entries: Tensor
-    tables: Tensor
-    clock: Tensor
-    counters: Tensor
-    queues: Tensor
+    # The tensors of `emblib.ops.hash`, with the S slots of all tables one after the other.
+    tags: Tensor  # uint8 `[S]`
+    entries: Tensor  # int64 `[S, 2 or 3]`, see `HashEntryColumn`
+    tables: Tensor  # int64 `[T, 6]`, see `HashTableColumn`
+    clock: Tensor  # int64 `[1]`, number of inserted batches
+    counters: Tensor  # int64 `[T, 8]`, see `HashCounter`
+    queues: Tensor  # int64 `[S / 32, 8]`, on the CPU only
 
     def __init__(
         self,
@@ -162,12 +171,14 @@ class HashIndex(nn.Module):
         self.version = 0
         self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._last_insertion: LastInsertion | None = None  # not yet in `_inserted_at`
-        # By slot the version at which its key was inserted, and a spare entry.
+        # int64 `[S + 1]`: the version at which the key of each slot was inserted, then a spare
+        # entry, which stays 0. None until a watcher needs it.
         self._inserted_at: Tensor | None = None
         self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
-        self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
+        self._emptied_at = [0] * len(self.specs)  # the last version in which a table was emptied
         self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
-        # Set by a memory budget; raises a table's limit towards some buckets and returns it.
+        # A memory budget sets `grant(table, buckets)`, which raises the table's limit towards
+        # `buckets`, and returns how many of them the table may use.
         self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
@@ -195,7 +206,10 @@ class HashIndex(nn.Module):
         self._allocate_queues(used)
 
     def _allocate_queues(self, used_share: float = 0.0) -> None:
-        """Make empty eviction queues on the CPU; other devices have none."""
+        """Make empty eviction queues on the CPU; other devices have none.
+
+        `used_share` is the share of them that is in use at once, see `memory.reserve`.
+        """
         if self.tags.device.type == "cpu":
             words = self.tags.numel() // SLOTS * QUEUE_WORDS
             queues = memory.reserve(words, torch.int64, self.tags.device, used_share)
@@ -205,13 +219,13 @@ class HashIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def tensors(self) -> list[Tensor]:
-        """Return the list `index` of tensors that ops take."""
-        return list(self._buffers.values())  # type: ignore[arg-type]  # all are there
+        """Return the list `index` of tensors that ops take, in the order of `emblib.ops.hash`."""
+        return list(self._buffers.values())  # type: ignore[arg-type]  # none is None
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
         self.version += 1
-        self._emptied = [self.version] * len(self.specs)
+        self._emptied_at = [self.version] * len(self.specs)
         self._last_insertion = self._inserted_at = self._inserted_at_layout = None
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
@@ -254,7 +268,7 @@ class HashIndex(nn.Module):
             hash_key: the new hash key; None keeps the current one.
         """
         self.version += 1
-        self._emptied[table] = self.version
+        self._emptied_at[table] = self.version
         self.forget_queues(table)
         self.table_tags(table).zero_()
         self.tables[table, HashTableColumn.SIZE] = 0
@@ -279,16 +293,23 @@ class HashIndex(nn.Module):
     def memory_ranges(
         self, table: int, before: int, now: int
     ) -> Iterator[tuple[Tensor, int, int, int]]:
-        """Yield each tensor, its first element of a table, and the elements of two row counts."""
-        first = self._first_slots[table]
-        # Elements per number of slots.
+        """Yield the arguments of `memory.advise_growth` for each tensor by slot, flat.
+
+        These are the tensor, the first element of the table, and how many of its elements were in
+        use with `before` slots and are with `now` slots.
+        """
+        first_slot = self._first_slots[table]
+        # Each tensor has `elements` per `slots` slots.
         tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
             tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
         if self._inserted_at is not None:
             tensors.append((self._inserted_at, 1, 1))
-        for tensor, n, slots in tensors:
-            yield tensor, first * n // slots, before * n // slots, now * n // slots
+        for tensor, elements, slots in tensors:
+            first, used_before, used_now = (
+                count * elements // slots for count in (first_slot, before, now)
+            )
+            yield tensor, first, used_before, used_now
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -318,6 +339,9 @@ class HashIndex(nn.Module):
                 `[L]` by miss, or None for all.
             rows: values that move with their entries when a table grows.
             effects: native calls that were made before an interruption; None for a first call.
+
+        Returns:
+            Slots of the batch. On the CPU, `misses` and `result` are None if all keys hit.
         """
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
@@ -365,7 +389,7 @@ class HashIndex(nn.Module):
         return inserted
 
     def watch(self, watcher: object) -> None:
-        """Enable `has_left` from this version on, as long as `watcher` lives."""
+        """Enable `has_left` from this version on, as long as `watcher` (a weak reference) lives."""
         self._watchers[watcher] = self.version
 
     def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
@@ -378,10 +402,10 @@ class HashIndex(nn.Module):
             version: version of the index at which a living watcher was registered.
         """
         self._settle_last()
-        emptied = [at > version for at in self._emptied]
-        has_left = torch.full_like(slots, all(emptied), dtype=torch.bool)
-        if any(emptied) and not all(emptied):
-            has_left |= torch.tensor(emptied, device=slots.device)[tables_of(keys)]
+        was_emptied = [emptied_at > version for emptied_at in self._emptied_at]
+        has_left = torch.full_like(slots, all(was_emptied), dtype=torch.bool)
+        if any(was_emptied) and not all(was_emptied):
+            has_left |= torch.tensor(was_emptied, device=slots.device)[tables_of(keys)]
         if self._inserted_at is not None:
             has_left |= self._inserted_at[self._positions(keys, slots)] > version
         return has_left
@@ -411,8 +435,9 @@ class HashIndex(nn.Module):
         keys, (is_new, was_missing) = insertion.keys, insertion.changed()
         at = self._positions(keys, torch.where(was_missing, self.find(keys), -1))
         versions = self._versions_by_slot()
+        # A promoted key was missing but never left its table: 0 replaces its slot's old version.
         versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
-        versions[-1:].zero_()
+        versions[-1:].zero_()  # positions that were not missing wrote to the spare entry
 
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
         """Return the index of each slot in `_inserted_at`; -1 maps to the spare last entry."""
@@ -422,6 +447,7 @@ class HashIndex(nn.Module):
         return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
 
     def _versions_by_slot(self) -> Tensor:
+        """Return `_inserted_at`, allocated with zeros at first use."""
         if self._inserted_at is None:
             device = self.tags.device
             versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
@@ -442,13 +468,14 @@ class HashIndex(nn.Module):
         rows: RowBuffers | None,
         effects: Effects,
     ) -> None:
+        """Grow tables as far as their admitted misses need, and correct `slots` in place."""
         if not slots.is_cuda and not effects.is_next_made:
             offsets = misses.offsets.tolist()
             for t in range(len(self.specs)):
-                more = offsets[t + 1] - offsets[t]
-                if more and admitted is not None:
-                    more = int(admitted[offsets[t] : offsets[t + 1]].sum())
-                self._prepare_growth(t, self.size(t) + more, rows)
+                num_new = offsets[t + 1] - offsets[t]
+                if num_new and admitted is not None:
+                    num_new = int(admitted[offsets[t] : offsets[t + 1]].sum())
+                self._prepare_growth(t, self.size(t) + num_new, rows)
         self._split(keys, slots, misses.offsets, admitted, rows, effects)
 
     def _split(
@@ -460,6 +487,7 @@ class HashIndex(nn.Module):
         rows: RowBuffers | None,
         effects: Effects,
     ) -> None:
+        """Split buckets for misses, see `hash_grow_`; move `rows` and the versions by slot."""
         buffers: list[Tensor] = [] if rows is None else rows.buffers
         if rows is None:
             layout = torch.zeros((len(self.specs), 0, 2), dtype=torch.int64, device=slots.device)
@@ -485,21 +513,24 @@ class HashIndex(nn.Module):
                 rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
 
     def set_limit(self, table: int, buckets: int) -> None:
-        """Set the number of buckets up to which a table may grow: from those in use to all."""
+        """Set the number of buckets up to which a table may grow, in [buckets in use, all]."""
         self.tables[table, HashTableColumn.MAX_BUCKETS] = buckets
         self.limits[table] = buckets
 
     def reserve(self, table: int, keys: int, rows: RowBuffers | None = None) -> None:
-        """Grow a table to the size that a number of keys needs, at most to its capacity."""
+        """Grow a table to the size that a number of keys needs, at most to its capacity.
+
+        A memory budget may grant less. `rows` move with their entries; None if there are none.
+        """
         self.version += 1
         device = self.tags.device
-        more = max(0, keys - self.size(table))
+        num_new = max(0, keys - self.size(table))
         if not self.tags.is_cuda:
-            self._prepare_growth(table, self.size(table) + more, rows)
+            self._prepare_growth(table, self.size(table) + num_new, rows)
         offsets = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)
-        offsets[table + 1 :] = more
+        offsets[table + 1 :] = num_new
         # A batch of as many misses; the values of its keys do not matter.
-        ids = torch.zeros(more, dtype=torch.int64, device=device)
+        ids = torch.zeros(num_new, dtype=torch.int64, device=device)
         slots = torch.full_like(ids, -1)
         self._split(Keys.of(ids, table), slots, offsets, None, rows, Effects())
 
@@ -528,11 +559,12 @@ class HashIndex(nn.Module):
         rest = self.limits[table] - first_bucket
         num_buckets = rest if num_buckets is None else min(num_buckets, rest)
         effects = Effects() if effects is None else effects
-        removed = effects.once(
+        is_freed = effects.once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
         )
-        first_slot = self._first_slots[table] + first_bucket * SLOTS
-        return self.entries[first_slot : first_slot + removed.numel(), HashEntryColumn.KEY][removed]
+        # A freed slot keeps its entry until a key is inserted there; only its tag is 0.
+        begin = self._first_slots[table] + first_bucket * SLOTS
+        return self.entries[begin : begin + is_freed.numel(), HashEntryColumn.KEY][is_freed]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later (waits)."""
@@ -557,7 +589,10 @@ class HashIndex(nn.Module):
     def set_entries(
         self, table: int, slots: Tensor, stamps: Tensor, scores: Tensor | None = None
     ) -> None:
-        """Overwrite the stamps and scores of entries; `slots` are distinct and >= 0."""
+        """Overwrite the stamps and scores of entries, int64 `[N]` each.
+
+        `slots` of the table are distinct and >= 0; None leaves the scores.
+        """
         self.forget_queues(table, slots)
         entries = self.table_entries(table)
         entries[slots, HashEntryColumn.STAMP] = stamps
@@ -575,7 +610,7 @@ class HashIndex(nn.Module):
         return self.entries[first_slot : first_slot + self.capacity(table)]
 
     def views_by_slot(self, table: int) -> list[Tensor]:
-        """Return views of the per-slot tensors of a table, except the tags."""
+        """Return views of the entries in use and, if there are any, of the versions by slot."""
         self._settle_last()
         first_slot = self._first_slots[table]
         views = [self.table_entries(table)]
@@ -601,7 +636,7 @@ class HashIndex(nn.Module):
         return int(self.clock)
 
     def set_tick(self, tick: int) -> None:
-        """Continue counting from `tick`, which no stamp may exceed."""
+        """Continue counting from `tick`; the caller ensures that no stamp exceeds it."""
         if self._has_queues and tick < self.tick:
             for table in range(len(self.specs)):
                 self.forget_queues(table)
@@ -643,7 +678,11 @@ class HashIndex(nn.Module):
         return slots + (slots * words + queues) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""
+        """Return a copy of the index on the CPU, slot by slot; only the buckets in use.
+
+        `tables`, `clock` and `counters` are those tensors; `tags` and `entries` are lists, by
+        table, of what `table_tags` and `table_entries` return.
+        """
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
         tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor([s.max_buckets for s in self.specs])
         return {

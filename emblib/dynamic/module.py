@@ -105,7 +105,7 @@ class DynamicEmbeddingBags(FusedTables):
     feature_table: Tensor
     dropped_updates: Tensor
     """Updates of keys that were evicted between their forward and their backward, so far."""
-    moves: Tensor
+    moves: Tensor  # see `DynamicState`
     spec_kind = SpecKind(
         DynamicSpec,
         "DynamicSpec(capacity=1000, dim=64)",

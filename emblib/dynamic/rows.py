@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from emblib.columns import FeatureRow
+from emblib.columns import FeatureRow, InitialLayoutColumn
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.keys import range_of
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.init import Constant
 from emblib.ops import autograd, hash
-from emblib.ops import hash as initial
 from emblib.ops.hash import Keys, tables_of
 from emblib.optim import State
 from emblib.specs import SLOTS, DynamicSpec, Precision
@@ -43,6 +42,13 @@ class RowLayout:
         states: the states of the optimizer.
         precision: dtypes of weights and states.
         overflow_rows: number of rows after those of each table, which have no slot in the index.
+
+    Attributes:
+        names: names of the P buffers: `weight`, then the states.
+        dtypes: dtypes of the buffers.
+        has_fallback: whether a table has fallback rows.
+        total_rows: rows of all tables, overflow and fallback rows included.
+        stride: elements from one default row to the next, see `default_row_layout`.
     """
 
     def __init__(
@@ -71,15 +77,15 @@ class RowLayout:
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
 
     def first_fallback_row(self, table: int) -> int:
-        """Return the number of a table's first fallback row, whether it has any."""
+        """Return the row of a table at which its fallback rows begin, also if it has none."""
         return self.specs[table].rows + self.overflow_rows
 
     def _num_rows(self, table: int) -> int:
-        """Return the rows of a table in the buffers: slots, then overflow and fallback rows."""
+        """Return how many rows a table has in the buffers: slots, overflow and fallback rows."""
         return self.first_fallback_row(table) + self.specs[table].fallback_rows
 
     def table_number(self, table: int | str) -> int:
-        """Return the index of a table that is given by index or name.
+        """Return the number of a table that is given by number or name.
 
         Raises:
             KeyError, IndexError: there is no such table.
@@ -98,7 +104,7 @@ class RowLayout:
         return table
 
     def width(self, table: int, buffer: int) -> int:
-        """Return the elements per row of a buffer."""
+        """Return the elements per row of a table in buffer number `buffer`."""
         return 1 if self._per_row[buffer] else self.specs[table].dim
 
     def per_row(self, buffer: int) -> bool:
@@ -120,7 +126,7 @@ class RowLayout:
         return self._first_rows[table]
 
     def feature(self, table: int, column: int) -> FeatureRow:
-        """Return a row of the `features` tensor, for output columns from `column` on."""
+        """Return a table's row of the `features` tensor, for output columns from `column` on."""
         spec, first_row = self.specs[table], self._first_rows[table]
         return FeatureRow(
             weight_offset=self._first_elements[table],
@@ -134,17 +140,17 @@ class RowLayout:
 
     def allocate(self, device: torch.device) -> list[Tensor]:
         """Allocate the buffers, filled with zeros."""
-        used = sum(spec.buckets for spec in self.specs) * SLOTS
-        firsts = (
-            self._first_rows if per_row else self._first_elements for per_row in self._per_row
+        used_rows = sum(spec.buckets for spec in self.specs) * SLOTS
+        sizes = (
+            (self._first_rows if per_row else self._first_elements)[-1] for per_row in self._per_row
         )
         return [
-            memory.reserve(first_element[-1], dtype, device, used / max(self.total_rows, 1))
-            for first_element, dtype in zip(firsts, self.dtypes, strict=True)
+            memory.reserve(size, dtype, device, used_rows / max(self.total_rows, 1))
+            for size, dtype in zip(sizes, self.dtypes, strict=True)
         ]
 
     def use(self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int) -> None:
-        """Handle the growth of a table from `rows_before` to `rows_now`: request huge pages."""
+        """Request huge pages for the growth of a table from `rows_before` to `rows_now` rows."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
             memory.advise_growth(
@@ -173,7 +179,7 @@ class RowLayout:
         return views
 
     def moves(self, device: torch.device) -> Tensor:
-        """Return `RowBuffers.layout`, int64 `[T, P, 2]`."""
+        """Return the bytes at which rows begin and their sizes: `RowBuffers.layout`."""
         layout = [
             [
                 (self.first_element(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
@@ -184,7 +190,7 @@ class RowLayout:
         return self._stack_fields(layout, 2, torch.int64, device)
 
     def initial_layout(self, device: torch.device) -> Tensor:
-        """Return the layout argument of `initial_rows_`, int64 `[T, P, 5]`."""
+        """Return the layout of `initial_rows_`, int64 `[T, P, 5]`, see `InitialLayoutColumn`."""
         layout = [
             [
                 (
@@ -201,10 +207,10 @@ class RowLayout:
         return self._stack_fields(layout, 5, torch.int64, device)
 
     def initial_rules(self, device: torch.device) -> Tensor:
-        """Return the rules argument of `initial_rows_`, float64 `[T, P, 7]`."""
+        """Return the rules of `initial_rows_`, float64 `[T, P, 7]`, see `InitialRuleColumn`."""
         rules = [
             [
-                initial.rule_of(Constant(spec.initial_state) if p else spec.initializer, spec)
+                hash.rule_of(Constant(spec.initial_state) if p else spec.initializer, spec)
                 for p in range(len(self.names))
             ]
             for spec in self.specs
@@ -212,7 +218,11 @@ class RowLayout:
         return self._stack_fields(rules, 7, torch.float64, device)
 
     def default_row_layout(self, rows: int, device: torch.device) -> Tensor:
-        """Return the layout of `initial_rows_` for default rows, int64 `[T, 1, 5]`."""
+        """Return the layout of `initial_rows_` for `rows` default rows, int64 `[T, 1, 5]`.
+
+        A default row is what keys without a row read; all tables share one matrix of them, with
+        `stride` elements per row.
+        """
         layout = [
             [(0, self.stride, rows, spec.dim, stream)]
             for spec, stream in zip(self.specs, self._streams, strict=True)
@@ -227,7 +237,10 @@ class RowLayout:
         return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
 
     def snapshot(self, buffers: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
-        """Copy the rows in use, then the fallback rows, by table and buffer."""
+        """Copy rows on their device, by table and buffer: those in use, then the fallback rows.
+
+        `capacities` are the rows in use of each table.
+        """
         return [
             [
                 torch.cat([view[:rows].detach(), fallback.detach()])
@@ -251,7 +264,7 @@ class RowLayout:
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot into buffers without rows in use."""
+        """Write the rows of a snapshot, which is not checked, into buffers without rows in use."""
         for t, parts in enumerate(snapshot):
             views = self.views(buffers, t).values()
             fallback_views = self.fallback_views(buffers, t).values()
@@ -262,7 +275,7 @@ class RowLayout:
                 fallback.copy_(part[rows:])
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
-        """Yield the bytes in use of each buffer."""
+        """Yield the bytes in use of each buffer, if tables have these rows in use."""
         for number, dtype in enumerate(self.dtypes):
             yield sum(
                 (rows + self.specs[t].fallback_rows) * self.width(t, number) * dtype.itemsize
@@ -283,9 +296,12 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
 class BatchReads(NamedTuple):
     """The rows that the lookups of a batch read: rows of their tables, or default rows.
 
-    `indices` int64 `[L]` are rows of tables, -1 for none (reads zeros). A lookup whose `slots`
-    entry, int32 `[L]`, is not -1 reads that row of `default_rows` instead. `is_fallback`, bool
-    `[L]`, are the lookups that read fallback rows; None if the tables have none.
+    Attributes:
+        indices: int64 `[L]`, rows of tables; -1 for none, which reads zeros.
+        slots: int32 `[L]`, rows of `default_rows` that are read instead, -1 for none; None if no
+            lookup reads a default row.
+        default_rows: flat rows of `RowLayout.stride` elements each.
+        is_fallback: bool `[L]`, the lookups that read fallback rows; None if the tables have none.
     """
 
     indices: Tensor
@@ -305,7 +321,7 @@ class BatchReads(NamedTuple):
         return self._replace(indices=indices, slots=slots, default_rows=default_rows)
 
     def at(self, slots: Tensor) -> "BatchReads":
-        """Return the same reads with the keys at new slots."""
+        """Return the same reads with the keys at new slots, int64 `[L]`."""
         if self.slots is None:
             return self._replace(indices=slots)
         return self._replace(indices=torch.where(self.slots < 0, slots, 0))
@@ -313,6 +329,9 @@ class BatchReads(NamedTuple):
 
 class RowInitializer(nn.Module):
     """Write the initial values of new rows, and choose what keys without a row read.
+
+    A key without a row reads, in this order: a fallback row, if its table has any; random values,
+    if admission refused it and names an initializer for that; else the table's default value.
 
     Args:
         layout: layout of the rows.
@@ -322,25 +341,25 @@ class RowInitializer(nn.Module):
 
     row_layout: Tensor  # int64 `[T, P, 5]`, see `InitialLayoutColumn`
     rules: Tensor  # float64 `[T, P, 7]`, see `InitialRuleColumn`
-    default_values: Tensor  # `[T, stride]`
-    unadmitted_layout: Tensor  # int64 `[T, 1, 5]`, of default rows
-    unadmitted_rules: Tensor  # float64 `[T, 1, 7]`
+    default_values: Tensor  # `[T, stride]`, in the dtype of the weights
+    unadmitted_layout: Tensor  # int64 `[T, 1, 5]`, of default rows for keys that were not admitted
+    unadmitted_rules: Tensor  # float64 `[T, 1, 7]`, of these rows
     fallback: Tensor  # int64 `[T, 2]`, first fallback row and number of them
 
     def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
         super().__init__()
         self.seed = seed
         specs = layout.specs
-        reads = [spec.admission.reads if spec.admission else None for spec in specs]
-        self._draws_unadmitted = any(initializer is not None for initializer in reads)
+        initializers = [spec.admission.reads if spec.admission else None for spec in specs]
+        self._draws_unadmitted = any(initializer is not None for initializer in initializers)
         # Whether keys without a row read zeros.
         self.reads_zeros = not self._draws_unadmitted and all(
             spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
-        self._reads_shared = all(spec.fallback_rows for spec in specs)
+        self._all_have_fallback = all(spec.fallback_rows for spec in specs)
         rules = [
-            [initial.rule_of(Constant(spec.default_value) if x is None else x, spec)]
-            for spec, x in zip(specs, reads, strict=True)
+            [hash.rule_of(initializer or Constant(spec.default_value), spec)]
+            for spec, initializer in zip(specs, initializers, strict=True)
         ]
         values = torch.tensor([spec.default_value for spec in specs]).view(-1, 1)
         values = values.expand(-1, layout.stride).to(layout.dtypes[0])
@@ -357,7 +376,7 @@ class RowInitializer(nn.Module):
             self.register_buffer(name, tensor.to(device), persistent=False)
 
     def arguments(self) -> tuple[Tensor, Tensor, int]:
-        """Return the arguments of `initial_rows_` that are equal for all batches."""
+        """Return layout, rules and seed of `initial_rows_`, which are equal for all batches."""
         return self.row_layout, self.rules, self.seed
 
     def write_(
@@ -366,7 +385,7 @@ class RowInitializer(nn.Module):
         """Write initial values into the rows in `slots`, int64 `[L]` by miss, -1 for none."""
         misses = inserted.misses
         assert misses is not None
-        initial.initial_rows_(
+        hash.initial_rows_(
             buffers,
             self.row_layout,
             self.rules,
@@ -386,7 +405,7 @@ class RowInitializer(nn.Module):
         tables = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
         positions = torch.arange(tables.numel(), device=counts.device)
         numbers = positions - offsets[tables]
-        initial.initial_rows_(
+        hash.initial_rows_(
             buffers,
             self.row_layout,
             self.rules,
@@ -414,7 +433,7 @@ class RowInitializer(nn.Module):
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
-        if self._reads_shared:
+        if self._all_have_fallback:
             return reads
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
         rows = self.default_values.view(-1)
@@ -432,20 +451,20 @@ class RowInitializer(nn.Module):
         if self.reads_zeros:
             return BatchReads(slots)
         reads = self.with_fallback(keys, slots)
-        if self._reads_shared:
+        if self._all_have_fallback:
             return reads
         default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
         return reads.with_defaults(default_slots, self.default_values.view(-1))
 
     def _draw(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
-        """Draw default rows by miss, `[L, dim]`, for the keys that were not admitted."""
+        """Draw flat default rows by miss, `[L * stride]`, for the keys that were not admitted."""
         assert inserted.misses is not None
         count = unadmitted.numel()
         rows = self.default_values.new_zeros(count * self._stride)
         layout = self.unadmitted_layout.clone()
-        layout[:, :, 2].fill_(count)
+        layout[:, :, InitialLayoutColumn.ROWS].fill_(count)
         numbers = torch.arange(count, device=rows.device)
-        initial.initial_rows_(
+        hash.initial_rows_(
             [rows],
             layout,
             self.unadmitted_rules,
@@ -459,9 +478,9 @@ class RowInitializer(nn.Module):
 
 
 class BackingSearch(Protocol):
-    """Interface of the tier behind the tables for training updates."""
+    """The part of a `BackingTier` that training updates use."""
 
-    generation: int
+    generation: int  # changes whenever overflow rows are assigned to other keys
 
     def search(self, keys: Keys) -> Tensor:
         """Return the slots of keys, int64 `[L]`; those in the backing store get overflow rows."""
@@ -477,6 +496,18 @@ class TrainingUpdate:
     has changed, backward looks up the slots again. Keys that were evicted in between, even if they
     were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
     long as the autograd graph exists, since backward may run more than once.
+
+    Forward sets `batch`, and `groups` and `weighted` where they apply. The callers of methods hold
+    `lock`.
+
+    Args:
+        lock: lock of the tables, which backward takes around the update.
+        index: index of the tables.
+        keys: keys of the batch.
+        slots: int64 `[L]`, their rows after the forward, -1 for none; fallback rows included.
+        reads: rows that the forward read.
+        dropped_updates: int64 `[1]`, counter to which lost rows are added.
+        backing: backing tier, which is referenced weakly; None for none.
     """
 
     def __init__(

@@ -187,7 +187,7 @@ class DynamicState:
         return {name: child for name, child in children.items() if child is not None}
 
     def table_number(self, table: int | str) -> int:
-        """Return the index of a table that is given by index or name."""
+        """Return the number of a table that is given by number or name, see `RowLayout`."""
         return self.layout.table_number(table)
 
     def table_rows(self, table: int | str) -> dict[str, Tensor]:
@@ -289,16 +289,16 @@ def capacity(state: DynamicState, table: int | str) -> int:
 
 @of_state
 def find(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
-    """Return the row of each id in `table_rows(table)`, int64 `[n]`, -1 for absent ids.
+    """Return the row of each id in `table_rows(table)`, int64 `[n]`, -1 for none.
 
-    Rows are valid until the next training forward.
+    Rows are valid until the next training forward. Ids in the backing store have none.
     """
     return state.index.find(state.keys_of(table, ids))
 
 
 @of_state
 def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
-    """Return which ids are in a table, in any tier, bool `[n]` on the CPU."""
+    """Return which ids, int64 `[n]` on the CPU, are in a table, in any tier; bool `[n]` there."""
     is_present = state.index.find(state.keys_of(table, ids)).cpu() >= 0
     if state.backing is not None:
         is_present |= ~torch.isin(ids, state.backing.absent(table, ids))

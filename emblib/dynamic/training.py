@@ -67,6 +67,12 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         state: the tables, whose lock this thread holds.
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
+
+    Raises:
+        RuntimeError: keys found no slot in a table that raises then (`OnInsertFailure.RAISE`); the
+            others are inserted. Or, with no key inserted: a table has more misses than overflow
+            rows, or has no score for its keys.
+        Exception: the backing store raised it.
     """
     if state.budget is not None:
         state.budget.begin_step(state)
@@ -79,9 +85,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     return inserted
 
 
-_NUM_RESULTS_OF_HITS = 3 + len(
-    Groups._fields
-)  # of `hash_insert_batch_`: offsets, starts, slots, groups
+# Results of `hash_insert_batch_` without misses: offsets, starts, slots, then the groups.
+_NUM_RESULTS_OF_HITS = 3 + len(Groups._fields)
 
 
 class BatchAtOnce(NamedTuple):
@@ -89,7 +94,7 @@ class BatchAtOnce(NamedTuple):
 
     Attributes:
         keys: the batch.
-        offsets: int32, the offsets of its bags.
+        offsets: int32 `[F * B + 1]`, the offsets of its bags.
         slots: int64 `[L]`, -1 for keys that were not inserted.
         groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`.
     """
@@ -132,8 +137,12 @@ def insert_at_once(
         row_buffers: those of the state.
         features: int64 `[F, 8]`, see `emblib.ops.tbe`.
         ids: int64 `[L]`, contiguous.
-        offsets: `[F * B + 1]`, not checked.
+        offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
         tables: int64 `[F]`, the table of each feature.
+
+    Raises:
+        RuntimeError: a table has no score for its keys; nothing is changed.
+        Exception: the backing store raised it.
     """
     # Raises before anything is changed.
     scores = None if state.scores is None else state.scores.of_next_batch()
@@ -379,7 +388,16 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
 
 @of_state
 def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
-    """Remove keys with their rows; return by position whether one was there (once per key)."""
+    """Remove keys with their rows, in both tiers.
+
+    Args:
+        state: the tables.
+        table: number or name of the table.
+        ids: int64, uint64 or int32 `[n]`; ids may repeat.
+
+    Returns:
+        Which ids had a row, bool `[n]` on the device; of a repeated id only one position.
+    """
     table, effects = state.table_number(table), Effects()
     keys = state.keys_of(table, ids)
 
@@ -484,7 +502,7 @@ def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the rows with new keys, as indices over all tables, int64 (waits)."""
+    """Return the rows with new keys, int64 `[n]`, numbered over all tables (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
     is_new = inserted.result.slots >= 0
@@ -593,7 +611,10 @@ def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
 def feature_starts(
     offsets: Tensor, features: int, batch_sizes: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Return the first id of each feature, then the number of ids, int64 `[features + 1]`."""
+    """Return the first id of each feature, then the number of ids, int64 `[features + 1]`.
+
+    `batch_sizes` are the bags per feature and rank; None if all features have as many bags.
+    """
     if batch_sizes is not None:
         starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
     elif offsets.numel() > 1:
