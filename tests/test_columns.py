@@ -15,11 +15,11 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 # Python's name -> the name in csrc.
 ENUMS: dict[type[IntEnum], str] = {
-    columns.Hyper: "HyperColumn",
+    columns.Hyper: "Hyper",
     columns.Tier: "Tier",
     columns.CacheCounter: "CacheCounter",
     columns.HashTableColumn: "HashTableColumn",
-    columns.HashEntryColumn: "HashEntryColumn",
+    columns.HashEntryColumn: "HashEntry",
     columns.HashCounter: "HashCounter",
     columns.InsertStatus: "InsertStatus",
     columns.InitialKind: "InitialKind",
@@ -61,7 +61,8 @@ def _snake(name: str) -> str:
 
 def _enumerators(name: str) -> Iterator[tuple[str, int]]:
     value = -1
-    for part in filter(None, map(str.strip, _body("(?:enum|enum class)", name).split(","))):
+    body = _body("(?:enum|enum class|struct)", name).rpartition("{")[2]  # of an enum in a struct
+    for part in filter(None, map(str.strip, body.split(","))):
         word, _, number = map(str.strip, part.partition("="))
         value = int(number) if number else value + 1
         yield _snake(word), value

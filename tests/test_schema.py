@@ -181,8 +181,8 @@ def test_python_and_csrc_number_choices_alike() -> None:
     assert {name: {word: i for i, word in enumerate(words)} for name, words in named.items()} == {
         "Poolings": codes.POOLING,
         "BoundsModes": codes.BOUNDS_CHECK,
-        "Policies": codes.CACHE_POLICY,
-        "Orders": codes.HASH_ORDER,
+        "CachePolicies": codes.CACHE_POLICY,
+        "HashOrders": codes.HASH_ORDER,
         "InsertPolicies": codes.INSERT_POLICY,
         "MatmulPrecisions": codes.MATMUL_PRECISION,
     }

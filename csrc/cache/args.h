@@ -23,17 +23,19 @@ inline constexpr int64_t kNoRow = -1;   // tag and usage word of an empty way; i
 inline constexpr int64_t kNoMove = -2;  // in `evicted`: the row does not move
 
 // Columns of `counters`; emblib/tables/row_cache.py describes each.
-enum CacheCounter : int {
-  kCalls,
-  kLookups,
-  kUnique,
-  kUniqueMisses,
-  kConflictUniqueMisses,
-  kConflictMisses,
-  kLookupMisses,
-  kWriteBacks,
+struct CacheCounter {
+  enum Column : int {
+    kCalls,
+    kLookups,
+    kUnique,
+    kUniqueMisses,
+    kConflictUniqueMisses,
+    kConflictMisses,
+    kLookupMisses,
+    kWriteBacks,
+  };
 };
-inline constexpr int kCounters = 8;
+inline constexpr int kCacheCounters = 8;
 
 // Return the set of a linear row, for fewer than 2^32 sets. A multiplication replaces the
 // remainder, which would cost more than the probe.
@@ -48,12 +50,12 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
 // was used last. If batches come again, as in the next epoch, the other rows are needed sooner; if
 // not, it makes no difference. The lookups of a row are counted in the word while the row is
 // cached, else in `counts`, so that neither a probe nor the choice of a way reads other memory.
-EMB_HD int64_t usage_word(Policy policy, int64_t lookups, int64_t now) {
-  return policy == Policy::kLru ? now : lookups << 32 | (now & 0xffffffff);
+EMB_HD int64_t usage_word(CachePolicy policy, int64_t lookups, int64_t now) {
+  return policy == CachePolicy::kLru ? now : lookups << 32 | (now & 0xffffffff);
 }
 // Return the number of the batch in a usage word; of LFU its low 32 bits.
-EMB_HD int64_t batch_of(Policy policy, int64_t word) {
-  return policy == Policy::kLru ? word : word & 0xffffffff;
+EMB_HD int64_t batch_of(CachePolicy policy, int64_t word) {
+  return policy == CachePolicy::kLru ? word : word & 0xffffffff;
 }
 // Return the lookups in a usage word of LFU.
 EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
@@ -70,17 +72,17 @@ inline constexpr int64_t kNotFree = INT64_MAX;
 // Return a number by which the ways of a set are ordered: they are replaced in ascending order,
 // empty ones first, those with kNotFree never. A way that was used by batch `oldest` or a later one
 // is in flight and stays.
-EMB_HD int64_t way_order(Policy policy, int64_t word, int64_t oldest) {
+EMB_HD int64_t way_order(CachePolicy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
   if (batch_of(policy, word) >= oldest) return kNotFree;
-  return policy == Policy::kLru ? word : word ^ 0xffffffff;
+  return policy == CachePolicy::kLru ? word : word ^ 0xffffffff;
 }
 
 // Return whether a row with `lookups` lookups so far may replace the row of a way; `order` is the
 // result of way_order.
-EMB_HD bool may_replace(Policy policy, int64_t lookups, int64_t order) {
+EMB_HD bool may_replace(CachePolicy policy, int64_t lookups, int64_t order) {
   if (order == kNotFree) return false;
-  return policy == Policy::kLru || order < 0 || lookups >= lookups_of(order);
+  return policy == CachePolicy::kLru || order < 0 || lookups >= lookups_of(order);
 }
 
 // Return the table of a linear row, or -1 if no table has it. Here and below, `tables` must ascend
@@ -131,7 +133,7 @@ struct CacheState {
   int32_t* counts;       // [cached rows], LFU only: lookups so far of rows that are not cached
   int64_t sets;
   int64_t first_row;  // first cached linear row, whose count is counts[0]
-  Policy policy;
+  CachePolicy policy;
 };
 
 // The CPU kernels of `cache_plan_` and `cache_locate`. Each call works on one thread.
@@ -192,8 +194,8 @@ struct CacheMemory {
   TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
   int64_t cache_elements, cache_rows;  // of the cache tier: elements, entries of row-wise states
-  // The optimizer's numbers, read for stochastic rounding, kOptimizerArgs or more; on a GPU null if
-  // nothing is rounded stochastically.
+  // The optimizer's numbers, read for stochastic rounding, Hyper::kOptimizerArgs or more; on a GPU
+  // null if nothing is rounded stochastically.
   const double* hyper;
 
   EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }

@@ -195,13 +195,14 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                                     Tensor violations) {
   const char* op = "cache_prefetch_";
   check_prefetch(op, cache, lag, check, violations);
-  PlanCall call(op, cache[kCacheTags], cache[kCacheStamps], cache[kCacheCounts],
-                cache[kCacheCounters], cache[kCacheClock], tables, policy);
+  PlanCall call(op, cache[CacheTensor::kTags], cache[CacheTensor::kStamps],
+                cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
+                cache[CacheTensor::kClock], tables, policy);
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_same_device(op, "indices", indices, tables);
   const int64_t n = indices.numel();
   Tensor slots = allocate(tables, {n}, ScalarType::Int);
-  std::vector<Tensor> later{cache[kCacheClock], cache[kCacheConflicts]};
+  std::vector<Tensor> later{cache[CacheTensor::kClock], cache[CacheTensor::kConflicts]};
   if (postpones) {
     later.push_back(allocate(tables, {n}, ScalarType::Long));
     later.push_back(allocate(tables, {n}, ScalarType::Int));
@@ -232,7 +233,7 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
   const char* op = "cache_flush_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   STD_TORCH_CHECK(memory.hyper != nullptr, op, ": hyper must have at least ",
-                  static_cast<int>(kOptimizerArgs),
+                  static_cast<int>(Hyper::kOptimizerArgs),
                   " entries; only cache_move_ takes an empty one");
   check_tags(op, tags);
   check_same_device(op, "tags", tags, tables);

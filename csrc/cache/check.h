@@ -59,7 +59,7 @@ struct PlanCall {
   Tensor tags, tables;
   CacheState cache;               // first_row is 0: HostPlan, or the kernels, compute it
   int64_t num_counts;             // entries of `counts`
-  int64_t* counters;              // [T + 1, kCounters]
+  int64_t* counters;              // [T + 1, kCacheCounters]
   int64_t* clock;                 // [2] numbers of the batch and of the oldest batch in flight
   const int64_t* rows = nullptr;  // [n], of which the first `count` exist
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
@@ -69,13 +69,13 @@ struct PlanCall {
   PlanCall(const char* op, const Tensor& tags, const Tensor& words, const Tensor& counts,
            const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
       : op(op), tags(tags), tables(tables) {
-    cache.policy = parse_choice<Policy>(op, "policy", policy, kPolicies);
+    cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
     cache.sets = check_tags(op, tags);
     check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
     check_cache_vector(op, "counters", counters_in, ScalarType::Long,
-                       (tables.size(0) + 1) * kCounters, tags);
+                       (tables.size(0) + 1) * kCacheCounters, tags);
     check_cache_vector(op, "clock", clock_in, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
@@ -101,20 +101,22 @@ struct PlanCall {
 };
 
 // The tensors of `cache`, the state of a cache, in their order.
-enum CacheTensor : int {
-  kCacheTags,
-  kCacheStamps,  // the usage words
-  kCacheCounts,
-  kCacheCounters,
-  kCacheClock,
-  kCacheConflicts,
-  kCacheTensors
+struct CacheTensor {
+  enum Index : int {
+    kTags,
+    kStamps,  // the usage words
+    kCounts,
+    kCounters,
+    kClock,
+    kConflicts,
+    kNumTensors
+  };
 };
 
 // Check the arguments that only `cache_prefetch_` has.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check, const Tensor& violations) {
-  STD_TORCH_CHECK(cache.size() == kCacheTensors, op,
+  STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
                   ": cache must be [tags, stamps, counts, counters, clock, conflicts], got ",
                   cache.size(), " tensors");
   STD_TORCH_CHECK(lag >= 0, op, ": lag must be >= 0, got ", lag);
@@ -160,8 +162,8 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                   " tensors, all of one tier after the other, got ", states.size());
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   const bool exact = hyper.is_cuda() && hyper.numel() == 0;  // no value is rounded
-  STD_TORCH_CHECK(hyper.is_contiguous() && (exact || hyper.numel() >= kOptimizerArgs), op,
-                  ": hyper must have at least ", static_cast<int>(kOptimizerArgs),
+  STD_TORCH_CHECK(hyper.is_contiguous() && (exact || hyper.numel() >= Hyper::kOptimizerArgs), op,
+                  ": hyper must have at least ", static_cast<int>(Hyper::kOptimizerArgs),
                   " entries (see emblib.optim), got ", hyper.numel());
   check_features(op, tables);
   CacheMemory memory{};

@@ -23,7 +23,7 @@ static_assert(kWays == kWarpLanes);  // a lane per way
 struct CachePlan {
   CacheState cache;       // first_row is not used: kernels compute it from `tables`
   int64_t* clock;         // [2] numbers of the batch and of the oldest batch in flight
-  int64_t* counters;      // [num_tables + 1, kCounters], to which the batch is added
+  int64_t* counters;      // [num_tables + 1, kCacheCounters], to which the batch is added
   const Feature* tables;  // [num_tables], ascending by row; the cached ones are the last
   int num_tables;
   const int64_t* rows;      // [n] distinct rows, ascending; the first *count exist
@@ -88,11 +88,11 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     if (!cached) continue;
     if (way >= 0) {
       const int64_t lookups =
-          cache.policy == Policy::kLru
+          cache.policy == CachePolicy::kLru
               ? 0
               : add_lookups(lookups_of(cache.usage_words[slot]), lookups_at(plan, u));
       cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
-    } else if (cache.policy == Policy::kLfu) {
+    } else if (cache.policy == CachePolicy::kLfu) {
       int32_t& lookups = cache.counts[row - first_row];
       lookups = static_cast<int32_t>(add_lookups(lookups, lookups_at(plan, u)));
     }
@@ -172,7 +172,7 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
   const CacheState& cache = plan.cache;
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
   const int64_t now = plan.now(), oldest = plan.oldest();
-  const bool lfu = cache.policy == Policy::kLfu;
+  const bool lfu = cache.policy == CachePolicy::kLfu;
   const int num_groups = *groups.num_groups;
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_in_warp();
@@ -206,13 +206,14 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
 
 // Counts of one table that a warp has not added to the counters yet; every lane has a partial sum.
 struct Tally {
-  int table = -1;                  // -1: none
-  int32_t sums[kWriteBacks] = {};  // by counter; a batch has fewer than 2^31 lookups
+  int table = -1;                                // -1: none
+  int32_t sums[CacheCounter::kWriteBacks] = {};  // by counter; a batch has fewer than 2^31 lookups
 };
 
 // Add n to a counter of a table; table num_tables has the totals.
-EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter counter, int64_t n) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(plan.counters + table * kCounters + counter),
+EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter::Column counter,
+                            int64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(plan.counters + table * kCacheCounters + counter),
             static_cast<unsigned long long>(n));
 }
 
@@ -220,12 +221,13 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter count
 // warp.
 EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 #pragma unroll
-  for (int c = 0; c < kWriteBacks; ++c) {
+  for (int c = 0; c < CacheCounter::kWriteBacks; ++c) {
     const int32_t sum = simt::group_sum(tally->sums[c], kWarpLanes);
     tally->sums[c] = 0;
     if (lane_in_warp() != 0 || sum == 0) continue;
-    add_counter(plan, tally->table, static_cast<CacheCounter>(c), sum);
-    if (c != kCalls) add_counter(plan, plan.num_tables, static_cast<CacheCounter>(c), sum);
+    add_counter(plan, tally->table, static_cast<CacheCounter::Column>(c), sum);
+    if (c != CacheCounter::kCalls)
+      add_counter(plan, plan.num_tables, static_cast<CacheCounter::Column>(c), sum);
   }
 }
 
@@ -235,13 +237,13 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
   const bool conflict = plan.row_slots[u] < 0;
   const bool miss = conflict || plan.evicted[u] != kNoMove;
-  sums[kCalls] += u == 0 || plan.rows[u - 1] < row_base;
-  sums[kLookups] += lookups;
-  sums[kUnique] += 1;
-  sums[kUniqueMisses] += miss;
-  sums[kLookupMisses] += miss ? lookups : 0;
-  sums[kConflictUniqueMisses] += conflict;
-  sums[kConflictMisses] += conflict ? lookups : 0;
+  sums[CacheCounter::kCalls] += u == 0 || plan.rows[u - 1] < row_base;
+  sums[CacheCounter::kLookups] += lookups;
+  sums[CacheCounter::kUnique] += 1;
+  sums[CacheCounter::kUniqueMisses] += miss;
+  sums[CacheCounter::kLookupMisses] += miss ? lookups : 0;
+  sums[CacheCounter::kConflictUniqueMisses] += conflict;
+  sums[CacheCounter::kConflictMisses] += conflict ? lookups : 0;
 }
 
 // Count the rows of a plan, in block `block` of `blocks`. Each warp takes a contiguous range of
@@ -275,8 +277,8 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
           __shfl_sync(simt::kFullMask, evicted_table, __ffs(static_cast<int>(pending)) - 1);
       const unsigned same = __ballot_sync(simt::kFullMask, evicted_table == next);
       if (lane_in_warp() == 0) {
-        add_counter(plan, next, kWriteBacks, __popc(same));
-        add_counter(plan, plan.num_tables, kWriteBacks, __popc(same));
+        add_counter(plan, next, CacheCounter::kWriteBacks, __popc(same));
+        add_counter(plan, plan.num_tables, CacheCounter::kWriteBacks, __popc(same));
       }
       pending &= ~same;
     }
@@ -323,7 +325,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
     finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
-    add_counter(plan, plan.num_tables, kCalls, 1);
+    add_counter(plan, plan.num_tables, CacheCounter::kCalls, 1);
     if (plan.num_postponed != nullptr) *plan.num_postponed = 0;
     if (plan.lag >= 0) {
       plan.clock[1] = plan.clock[0] + 1 - plan.lag;

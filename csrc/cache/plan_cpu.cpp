@@ -86,7 +86,7 @@ void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_
   std::fill(out + batch.num_rows, out + n, static_cast<T>(value));
 }
 
-// Adds a batch to `counters`, [tables + 1, kCounters]: a row per table, then the totals. Call
+// Adds a batch to `counters`, [tables + 1, kCacheCounters]: a row per table, then the totals. Call
 // `reserve` before a plan changes anything: a plan that ran out of memory after it had changed tags
 // would leave rows in the wrong slots.
 class BatchCounters {
@@ -97,26 +97,26 @@ class BatchCounters {
   // Allocate all memory that counting the batch needs.
   void reserve(const BatchRows& batch) {
     max_parts_ = batch.num_chunks();  // there are no more misses than cacheable rows
-    partial_counters_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
+    partial_counters_.assign(max_parts_ * (num_tables_ + 1) * kCacheCounters, 0);
   }
 
   // Count the call, the distinct rows and the lookups of the batch.
   void add_lookups(const BatchRows& batch) {
-    add(num_tables_, kCalls, 1);
+    add(num_tables_, CacheCounter::kCalls, 1);
     for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
       const int64_t first = batch.find(tables_[t].row_base);
       const int64_t last = batch.find(tables_[t].row_base + tables_[t].rows);
       if (first == last) continue;
-      add(t, kCalls, 1);
-      add_both(t, kUnique, last - first);
-      add_both(t, kLookups, batch.segments[last] - batch.segments[first]);
+      add(t, CacheCounter::kCalls, 1);
+      add_both(t, CacheCounter::kUnique, last - first);
+      add_both(t, CacheCounter::kLookups, batch.segments[last] - batch.segments[first]);
     }
   }
 
   // Count the n misses of a plan, and the rows that they evict.
   void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
     const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
-    const int64_t size = (num_tables_ + 1) * kCounters;
+    const int64_t size = (num_tables_ + 1) * kCacheCounters;
     parallel_tasks(parts, [&](int64_t part) {
       BatchCounters partial(partial_counters_.data() + part * size, tables_, num_tables_);
       partial.add_range(args, missed + n * part / parts, missed + n * (part + 1) / parts);
@@ -125,10 +125,10 @@ class BatchCounters {
   }
 
  private:
-  void add(int table, CacheCounter counter, int64_t n) {
-    counters_[table * kCounters + counter] += n;
+  void add(int table, CacheCounter::Column counter, int64_t n) {
+    counters_[table * kCacheCounters + counter] += n;
   }
-  void add_both(int table, CacheCounter counter, int64_t n) {
+  void add_both(int table, CacheCounter::Column counter, int64_t n) {
     add(table, counter, n);
     add(num_tables_, counter, n);
   }
@@ -140,13 +140,13 @@ class BatchCounters {
       const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
       while (args.rows[u] >= tables_[table].row_base + tables_[table].rows) ++table;
       const bool conflict = args.row_slots[u] < 0;
-      add_both(table, kUniqueMisses, 1);
-      add_both(table, kLookupMisses, lookups);
-      add_both(table, kConflictUniqueMisses, conflict);
-      add_both(table, kConflictMisses, conflict ? lookups : 0);
+      add_both(table, CacheCounter::kUniqueMisses, 1);
+      add_both(table, CacheCounter::kLookupMisses, lookups);
+      add_both(table, CacheCounter::kConflictUniqueMisses, conflict);
+      add_both(table, CacheCounter::kConflictMisses, conflict ? lookups : 0);
       if (args.evicted[u] == kNoRow || args.evicted[u] == kNoMove) continue;
       const int evicted_table = find_table(tables_, num_tables_, args.evicted[u]);
-      if (evicted_table >= 0) add_both(evicted_table, kWriteBacks, 1);
+      if (evicted_table >= 0) add_both(evicted_table, CacheCounter::kWriteBacks, 1);
     }
   }
 
@@ -155,7 +155,7 @@ class BatchCounters {
   int num_tables_;
   int64_t max_parts_ = 1;
   std::vector<int64_t>
-      partial_counters_;  // [parts, tables + 1, kCounters], for each part of the misses
+      partial_counters_;  // [parts, tables + 1, kCacheCounters], for each part of the misses
 };
 
 // A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It must save
@@ -175,7 +175,7 @@ class SavedSets {
       usage_words_.insert(usage_words_.end(), cache.usage_words + set * kWays,
                           cache.usage_words + (set + 1) * kWays);
     }
-    if (cache.policy != Policy::kLfu) return;
+    if (cache.policy != CachePolicy::kLfu) return;
     for (int64_t u = batch.first_cacheable; u < batch.num_rows; ++u) {
       counts_.push_back(cache.counts[batch.rows[u] - cache.first_row]);
     }
@@ -190,7 +190,7 @@ class SavedSets {
       std::copy_n(tags_.data() + i * kWays, kWays, cache.tags + sets_[i] * kWays);
       std::copy_n(usage_words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
     }
-    if (cache.policy != Policy::kLfu) return;
+    if (cache.policy != CachePolicy::kLfu) return;
     const int32_t* next = counts_.data();
     for (int64_t u = batch_.first_cacheable; u < batch_.num_rows; ++u) {
       cache.counts[batch_.rows[u] - cache.first_row] = *next++;
@@ -266,7 +266,7 @@ struct HostPlan {
         tables(feature_array(call.tables)),
         num_tables(call.num_tables()) {
     const int64_t first_row = first_cached_row(tables, num_tables);
-    STD_TORCH_CHECK(call.cache.policy == Policy::kLru || first_row == INT64_MAX ||
+    STD_TORCH_CHECK(call.cache.policy == CachePolicy::kLru || first_row == INT64_MAX ||
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
                     call.op, ": counts must have one entry per cached row = ",
                     end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
@@ -319,11 +319,11 @@ namespace {
 // (row_slots, evicted), see plan_batch.
 //   tags, stamps, counts   the cache, see CacheState; stamps are its usage words, and counts may be
 //                          empty for LRU
-//   counters               int64 [T + 1, kCounters]
+//   counters               int64 [T + 1, kCacheCounters]
 //   clock                  int64 [2] numbers of this batch and of the oldest one in flight
 //   tables                 int64 [T, 8], as check_tables requires
 //   rows, segments, count  the distinct rows of the batch, as tbe_group returns them
-//   policy                 a code of Policy
+//   policy                 a code of CachePolicy
 std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                                        const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,

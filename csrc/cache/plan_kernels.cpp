@@ -49,7 +49,7 @@ EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
     if (args.row_slots[u] < 0) continue;
     int64_t& word = cache.usage_words[args.row_slots[u]];
     const int64_t lookups =
-        cache.policy == Policy::kLru ? 0 : add_lookups(lookups_of(word), lookups_at(args, u));
+        cache.policy == CachePolicy::kLru ? 0 : add_lookups(lookups_of(word), lookups_at(args, u));
     word = usage_word(cache.policy, lookups, args.now);
   }
 }
@@ -91,7 +91,7 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
     stamped = block;
   }
   if constexpr (kStamps) stamp_hits(args, stamped, end);
-  if (kStamps && cache.policy == Policy::kLfu) {
+  if (kStamps && cache.policy == CachePolicy::kLfu) {
     const auto count = [&](int64_t i) -> int32_t& {
       return cache.counts[args.rows[misses[i].position] - cache.first_row];
     };
@@ -117,7 +117,7 @@ EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups,
   int count = 0;
   for (int32_t j = groups.segments[g]; j < groups.segments[g + 1]; ++j) {
     const int32_t position = groups.misses[groups.permutation[j]].position;
-    if (cache.policy == Policy::kLru) {
+    if (cache.policy == CachePolicy::kLru) {
       if (count == kWays) break;
       best[count++] = {position, 0};
       continue;
@@ -156,7 +156,8 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
       if (!may_replace(cache.policy, candidates[k].lookups, lowest)) break;
       order[way] = kNotFree;
       const int64_t u = candidates[k].position, evicted = tags[way];
-      if (cache.policy == Policy::kLfu && evicted >= cache.first_row && evicted < args.end_row) {
+      if (cache.policy == CachePolicy::kLfu && evicted >= cache.first_row &&
+          evicted < args.end_row) {
         cache.counts[evicted - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
       }
       args.row_slots[u] = static_cast<int32_t>(first + way);

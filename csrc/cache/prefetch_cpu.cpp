@@ -50,7 +50,7 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
 //   tables      int64 [T, 8], a Feature per table
 //   cache       [tags, stamps, counts, counters, clock, conflicts], see emblib/ops/cache.py;
 //               conflicts is not used here
-//   policy      a code of Policy
+//   policy      a code of CachePolicy
 //   lag         batches between the oldest one in flight and this one, at least 0
 //   postpones   must be false: only a GPU postpones fetches
 //   features    int64 [F, 8]
@@ -72,8 +72,9 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   STD_TORCH_CHECK(!postpones, op, ": on the CPU all rows move at once: postpones must be False");
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  PlanCall call(op, cache[kCacheTags], cache[kCacheStamps], cache[kCacheCounts],
-                cache[kCacheCounters], cache[kCacheClock], tables, policy);
+  PlanCall call(op, cache[CacheTensor::kTags], cache[CacheTensor::kStamps],
+                cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
+                cache[CacheTensor::kClock], tables, policy);
   const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
   if (check && !is_valid(op, features, indices, offsets, bag_layout)) return {};
   const auto [rows, segments, lookups, bags, count] =

@@ -25,11 +25,13 @@ struct Rounding {
 
   // Round to nearest.
   EMB_HD Rounding() : seed(0), step(0), stochastic(false) {}
-  // Take seed and step from a vector `hyper` (HyperColumn); a negative seed rounds to nearest.
+  // Take seed and step from a vector `hyper` (Hyper); a negative seed rounds to nearest.
   EMB_HD explicit Rounding(const double* hyper)
-      : seed(hyper[kSeed] > 0.0 ? static_cast<uint64_t>(hyper[kSeed]) : 0),
-        step(hyper[kStep] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[kStep])) : 0),
-        stochastic(hyper[kSeed] >= 0.0) {}
+      : seed(hyper[Hyper::kSeed] > 0.0 ? static_cast<uint64_t>(hyper[Hyper::kSeed]) : 0),
+        step(hyper[Hyper::kStep] > 0.0
+                 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[Hyper::kStep]))
+                 : 0),
+        stochastic(hyper[Hyper::kSeed] >= 0.0) {}
 
   // Return the counter of the random words for columns [4 * block, 4 * block + 4), block < 2^28, of
   // the row with linear row id `row`. `tensor` is a RoundedTensor.

@@ -36,7 +36,7 @@ inline constexpr int64_t kChoosersPerBucket = 8;
 inline constexpr int kChooserGrowthLog2 = 2;  // four times as many misses in each later round
 
 // Columns of the tensor `tables`, int64 [T, 6].
-enum HashTableColumn : int {
+enum class HashTableColumn : int {
   kFirstBucket,  // number of the table's first bucket among those of all tables
   kBuckets,      // buckets in use
   kMaxBuckets,   // buckets that the table has memory for
@@ -45,13 +45,15 @@ enum HashTableColumn : int {
   kHashKey       // random number of the table that the hash of its keys depends on
 };
 
-inline constexpr int kHashTableColumns = kHashKey + 1;
+inline constexpr int kHashTableColumns = static_cast<int>(HashTableColumn::kHashKey) + 1;
 
 // Columns of the tensor `entries`, int64 [S, 2] or [S, 3]. kScore exists if has_scores(order).
-enum HashEntryColumn : int { kKey, kStamp, kScore };
+struct HashEntry {
+  enum Column : int { kKey, kStamp, kScore };
+};
 
 // Columns of the tensor `counters`, int64 [T, 8]: totals since the table was created.
-enum HashCounter : int {
+enum class HashCounter : int {
   kLookups,      // positions of training batches
   kHits,         // positions whose key was in the table
   kInserted,     // missing keys that got a slot
@@ -62,7 +64,7 @@ enum HashCounter : int {
   kErased        // keys removed by hash_erase_
 };
 
-inline constexpr int kHashCounters = kErased + 1;
+inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;
 
 // The result of an insertion for a key.
 enum class InsertStatus : uint8_t {
@@ -75,12 +77,12 @@ enum class InsertStatus : uint8_t {
 };
 
 // Return whether an order ranks entries by a score, so that entries have a third word.
-EMB_HD constexpr bool has_scores(Order order) {
-  return order != Order::kNone && order != Order::kLru;
+EMB_HD constexpr bool has_scores(HashOrder order) {
+  return order != HashOrder::kNone && order != HashOrder::kLru;
 }
 // Return whether that score is a count of uses; else the caller assigns it.
-EMB_HD constexpr bool order_counts_uses(Order order) {
-  return order == Order::kLfu || order == Order::kLruLfu;
+EMB_HD constexpr bool order_counts_uses(HashOrder order) {
+  return order == HashOrder::kLfu || order == HashOrder::kLruLfu;
 }
 
 // Return whether count + more overflows, for counts of uses. Counts saturate at INT64_MAX, because
@@ -118,14 +120,14 @@ EMB_HD uint8_t tag_of(uint64_t mixed) {
   return static_cast<uint8_t>(1 + ((mixed >> 40 & 0xffff) * 255 >> 16));
 }
 
-// The rank of an entry in its bucket, compared in the order of the members; see Order.
+// The rank of an entry in its bucket, compared in the order of the members; see HashOrder.
 struct EntryRank {
   int64_t score, stamp, key;
 };
 
 // Return the rank of an entry; words that the order does not compare become 0.
-EMB_HD EntryRank entry_rank(Order order, int64_t key, int64_t stamp, int64_t score) {
-  return {has_scores(order) ? score : 0, order == Order::kLfu ? 0 : stamp, key};
+EMB_HD EntryRank entry_rank(HashOrder order, int64_t key, int64_t stamp, int64_t score) {
+  return {has_scores(order) ? score : 0, order == HashOrder::kLfu ? 0 : stamp, key};
 }
 
 // Return whether an entry of rank `a` is evicted before one of rank `b`.
@@ -150,7 +152,7 @@ EMB_HD int64_t choosers(int64_t buckets, int round) {
 EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
 
 // Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
-// `buckets`, at most `max_buckets`. `load` is the kMaxLoad of the table, in 1024ths.
+// `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad, in 1024ths.
 //
 // A bucket that is not split yet receives twice as many keys as one that is. If buckets were added
 // at the rate of keys, the unsplit ones would be full long before the table is. So a level, a power
@@ -176,41 +178,54 @@ struct HashTable {
   int64_t words;      // words per entry, 2 or 3
   int64_t buckets;    // buckets in use
   uint64_t mask;      // address_mask(buckets)
-  uint64_t hash_key;  // see kHashKey
+  uint64_t hash_key;  // HashTableColumn::kHashKey
 
   // Return `mixed`, the hash of a key, which cannot be predicted without the table's hash_key.
   EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
   // Return the words of the entry in a slot.
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
   // Return the two buckets of a key with the hash `mixed`; they may be equal.
-  EMB_HD int64_t first(uint64_t mixed) const { return address(first_hash(mixed), buckets, mask); }
-  EMB_HD int64_t second(uint64_t mixed) const { return address(second_hash(mixed), buckets, mask); }
+  EMB_HD int64_t first_bucket(uint64_t mixed) const {
+    return address(first_hash(mixed), buckets, mask);
+  }
+  EMB_HD int64_t second_bucket(uint64_t mixed) const {
+    return address(second_hash(mixed), buckets, mask);
+  }
 };
 
 // The CPU kernels. All pointers are to host memory of the caller and are used during the call only.
+
+inline constexpr int kAgeCodes = 6;  // an EvictionQueue has the age codes 1 to 6, besides 0
+// EvictionQueue::share before the bucket's second assignment of the round.
+inline constexpr uint8_t kUnknownShare = 255;
 
 // The eviction order of a bucket as of some time, so that an eviction reads this line and the entry
 // that it evicts, and not all entries of the bucket. It is a cache: it never changes a result, and
 // zeros, an empty queue, are always valid. insert_kernels.cpp describes its use.
 //
-// An element has the number of a slot in its low five bits, and in its high three bits 0, or i + 1
-// if at[i] is the time of its rank. The rank of an entry when it became an element is its *known
-// rank*. These always hold:
+// An element is the number of a slot, in its low five bits, and an *age code*, in its high three
+// bits. The *known rank* of an element is the rank of its entry when it became an element. Its
+// *time* is at least the stamp that the entry had then: `sorted_at` for age code 0,
+// sorted_at + ages[c - 1] for age code c. These always hold:
 //   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
-//   - an entry ranks at its known rank if its stamp is at most the time of that rank, otherwise it
+//   - an entry whose stamp is at most the time of its element ranks at the known rank; any other
 //     has been used since, and ranks at least as high
 //   - a bucket with empty slots has an empty queue
 //   - if the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
 // Who breaks them, because tags or entries are written or a rank falls, empties the queue. Stamps
 // that fall also reset `exhausted_at`.
+//
+// Threads: those of `find` write only `size`, 0, and atomically. Those of `choose` take `locked`
+// before they use other members, if several threads choose. In `commit` one thread works on a
+// bucket, without the lock.
 struct EvictionQueue {
-  int64_t sorted_at;  // the clock at which the elements were sorted, the time of tag 0
+  int64_t sorted_at;  // the clock at which the elements were sorted
   uint8_t size;       // number of elements
-  uint8_t order;      // the Order of the elements
-  uint8_t share;      // slots to assign in this round, or kUnknownShare
+  uint8_t order;      // the HashOrder of the elements
+  uint8_t share;      // `commit`: slots that the bucket may still assign in this round, or
+                      // kUnknownShare
   uint8_t locked;     // 1 while a thread of `choose` uses the queue: taken by an atomic exchange
-  // The times of tags 1 to 6, as the clock minus sorted_at; 0 where no element has the tag.
-  uint16_t at[6];
+  uint16_t ages[kAgeCodes];  // 0 for a code that no element has
   uint8_t elements[kSlots];  // in ascending order of known ranks
   int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
 };
@@ -219,18 +234,18 @@ static_assert(kQueueWords == 8);  // one cache line
 
 // How a hit updates its entry.
 struct HashTouch {
-  Order order;
+  HashOrder order;
   int64_t stamp;          // the clock of the batch
   int64_t batch_score;    // the new score, if the caller assigns scores
   const int64_t* counts;  // uses of each id, parallel to `ids` of the call; null for 1 each
-  EvictionQueue* queues;  // by bucket of the table; or null
+  EvictionQueue* queues;  // by bucket of the table; null if the index has none
 };
 
 // The insertion of misses into one table. Arrays but `ids` have an element per miss of the batch,
 // also of other tables; slots are numbered within the table.
 struct HashInsertion {
   HashTable table;
-  Order order;
+  HashOrder order;
   bool competes;  // whether a new key must rank as high as the entry that it evicts
   // The clock of the batch, whose own entries are not evicted; the score of new entries, if the
   // caller assigns scores.
@@ -275,6 +290,7 @@ struct RowBuffer {
   int64_t bytes;  // bytes per row
 };
 
+// The functions of find_kernels.cpp for one instruction set.
 struct HashFindKernels {
   // Write the slot of each of n ids to `slots` [n], -1 if the table does not have it; return the
   // number of hits. If `touch` is not null, update the entries of hits; several threads may do so
@@ -286,6 +302,7 @@ struct HashFindKernels {
   void (*refresh)(const HashTable&, const int64_t* ids, int64_t n, int64_t* slots);
 };
 
+// The functions of insert_kernels.cpp for one instruction set.
 struct HashInsertKernels {
   // Choose for the n misses in `pending`; write `choices` [n]. The table is not changed, its queues
   // may be. Several threads may choose at once if `is_shared`.

@@ -51,8 +51,9 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
   return signs >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
 }
 
-// The arguments of `op`, hash_insert_batch_ or tier_insert_batch_, checked.
-//   row_buffers, layout, rules, seed  as in hash_initial_rows_
+// The arguments of `op`, hash_insert_batch_ or tier_insert_batch_, checked. It points into the
+// tensors of the caller.
+//   row_buffers, layout, rules  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature
 //   ids             int64 [n], the key of each lookup
 //   offsets         int32 or int64 [F * B + 1], the bags of the lookups
@@ -61,14 +62,17 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 struct HashBatchCall {
   HashIndex index;
   HashScoring scoring;
-  bool competes;
+  bool competes;  // see parse_competes
   FeatureBags bags;
-  const Feature* features;
+  const Feature* features;  // [F]
   int64_t n, num_bags;
-  Tensor offsets, starts, first_misses, none;  // int32 [bags + 1], int64 [F + 1], [T + 1], [0]
-  HashBatch batch;
-  InitialRows rows;
-  bool has_valid_offsets;
+  Tensor offsets;          // int32 [bags + 1], a copy of the offsets of the call
+  Tensor starts;           // int64 [F + 1], the first position of each feature
+  Tensor first_misses;     // int64 [T + 1], 0 until MissingKeys writes it: the misses of each table
+  Tensor empty;            // int64 [0]
+  HashBatch batch;         // its segments are the features
+  InitialRows rows;        // of all tables
+  bool has_valid_offsets;  // if not, `starts` is not written and `batch` not checked
 
   HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
                 std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
@@ -86,9 +90,9 @@ struct HashBatchCall {
         offsets(allocate(ids, {num_bags + 1}, ScalarType::Int)),
         starts(allocate(ids, {bags.num_features() + 1})),
         first_misses(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
-        none(allocate(ids, {0})),
+        empty(allocate(ids, {0})),
         batch(op, ids, starts, tables),
-        rows(op, checked(op, {row_buffers, layout, rules, ids, none, first_misses, none})) {
+        rows(op, checked(op, {row_buffers, layout, rules, ids, empty, first_misses, empty})) {
     check_same_device(op, "ids", ids, tensors[0]);
     index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
@@ -119,19 +123,22 @@ struct HashBatchCall {
 
 // The segments of a batch by table, each table's in their order.
 struct TableSegments {
-  // Table t has segments[first[t]] to segments[first[t + 1] - 1], with positions[t + 1] -
-  // positions[t] positions.
-  std::vector<int64_t> segments, first, positions;
+  std::vector<int64_t> segments;         // [segments], table by table
+  std::vector<int64_t> first_segments;   // [T + 1]: table t has segments[first_segments[t]] to
+                                         // segments[first_segments[t + 1] - 1]
+  std::vector<int64_t> first_positions;  // [T + 1]: positions of the tables before, then of all
 
   TableSegments(const HashBatch& batch, int64_t num_tables)
-      : segments(batch.segments), first(num_tables + 1, 0), positions(num_tables + 1, 0) {
+      : segments(batch.segments),
+        first_segments(num_tables + 1, 0),
+        first_positions(num_tables + 1, 0) {
     for (int64_t f = 0; f < batch.segments; ++f) {
-      ++first[batch.tables[f] + 1];
-      positions[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
+      ++first_segments[batch.tables[f] + 1];
+      first_positions[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
     }
-    std::partial_sum(first.begin(), first.end(), first.begin());
-    std::partial_sum(positions.begin(), positions.end(), positions.begin());
-    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    std::partial_sum(first_segments.begin(), first_segments.end(), first_segments.begin());
+    std::partial_sum(first_positions.begin(), first_positions.end(), first_positions.begin());
+    std::vector<int64_t> next(first_segments.begin(), first_segments.end() - 1);
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
@@ -139,19 +146,19 @@ struct TableSegments {
   // the others do not wait for the largest one for long.
   bool are_balanced() const {
     int64_t largest = 0;
-    for (size_t t = 0; t + 1 < positions.size(); ++t) {
-      largest = std::max(largest, positions[t + 1] - positions[t]);
+    for (size_t t = 0; t + 1 < first_positions.size(); ++t) {
+      largest = std::max(largest, first_positions[t + 1] - first_positions[t]);
     }
-    const int64_t useful = positions.back() / kPositionsPerTask + 1;
-    return largest <= kMaxTablePositions &&
-           largest * std::min<int64_t>(num_threads(), useful) <= kMaxImbalance * positions.back();
+    const int64_t useful = first_positions.back() / kPositionsPerTask + 1;
+    return largest <= kMaxTablePositions && largest * std::min<int64_t>(num_threads(), useful) <=
+                                                kMaxImbalance * first_positions.back();
   }
 
   // Call `body(t)` for every table, in parallel.
   template <class Body>
   void for_tables(const Body& body) const {
-    const auto cost = [&](int64_t t) { return positions[t] + t; };
-    parallel_balanced(static_cast<int64_t>(positions.size()) - 1, kPositionsPerTask, cost,
+    const auto cost = [&](int64_t t) { return first_positions[t] + t; };
+    parallel_balanced(static_cast<int64_t>(first_positions.size()) - 1, kPositionsPerTask, cost,
                       [&](int64_t begin, int64_t end) {
                         for (int64_t t = begin; t < end; ++t) body(t);
                       });
@@ -173,7 +180,7 @@ struct DistinctKeys {
     tables.for_tables(
         [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
     for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
-      const int64_t count = first_keys[t + 1], from = tables.positions[t];
+      const int64_t count = first_keys[t + 1], from = tables.first_positions[t];
       std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
       std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
       first_keys[t + 1] += first_keys[t];
@@ -188,16 +195,16 @@ struct DistinctKeys {
   // written behind the last one, where it stays if it is new.
   int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
                       int64_t t) {
-    const int64_t positions = tables.positions[t + 1] - tables.positions[t];
+    const int64_t positions = tables.first_positions[t + 1] - tables.first_positions[t];
     const auto size =
         static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(positions + positions / 2 + 1)));
     const uint64_t mask = static_cast<uint64_t>(size) - 1;
     const Scratch<int32_t> cells = new_scratch<int32_t>(size);
     std::memset(cells.get(), 0xff, size * sizeof(int32_t));
-    int64_t* known = keys.get() + tables.positions[t];
-    int64_t* counts = uses.get() + tables.positions[t];
+    int64_t* known = keys.get() + tables.first_positions[t];
+    int64_t* counts = uses.get() + tables.first_positions[t];
     int32_t next = 0;
-    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
         const int64_t key = batch.ids[i];
@@ -227,20 +234,21 @@ struct DistinctKeys {
 };
 
 // Return whether no table has to grow if all keys of the batch are inserted.
-bool fit(const HashIndex& index, const DistinctKeys& distinct) {
+bool fit_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    const int64_t keys =
-        index.field(t, kSize) + distinct.first_keys[t + 1] - distinct.first_keys[t];
-    const int64_t buckets = index.field(t, kBuckets);
-    if (wanted_buckets(keys, buckets, index.field(t, kMaxBuckets), index.field(t, kMaxLoad)) !=
-        buckets) {
+    const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
+                         distinct.first_keys[t];
+    const int64_t buckets = index.field(t, HashTableColumn::kBuckets);
+    if (wanted_buckets(keys, buckets, index.field(t, HashTableColumn::kMaxBuckets),
+                       index.field(t, HashTableColumn::kMaxLoad)) != buckets) {
       return false;
     }
   }
   return true;
 }
 
-// Find and touch the distinct keys; write their slots.
+// Begin the batch: advance the clock, find and touch the distinct keys, and write their slots to
+// `slots` [count()].
 void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
   const HashIndex& index = call.index;
   const int64_t stamp = ++*index.clock;
@@ -256,32 +264,36 @@ void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t
   });
 }
 
-// The missing keys of a batch in the order of their tables and numbers, and their insertion.
+// The missing keys of a batch in the order of their tables and numbers, and their insertion. All
+// arrays are by miss.
 struct MissingKeys {
-  std::vector<int64_t> keys, uses, slots;  // by miss: index of the key, its uses, its slot
-  std::vector<uint8_t> status;             // by miss
+  std::vector<int64_t> keys;    // index of the key in DistinctKeys
+  std::vector<int64_t> uses;    // number of positions of the key
+  std::vector<int64_t> slots;   // slot of the key after `insert`, kNoSlot if it was refused
+  std::vector<uint8_t> status;  // InsertStatus after `insert`
 
-  // Collect the keys without a slot, and count lookups and hits. Writes `offsets` [T + 1].
+  // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Writes
+  // `offsets` [T + 1]: table t has the misses [offsets[t], offsets[t + 1]).
   MissingKeys(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-              const int64_t* found, int64_t* offsets) {
+              const int64_t* key_slots, int64_t* offsets) {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
       int64_t missed = 0;
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
-        if (found[k] >= 0) continue;
+        if (key_slots[k] >= 0) continue;
         keys.push_back(k);
         uses.push_back(distinct.uses[k]);
         missed += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(keys.size());
-      const int64_t positions = tables.positions[t + 1] - tables.positions[t];
-      call.index.counter(t, kLookups) += positions;
-      call.index.counter(t, kHits) += positions - missed;
+      const int64_t positions = tables.first_positions[t + 1] - tables.first_positions[t];
+      call.index.counter(t, HashCounter::kLookups) += positions;
+      call.index.counter(t, HashCounter::kHits) += positions - missed;
     }
     slots.resize(keys.size());
     status.resize(keys.size());
   }
 
-  // Insert them. Writes the evicted entries, [count, 3], unless `evicted` is null.
+  // Insert them. Writes the evicted entries, three words per miss, unless `evicted` is null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
               int64_t* evicted) {
     insert_misses(
@@ -289,9 +301,9 @@ struct MissingKeys {
         {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), evicted});
   }
 
-  // Complete `found`, the slots of all keys.
-  void add_slots(int64_t* found) const {
-    for (size_t miss = 0; miss < keys.size(); ++miss) found[keys[miss]] = slots[miss];
+  // Complete `key_slots`, the slots of all keys.
+  void add_slots(int64_t* key_slots) const {
+    for (size_t miss = 0; miss < keys.size(); ++miss) key_slots[keys[miss]] = slots[miss];
   }
 };
 
@@ -310,9 +322,9 @@ struct BatchGroups {
         count(allocate(ids, {1}, ScalarType::Int)),
         next(new_scratch<int32_t>(num_keys)) {}
 
-  // Write all of them; `found` are the slots of keys.
+  // Write all of them; `key_slots` has the slot of each distinct key, kNoSlot for none.
   void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-             const int64_t* found) const {
+             const int64_t* key_slots) const {
     const int64_t num_tables = call.index.num_tables;
     std::vector<int32_t> next_ungrouped(num_tables + 1, 0);  // by table
     std::vector<int64_t> first_rows(num_tables, 0);
@@ -326,12 +338,12 @@ struct BatchGroups {
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
         const auto positions = static_cast<int32_t>(distinct.uses[k]);
-        if (found[k] < 0) {
+        if (key_slots[k] < 0) {
           next_ungrouped[t + 1] += positions;
           continue;
         }
         next[k] = grouped;
-        row[groups] = first_rows[t] + found[k];
+        row[groups] = first_rows[t] + key_slots[k];
         grouped += positions;
         segment[++groups] = grouped;
       }
@@ -340,7 +352,7 @@ struct BatchGroups {
     next_ungrouped[0] = grouped;
     std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
     tables.for_tables([&](int64_t t) {
-      scatter(call, tables, distinct, found, t, next.get(), &next_ungrouped[t]);
+      scatter(call, tables, distinct, key_slots, t, next.get(), &next_ungrouped[t]);
     });
   }
 
@@ -348,18 +360,18 @@ struct BatchGroups {
   // Write the results of the positions of table t; `next` and `next_ungrouped` are where those of
   // each key, and those without a group, continue.
   void scatter(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
-               const int64_t* found, int64_t t, int32_t* next, int32_t* next_ungrouped) const {
+               const int64_t* key_slots, int64_t t, int32_t* next, int32_t* next_ungrouped) const {
     const auto* offset = call.offsets.const_data_ptr<int32_t>();
     auto* slot = slots.mutable_data_ptr<int64_t>();
     auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
     const int64_t first_key = distinct.first_keys[t];
-    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
         for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
           const int64_t key = first_key + distinct.numbers[i];
-          slot[i] = found[key];
-          const int32_t j = found[key] < 0 ? (*next_ungrouped)++ : next[key]++;
+          slot[i] = key_slots[key];
+          const int32_t j = key_slots[key] < 0 ? (*next_ungrouped)++ : next[key]++;
           lookup[j] = i;
           bag_of[j] = static_cast<int32_t>(bag);
         }
@@ -379,7 +391,7 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
   auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
   tables.for_tables([&](int64_t t) {
     const uint8_t* of_table = by_key.data() + distinct.first_keys[t];
-    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+    for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
         out[i] = of_table[distinct.numbers[i]];
@@ -406,19 +418,19 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   const TableSegments segments(call.batch, call.index.num_tables);
   if (!segments.are_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
-  if (!fit(call.index, distinct)) return {};
+  if (!fit_without_growth(call.index, distinct)) return {};
   const BatchGroups groups(ids, call.n, distinct.count());
-  const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
-  touch_keys(call, distinct, found.get());
+  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
+  touch_keys(call, distinct, key_slots.get());
   int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, found.get(), first_misses);
+  MissingKeys missing(call, segments, distinct, key_slots.get(), first_misses);
   if (!missing.keys.empty()) {
     missing.insert(call, distinct, first_misses, nullptr);
     call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, missing.slots.data(),
                     seed);
-    missing.add_slots(found.get());
+    missing.add_slots(key_slots.get());
   }
-  groups.write(call, segments, distinct, found.get());
+  groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   if (!missing.keys.empty()) {
@@ -468,7 +480,7 @@ struct BatchStores {
                       op, ": records must be [", store.index.num_slots, ", ",
                       kRecordWords * Records::kWordBytes + row_bytes, "], got [",
                       store.records.count, ", ", store.records.stride, "]");
-      const int64_t slots = call.index.field(t, kMaxBuckets) * kSlots;
+      const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kSlots;
       STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.slots, op,
                       ": first_overflow must be in [", slots, ", ", store.rows.slots,
                       "], from the slots of the table to its rows, got ", first_overflow[t]);
@@ -531,7 +543,7 @@ struct TableMoves {
   Tensor demoted, demoted_rows;  // evicted entries [misses, 3], their rows [misses, row_bytes]
   Tensor promoted, refused;      // keys that left the store [misses]; keys, uses [misses, 2] of
                                  // misses in overflow rows
-  std::vector<int64_t> outs;     // by miss of the table: number of the demoted row, -1 for none
+  std::vector<int64_t> demoted_numbers;  // by miss of the table: row in `demoted_rows`, -1 for none
   int64_t counts[kTierCounts] = {};
 
   TableMoves(const Tensor& like, int64_t misses, int64_t row_bytes)
@@ -539,15 +551,16 @@ struct TableMoves {
         demoted_rows(allocate_output(like, {misses, row_bytes}, ScalarType::Byte)),
         promoted(allocate_words(like, {misses})),
         refused(allocate_words(like, {misses, 2})),
-        outs(misses, -1) {}
+        demoted_numbers(misses, -1) {}
 
-  // Copy the rows of evicted keys of table t out of their slots, and rows of the store to those of
-  // their keys. Misses without a slot get overflow rows. Write slots and status of the misses as
-  // they are then: kHit for a row of the store, kNew for a miss that was refused.
+  // Swap the rows of a table whose first miss is `first`: copy those of evicted keys out of their
+  // slots, and rows of the store to those of their keys. Misses without a slot get overflow rows.
+  // Write slots and status of the misses as they are then: kHit for a row of the store, kNew for a
+  // miss that was refused.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first, const int64_t* evicted,
             MissingKeys* missing) {
-    const auto n = static_cast<int64_t>(outs.size());
+    const auto n = static_cast<int64_t>(demoted_numbers.size());
     const int64_t bytes = store.rows.row_bytes;
     auto* const promoted_keys = promoted.mutable_data_ptr<int64_t>();
     auto* const refused_words = refused.mutable_data_ptr<int64_t>();
@@ -557,7 +570,7 @@ struct TableMoves {
       const auto status = static_cast<InsertStatus>(missing->status[miss]);
       const bool is_stored = stored.slots[miss] != kNoSlot;
       ++counts[is_stored ? kStored : kNew];
-      if (status == InsertStatus::kEvicting) outs[i] = counts[kDemoted]++;
+      if (status == InsertStatus::kEvicting) demoted_numbers[i] = counts[kDemoted]++;
       if (status == InsertStatus::kRefused) {
         const int64_t number = counts[kRefusedKeys]++;
         missing->slots[miss] = store.first_overflow + number;
@@ -584,9 +597,9 @@ struct TableMoves {
           if (later != nullptr) prefetch_row(later, store.records.stride);
         }
         const int64_t slot = missing->slots[first + i];
-        if (outs[i] >= 0) {
-          std::memcpy(entries + 3 * outs[i], evicted + 3 * (first + i), 3 * sizeof(int64_t));
-          store.rows.read(slot, out + outs[i] * bytes);
+        if (const int64_t number = demoted_numbers[i]; number >= 0) {
+          std::memcpy(entries + 3 * number, evicted + 3 * (first + i), 3 * sizeof(int64_t));
+          store.rows.read(slot, out + number * bytes);
         }
         const char* const row = record(i);
         if (row != nullptr) store.rows.write(slot, row + store.records.head_bytes());
@@ -625,7 +638,7 @@ struct MissPositions {
     tables.for_tables([&](int64_t t) {
       const int32_t* const of_table = miss_of.get() + distinct.first_keys[t];
       // Backwards, so that the first position of a key is written last.
-      for (int64_t s = tables.first[t + 1] - 1; s >= tables.first[t]; --s) {
+      for (int64_t s = tables.first_segments[t + 1] - 1; s >= tables.first_segments[t]; --s) {
         const int64_t f = tables.segments[s];
         for (int64_t i = call.batch.starts[f + 1] - 1; i >= call.batch.starts[f]; --i) {
           group[i] = of_table[distinct.numbers[i]];
@@ -662,12 +675,12 @@ std::vector<Tensor> tier_insert_batch_(
   const TableSegments segments(call.batch, call.index.num_tables);
   if (!segments.are_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
-  if (!fit(call.index, distinct) || !stores.have_rows_for(distinct)) return {};
+  if (!fit_without_growth(call.index, distinct) || !stores.have_rows_for(distinct)) return {};
   const BatchGroups groups(ids, call.n, distinct.count());
-  const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
-  touch_keys(call, distinct, found.get());
+  const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
+  touch_keys(call, distinct, key_slots.get());
   int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, found.get(), first_misses);
+  MissingKeys missing(call, segments, distinct, key_slots.get(), first_misses);
   std::vector<Tensor> of_misses;
   if (!missing.keys.empty()) {
     const StoredMisses stored(call, stores, distinct, first_misses, &missing);
@@ -696,7 +709,7 @@ std::vector<Tensor> tier_insert_batch_(
       new_slots[miss] = stored.slots[miss] == kNoSlot ? missing.slots[miss] : kNoSlot;
     }
     call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, new_slots.data(), seed);
-    missing.add_slots(found.get());
+    missing.add_slots(key_slots.get());
     copy_to(missing.uses, uses);
     copy_to(missing.slots, slots);
     copy_to(missing.status, status);
@@ -706,7 +719,7 @@ std::vector<Tensor> tier_insert_batch_(
     }
     for (const TableMoves& of_table : moves) of_table.add_to(&of_misses);
   }
-  groups.write(call, segments, distinct, found.get());
+  groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
   results.insert(results.end(), of_misses.begin(), of_misses.end());

@@ -27,7 +27,7 @@ namespace emb {
 // device; on the CPU optionally followed by `queues`, which CUDA does not use.
 struct HashIndex {
   uint8_t* tags;                         // [S]
-  int64_t* entries;                      // [S, words], see HashEntryColumn
+  int64_t* entries;                      // [S, words], see HashEntry
   int64_t* tables;                       // [T, kHashTableColumns], see HashTableColumn
   int64_t* clock;                        // [1], the number of batches so far
   int64_t* counters;                     // [T, kHashCounters], see HashCounter
@@ -55,8 +55,8 @@ struct HashIndex {
     STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kHashTableColumns &&
                         index[3].numel() == 1 && index[4].dim() == 2 &&
                         index[4].size(0) == num_tables && index[4].size(1) == kHashCounters,
-                    op, ": tables must be [T, ", static_cast<int>(kHashTableColumns),
-                    "], clock [1] and counters [T, ", static_cast<int>(kHashCounters), "]");
+                    op, ": tables must be [T, ", kHashTableColumns,
+                    "], clock [1] and counters [T, ", kHashCounters, "]");
     tags = static_cast<uint8_t*>(index[0].mutable_data_ptr());
     entries = index[1].mutable_data_ptr<int64_t>();
     tables = index[2].mutable_data_ptr<int64_t>();
@@ -71,25 +71,28 @@ struct HashIndex {
 
   // The functions below read the tensors, so they are for the CPU only, except for check_table.
 
-  int64_t& field(int64_t table, HashTableColumn field) const {
-    return tables[table * kHashTableColumns + field];
+  int64_t& field(int64_t table, HashTableColumn column) const {
+    return tables[table * kHashTableColumns + static_cast<int>(column)];
   }
-  int64_t& counter(int64_t table, HashCounter counter) const {
-    return counters[table * kHashCounters + counter];
+  int64_t& counter(int64_t table, HashCounter column) const {
+    return counters[table * kHashCounters + static_cast<int>(column)];
   }
 
   // Return a view of table t in [0, T).
   HashTable table(int64_t t) const {
-    const int64_t first_slot = field(t, kFirstBucket) * kSlots;
-    const int64_t buckets = field(t, kBuckets);
-    return {
-        tags + first_slot, entries + first_slot * words, words,
-        buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
+    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kSlots;
+    const int64_t buckets = field(t, HashTableColumn::kBuckets);
+    return {tags + first_slot,
+            entries + first_slot * words,
+            words,
+            buckets,
+            address_mask(buckets),
+            static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
   }
 
   // Return the eviction queues of table t by bucket, null if the index has none.
   EvictionQueue* queues_of(int64_t t) const {
-    return queues == nullptr ? nullptr : queues + field(t, kFirstBucket);
+    return queues == nullptr ? nullptr : queues + field(t, HashTableColumn::kFirstBucket);
   }
 
   // Check that there is a table t.
@@ -102,9 +105,11 @@ struct HashIndex {
   // of `tables` make an op access other memory.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
-      const int64_t first = field(t, kFirstBucket), max_buckets = field(t, kMaxBuckets);
-      const int64_t buckets = field(t, kBuckets), load = field(t, kMaxLoad);
-      const int64_t size = field(t, kSize);
+      const int64_t first = field(t, HashTableColumn::kFirstBucket),
+                    max_buckets = field(t, HashTableColumn::kMaxBuckets);
+      const int64_t buckets = field(t, HashTableColumn::kBuckets),
+                    load = field(t, HashTableColumn::kMaxLoad);
+      const int64_t size = field(t, HashTableColumn::kSize);
       STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= max_buckets &&
                           max_buckets <= INT32_MAX && first <= num_slots / kSlots - max_buckets &&
                           load >= 1 && load <= 1024 && size >= 0 && size <= buckets * kSlots,
@@ -116,9 +121,9 @@ struct HashIndex {
 
 // Return the order with the number `code`; throw if there is none, or if it needs scores and
 // entries have fewer than three `words`.
-inline Order parse_order(const char* op, int64_t code, int64_t words) {
-  const auto order = parse_choice<Order>(op, "order", code, kOrders);
-  STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kOrders[code],
+inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
+  const auto order = parse_choice<HashOrder>(op, "order", code, kHashOrders);
+  STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kHashOrders[code],
                   " needs scores, so entries of 3 words, got ", words);
   return order;
 }
@@ -230,7 +235,7 @@ inline bool parse_competes(const char* op, int64_t insert_policy) {
 
 // How entries are ranked, and the scores that the caller assigns.
 struct HashScoring {
-  Order order;
+  HashOrder order;
   const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0. The order
                                 // "assigned" needs it.
 
@@ -238,7 +243,7 @@ struct HashScoring {
               const std::optional<Tensor>& batch_scores_, const Tensor& like)
       : order(parse_order(op, order_code, index.words)),
         batch_scores(optional_longs(op, "batch_scores", batch_scores_, index.num_tables, like)) {
-    STD_TORCH_CHECK(order != Order::kAssigned || batch_scores != nullptr, op,
+    STD_TORCH_CHECK(order != HashOrder::kAssigned || batch_scores != nullptr, op,
                     ": order assigned needs batch_scores, the score of the batch by table");
   }
 
@@ -425,7 +430,7 @@ struct RowBuffers {
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
       for (int p = 0; p < count; ++p, layout += 2) {
-        const int64_t max_slots = index.field(t, kMaxBuckets) * kSlots;
+        const int64_t max_slots = index.field(t, HashTableColumn::kMaxBuckets) * kSlots;
         const int64_t nbytes = row_buffers[p].numel() * row_buffers[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
                             (layout[1] == 0 || max_slots <= (nbytes - layout[0]) / layout[1]),

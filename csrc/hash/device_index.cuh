@@ -29,15 +29,19 @@ struct DeviceIndex {
   int64_t words;      // words per entry, 2 or 3
   int num_tables;     // T
 
-  EMB_DEVICE int64_t& field(int t, HashTableColumn field) const {
-    return tables[int64_t{t} * kHashTableColumns + field];
+  EMB_DEVICE int64_t& field(int t, HashTableColumn column) const {
+    return tables[int64_t{t} * kHashTableColumns + static_cast<int>(column)];
   }
   // Return a view of table t in [0, T).
   EMB_DEVICE HashTable table(int t) const {
-    const int64_t first_slot = field(t, kFirstBucket) * kSlots, buckets = field(t, kBuckets);
-    return {
-        tags + first_slot, entries + first_slot * words, words,
-        buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
+    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kSlots,
+                  buckets = field(t, HashTableColumn::kBuckets);
+    return {tags + first_slot,
+            entries + first_slot * words,
+            words,
+            buckets,
+            address_mask(buckets),
+            static_cast<uint64_t>(field(t, HashTableColumn::kHashKey))};
   }
 };
 
@@ -103,7 +107,7 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
   uint32_t candidates = match_tags(table.tags + bucket * kSlots, tag);
   for (; candidates != 0; candidates &= candidates - 1) {
     const int64_t slot = bucket * kSlots + __ffs(static_cast<int>(candidates)) - 1;
-    if (table.entry(slot)[kKey] == key) return slot;
+    if (table.entry(slot)[HashEntry::kKey] == key) return slot;
   }
   return kNoSlot;
 }
@@ -111,9 +115,9 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
 // Return the slot of `key` in a table, kNoSlot if it has none.
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
-  const int64_t slot = find_in_bucket(table, table.first(mixed), tag_of(mixed), key);
+  const int64_t slot = find_in_bucket(table, table.first_bucket(mixed), tag_of(mixed), key);
   if (slot != kNoSlot) return slot;
-  return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);
+  return find_in_bucket(table, table.second_bucket(mixed), tag_of(mixed), key);
 }
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over
@@ -251,7 +255,12 @@ class TableTally {
 
 // Return a tally for a column of `index.counters`.
 EMB_DEVICE TableTally counter_tally(const DeviceIndex& index, HashCounter counter) {
-  return {index.counters + counter, kHashCounters};
+  return {index.counters + static_cast<int>(counter), kHashCounters};
+}
+
+// Return a tally for the numbers of keys in the tables.
+EMB_DEVICE TableTally size_tally(const DeviceIndex& index) {
+  return {index.tables + static_cast<int>(HashTableColumn::kSize), kHashTableColumns};
 }
 
 // Return the number of blocks for a grid loop over n keys, one thread per key.

@@ -32,15 +32,17 @@ void parallel_segments(const HashBatch& batch, const Body& body) {
   });
 }
 
-// The arrays of the misses of all tables, see HashInsertion.
+// The arrays of the misses of all tables, in memory of the caller, which HashInsertion describes.
 struct MissArrays {
-  const int64_t *ids, *first, *totals;
-  int64_t* slots;
-  uint8_t* status;
-  int64_t* evicted;  // null where evicted entries are not needed
+  const int64_t* ids;             // by position
+  const int64_t *first, *totals;  // by miss
+  int64_t* slots;                 // output, by miss
+  uint8_t* status;                // output, by miss: InsertStatus
+  int64_t* evicted;               // output, by miss, three words each; null if not wanted
 };
 
-// Insert the admitted misses of every table, and count them. Writes slots and status of all misses.
+// Insert the admitted misses of every table, which changes the index and its counters. Writes slots
+// and status of all misses.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool competes,
                    const Misses& misses, const MissArrays& arrays);
 
@@ -86,17 +88,17 @@ class InitialRows {
 // Rows as bytes. A packed row has its bytes in all row buffers, one after the other; see
 // emblib/ops/tiers.py.
 
-inline constexpr int64_t kCacheLine = 64;
-inline constexpr int64_t kMaxPrefetch =
-    16 * kCacheLine;                               // the hardware prefetches the rest of a long row
+inline constexpr int64_t kCacheLineBytes = 64;
+// Bytes of a row that are prefetched; the hardware prefetches the rest of a longer one.
+inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;           // rows between a prefetch and the copy
 inline constexpr int64_t kBytesPerTask = 1 << 16;  // minimum number of bytes that a thread copies
 
+// Prefetch the lines of a row of `bytes` bytes, which may begin at any address.
 inline void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < std::min(bytes, kMaxPrefetch); at += kCacheLine) {
-    __builtin_prefetch(row + at);
-  }
-  if (bytes > 0) __builtin_prefetch(row + std::min(bytes, kMaxPrefetch) - 1);
+  const int64_t prefetched = std::min(bytes, kMaxPrefetchBytes);
+  for (int64_t at = 0; at < prefetched; at += kCacheLineBytes) __builtin_prefetch(row + at);
+  if (bytes > 0) __builtin_prefetch(row + prefetched - 1);
 }
 
 // Return an uninitialised int64 tensor of these sizes on the CPU.
@@ -104,7 +106,7 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
   return allocate(like, sizes, ScalarType::Long);
 }
 
-// Return the bytes of a contiguous uint8 matrix [n, bytes], which `name` is.
+// Return the data of the argument `name`; throw unless it is a contiguous uint8 [n, bytes].
 inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,
                        int64_t bytes) {
   check_dtype(op, name, rows, ScalarType::Byte, "uint8");
@@ -114,11 +116,12 @@ inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int
   return static_cast<char*>(rows.mutable_data_ptr());
 }
 
-// The row buffers of a table, each a matrix by slot, and where a packed row has the bytes of each.
+// The row buffers of a table, each a matrix by slot, in the order of their bytes in a packed row.
+// The tensors own the memory. Slots are not checked: they must be in [0, slots).
 struct PackedRows {
   std::vector<RowBytes> buffers;
-  int64_t row_bytes = 0;             // of a packed row
-  int64_t slots = int64_t{1} << 62;  // slots that all buffers have
+  int64_t row_bytes = 0;       // bytes of a packed row
+  int64_t slots = kUnlimited;  // slots that all buffers have; kUnlimited without buffers
 
   explicit PackedRows(std::vector<RowBytes> rows) : buffers(std::move(rows)) {
     for (const RowBytes& buffer : buffers) {
@@ -126,6 +129,7 @@ struct PackedRows {
       slots = std::min(slots, buffer.count);
     }
   }
+  // Throws unless RowMatrix accepts each of `matrices`, and they are on the device of `like`.
   PackedRows(const char* op, const std::vector<Tensor>& matrices, const Tensor& like)
       : PackedRows(matrices_as_bytes(op, matrices, like)) {}
 
@@ -133,6 +137,7 @@ struct PackedRows {
     for (const RowBytes& buffer : buffers) prefetch_row(row(buffer, slot), buffer.bytes);
   }
 
+  // Copy the rows in a slot to `packed`, [row_bytes].
   void read(int64_t slot, char* packed) const {
     for (const RowBytes& buffer : buffers) {
       std::memcpy(packed, row(buffer, slot), buffer.bytes);
@@ -140,6 +145,7 @@ struct PackedRows {
     }
   }
 
+  // Copy `packed`, [row_bytes], to the rows in a slot.
   void write(int64_t slot, const char* packed) const {
     for (const RowBytes& buffer : buffers) {
       std::memcpy(row(buffer, slot), packed, buffer.bytes);
@@ -160,12 +166,15 @@ struct PackedRows {
   }
 };
 
-// The records of a store, uint8 [S, stride]: some words of 64 bits, then the bytes of a row, which
-// may be none. They are in memory or in a mapped file.
+// The records of a store, uint8 [count, stride]: some words of 64 bits, then the bytes of a row,
+// which may be none. They are in memory or in a mapped file; the tensor owns them.
 struct Records {
   char* data;
-  int64_t count, stride, num_words;
+  int64_t count;      // records, one per slot of the store
+  int64_t stride;     // bytes per record
+  int64_t num_words;  // words before the row
 
+  // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes.
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
     count = records.dim() == 2 ? records.size(0) : 0;
     stride = records.dim() == 2 ? records.size(1) : 0;
@@ -177,9 +186,12 @@ struct Records {
 
   static constexpr int64_t kWordBytes = sizeof(int64_t);
 
+  // Return the record in a slot of [0, count).
   char* at(int64_t slot) const { return data + slot * stride; }
+  // Return the number of bytes before the row.
   int64_t head_bytes() const { return num_words * kWordBytes; }
 
+  // Throw unless a slot is in [-1, count).
   void check_slot(const char* op, int64_t slot) const {
     STD_TORCH_CHECK(slot >= -1 && slot < count, op, ": slots must be records in [0, ", count,
                     "), or -1 for none, got ", slot);

@@ -10,7 +10,7 @@ namespace emb::cuda {
 
 // How a hit updates its entry.
 struct KeyTouch {
-  Order order;
+  HashOrder order;
   const int64_t* counts;        // [n], uses of each position's key; null for 1 each
   const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0
 };
@@ -28,7 +28,7 @@ struct KeyTouch {
   for (int64_t f = self; f < batch.segments; f += step) {
     const int64_t t = batch.tables[f];
     if (t < 0 || t >= index.num_tables) continue;
-    simt::atomic_add(index.counters + t * kHashCounters + kLookups,
+    simt::atomic_add(index.counters + t * kHashCounters + static_cast<int>(HashCounter::kLookups),
                      batch.starts[f + 1] - batch.starts[f]);
   }
   for (int64_t t = self; t < index.num_tables; t += step) plan.misses[t] = 0;
@@ -53,17 +53,17 @@ struct KeyTouch {
 // that share an entry. All 32 lanes must call this.
 EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry, int64_t position,
                             int64_t batch_score) {
-  if (entry != nullptr) entry[kStamp] = stamp;
+  if (entry != nullptr) entry[HashEntry::kStamp] = stamp;
   if (!has_scores(touch.order)) return;
   if (!order_counts_uses(touch.order)) {
-    if (entry != nullptr) entry[kScore] = batch_score;
+    if (entry != nullptr) entry[HashEntry::kScore] = batch_score;
   } else if (touch.counts != nullptr) {
-    if (entry != nullptr) add_uses_to(entry + kScore, touch.counts[position]);
+    if (entry != nullptr) add_uses_to(entry + HashEntry::kScore, touch.counts[position]);
   } else {
     const unsigned same =
         __match_any_sync(simt::kFullMask, reinterpret_cast<unsigned long long>(entry));
     const bool leads = __ffs(static_cast<int>(same)) - 1 == lane_in_warp();
-    if (entry != nullptr && leads) add_uses_to(entry + kScore, __popc(same));
+    if (entry != nullptr && leads) add_uses_to(entry + HashEntry::kScore, __popc(same));
   }
 }
 
@@ -74,7 +74,7 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
                       int64_t* misses, int64_t* slots) {
   __shared__ int range[2];
   const int64_t stamp = *index.clock;
-  TableTally hits = counter_tally(index, kHits), new_misses(misses, 1);
+  TableTally hits = counter_tally(index, HashCounter::kHits), new_misses(misses, 1);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     int64_t slot = kNoSlot, *entry = nullptr;
     if (t >= 0) {

@@ -113,13 +113,13 @@ EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Pr
   const int64_t slot = p.slot[i];
   const uint32_t candidates = p.candidates[i];
   const int64_t* entry = table.entry(read_slot(slot, candidates));
-  const bool miss =
-      (static_cast<uint64_t>(entry[kKey] ^ id) | static_cast<uint64_t>(candidates == 0)) != 0;
-  const bool elsewhere =
+  const bool is_miss = (static_cast<uint64_t>(entry[HashEntry::kKey] ^ id) |
+                        static_cast<uint64_t>(candidates == 0)) != 0;
+  const bool may_be_elsewhere =
       ((candidates & (candidates - 1)) | static_cast<uint32_t>(slot / kSlots == p.first[i])) != 0;
   unresolved->keys[unresolved->count & (kChunkKeys - 1)] = key;
-  unresolved->count += static_cast<int>(miss) & static_cast<int>(elsewhere);
-  return slot | -static_cast<int64_t>(miss);
+  unresolved->count += static_cast<int>(is_miss) & static_cast<int>(may_be_elsewhere);
+  return slot | -static_cast<int64_t>(is_miss);
 }
 
 // Empty the eviction queue of the bucket of a slot, because the rank of its entry falls.
@@ -132,20 +132,20 @@ EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
 // touch.counts. Other threads may update the same entry: all store the same stamp, and counts add
 // up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
-  __atomic_store_n(entry + kStamp, touch.stamp, __ATOMIC_RELAXED);
+  __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
   if (!order_counts_uses(touch.order)) {
-    if (__atomic_load_n(entry + kScore, __ATOMIC_RELAXED) > touch.batch_score) {
+    if (__atomic_load_n(entry + HashEntry::kScore, __ATOMIC_RELAXED) > touch.batch_score) {
       empty_queue(touch, slot);
     }
-    return __atomic_store_n(entry + kScore, touch.batch_score, __ATOMIC_RELAXED);
+    return __atomic_store_n(entry + HashEntry::kScore, touch.batch_score, __ATOMIC_RELAXED);
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   if (count < 0) empty_queue(touch, slot);
   // A thread that makes the sum wrap sets it to the maximum afterwards, so it ends there.
-  const int64_t before = __atomic_fetch_add(entry + kScore, count, __ATOMIC_RELAXED);
+  const int64_t before = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
   if (count_overflows(before, count)) {
-    __atomic_store_n(entry + kScore, INT64_MAX, __ATOMIC_RELAXED);
+    __atomic_store_n(entry + HashEntry::kScore, INT64_MAX, __ATOMIC_RELAXED);
   }
 }
 
@@ -207,6 +207,7 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
   }
   return hits;
 }
+
 int64_t find(const HashTable& table, const int64_t* ids, int64_t n, const HashTouch* touch,
              int64_t* slots) {
   return touch == nullptr ? find_all<false>(table, ids, n, touch, slots)
@@ -216,9 +217,10 @@ int64_t find(const HashTable& table, const int64_t* ids, int64_t n, const HashTo
 void refresh(const HashTable& table, const int64_t* ids, int64_t n, int64_t* slots) {
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    const bool there = slots[i] < table.buckets * kSlots && table.tags[slots[i]] != kEmptyTag &&
-                       table.entry(slots[i])[kKey] == ids[i];
-    if (!there) slots[i] = find_key(table, ids[i]);
+    const bool is_in_slot = slots[i] < table.buckets * kSlots &&
+                            table.tags[slots[i]] != kEmptyTag &&
+                            table.entry(slots[i])[HashEntry::kKey] == ids[i];
+    if (!is_in_slot) slots[i] = find_key(table, ids[i]);
   }
 }
 

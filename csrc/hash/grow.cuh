@@ -63,14 +63,15 @@ struct Growth {
     const int t = tile + static_cast<int>(threadIdx.x);
     int64_t gained = 0;
     if (t < index.num_tables) {
-      const int64_t old = index.field(t, kBuckets);
+      const int64_t old = index.field(t, HashTableColumn::kBuckets);
       const int64_t* offsets = growth.misses.offsets;
       const int64_t more = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
                                                              : growth.admitted_misses[t];
-      const int64_t wanted = wanted_buckets(index.field(t, kSize) + more, old,
-                                            index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
+      const int64_t wanted = wanted_buckets(index.field(t, HashTableColumn::kSize) + more, old,
+                                            index.field(t, HashTableColumn::kMaxBuckets),
+                                            index.field(t, HashTableColumn::kMaxLoad));
       growth.old_buckets[t] = old;
-      index.field(t, kBuckets) = wanted;
+      index.field(t, HashTableColumn::kBuckets) = wanted;
       gained = wanted - old;
     }
     int64_t total;
@@ -127,10 +128,10 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   const int64_t parent = address(static_cast<uint64_t>(child), old, old_mask);
   const int64_t from = parent * kSlots + lane_in_warp();
   const uint8_t tag = table.tags[from];
-  const uint64_t mixed = table.hash(table.entry(from)[kKey]);
+  const uint64_t mixed = table.hash(table.entry(from)[HashEntry::kKey]);
   const bool is_first = address(first_hash(mixed), old, old_mask) == parent;
-  const bool moves =
-      tag != kEmptyTag && (is_first ? table.first(mixed) : table.second(mixed)) == child;
+  const bool moves = tag != kEmptyTag &&
+                     (is_first ? table.first_bucket(mixed) : table.second_bucket(mixed)) == child;
   unsigned movers = __ballot_sync(simt::kFullMask, moves);
   if (moves) {
     const unsigned lesser = movers & ((1u << lane_in_warp()) - 1);
@@ -170,7 +171,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     const HashTable table = growth.index.table(t);
     const int64_t key = batch.ids[position];
     const bool is_in_slot = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
-                            table.entry(slot)[kKey] == key;
+                            table.entry(slot)[HashEntry::kKey] == key;
     if (!is_in_slot) slots[position] = find_slot(table, key);
   });
 }

@@ -125,7 +125,8 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
   int64_t count = end[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first, missing[t]);
-    // All segments for every table: they are few, about one a feature, compared with the keys.
+    // All segments for every table: there are about as many as features, few compared with the
+    // keys.
     for (int64_t f = 0; f < batch.segments; ++f) {
       if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
     }
@@ -156,8 +157,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
                           index.queues_of(t)};
     const int64_t hits =
         kernels.find(index.table(t), batch.ids + begin, end - begin, &touch, out + begin);
-    __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&index.counter(t, kHits), hits, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&index.counter(t, HashCounter::kLookups), end - begin, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&index.counter(t, HashCounter::kHits), hits, __ATOMIC_RELAXED);
   });
   list_misses(call, out);
   return call.results();
@@ -203,12 +204,13 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   const RowBuffers buffers(call.op, index, row_buffers, row_layout);
   std::vector<bool> grown(index.num_tables, false);
   for (int64_t t = 0; t < index.num_tables; ++t) {
-    const int64_t old = index.field(t, kBuckets);
-    const int64_t wanted = wanted_buckets(index.field(t, kSize) + misses.admitted_of(t), old,
-                                          index.field(t, kMaxBuckets), index.field(t, kMaxLoad));
+    const int64_t old = index.field(t, HashTableColumn::kBuckets);
+    const int64_t wanted = wanted_buckets(
+        index.field(t, HashTableColumn::kSize) + misses.admitted_of(t), old,
+        index.field(t, HashTableColumn::kMaxBuckets), index.field(t, HashTableColumn::kMaxLoad));
     if (wanted == old) continue;
     grown[t] = true;
-    index.field(t, kBuckets) = wanted;
+    index.field(t, HashTableColumn::kBuckets) = wanted;
     grow_table(index, t, old, buffers.buffers_of(t), buffers.count);
   }
   for (int64_t f = 0; f < batch.segments; ++f) {
@@ -271,11 +273,11 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   int64_t counts[kStatuses] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[status[i] & (kStatuses - 1)];
   const auto of = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
-  index.counter(t, kInserted) += of(InsertStatus::kNew) + of(InsertStatus::kEvicting);
-  index.counter(t, kEvicted) += of(InsertStatus::kEvicting);
-  index.counter(t, kRefused) += of(InsertStatus::kRefused);
-  index.counter(t, kNotAdmitted) += of(InsertStatus::kNotAdmitted);
-  index.field(t, kSize) += of(InsertStatus::kNew);
+  index.counter(t, HashCounter::kInserted) += of(InsertStatus::kNew) + of(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kEvicted) += of(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kRefused) += of(InsertStatus::kRefused);
+  index.counter(t, HashCounter::kNotAdmitted) += of(InsertStatus::kNotAdmitted);
+  index.field(t, HashTableColumn::kSize) += of(InsertStatus::kNew);
 }
 
 }  // namespace
@@ -292,7 +294,7 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool comp
     if (begin == end) continue;
     EvictionQueue* queues = index.queues_of(t);
     if (queues == nullptr) {
-      own_queues.assign(index.field(t, kBuckets), {});
+      own_queues.assign(index.field(t, HashTableColumn::kBuckets), {});
       queues = own_queues.data();
     }
     for (int64_t i = begin; i < end; ++i) {
@@ -389,8 +391,8 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
       if (queues != nullptr) queues[out[i] / kSlots].size = 0;
       ++erased;
     }
-    index.field(t, kSize) -= erased;
-    index.counter(t, kErased) += erased;
+    index.field(t, HashTableColumn::kSize) -= erased;
+    index.counter(t, HashCounter::kErased) += erased;
   }
   return slots;
 }
@@ -406,7 +408,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const HashIndex index(op, tensors);
   index.check_tables(op);
   index.check_table(op, t);
-  check_window(op, index.field(t, kMaxBuckets), first_bucket, num_buckets);
+  check_window(op, index.field(t, HashTableColumn::kMaxBuckets), first_bucket, num_buckets);
   Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   bool* out = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);
@@ -415,14 +417,14 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kSlots;
   int64_t expired = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
-    if (table.tags[slot] == kEmptyTag || table.entry(slot)[kStamp] >= before) continue;
+    if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= before) continue;
     table.tags[slot] = kEmptyTag;
     if (queues != nullptr) queues[slot / kSlots].size = 0;
     out[slot - begin] = true;
     ++expired;
   }
-  index.field(t, kSize) -= expired;
-  index.counter(t, kExpired) += expired;
+  index.field(t, HashTableColumn::kSize) -= expired;
+  index.counter(t, HashCounter::kExpired) += expired;
   return removed;
 }
 
@@ -454,8 +456,6 @@ void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
       n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + kBytesPerCopy); }, body);
 }
 
-constexpr int64_t kRowsAhead = 8;  // rows between a prefetch and the copy
-
 // Copy the rows in slots[begin] to slots[end - 1] to rows [begin, end) of `out`; rows that do not
 // exist are filled with `fill`.
 void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
@@ -481,7 +481,8 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     constexpr int64_t kBlock = 512;  // keys whose slots are on the stack
     int64_t slots[kBlock];
-    const int64_t t = batch.tables[f], first = index.field(t, kFirstBucket) * kSlots;
+    const int64_t t = batch.tables[f],
+                  first = index.field(t, HashTableColumn::kFirstBucket) * kSlots;
     for (; begin < end; begin += kBlock) {
       const int64_t n = std::min(kBlock, end - begin);
       kernels.find(index.table(t), batch.ids + begin, n, nullptr, slots);
@@ -542,10 +543,10 @@ void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t i = 0; i < call.n; ++i) {
       char* row = row_in(target, call.slots[i]);
-      const bool is_mine =
+      const bool is_of_part =
           parts == 1 || static_cast<int64_t>(mix(static_cast<uint64_t>(call.slots[i])) %
                                              static_cast<uint64_t>(parts)) == part;
-      if (row != nullptr && is_mine) std::memcpy(row, from + i * target.bytes, target.bytes);
+      if (row != nullptr && is_of_part) std::memcpy(row, from + i * target.bytes, target.bytes);
     }
   });
 }
@@ -594,9 +595,9 @@ std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_row
   for (Tensor* tensor : {&call.keys, &call.stamps, &call.scores}) torch::stable::zero_(*tensor);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t* words = call.evicted_words + 3 * misses[i];
-    call.keys.mutable_data_ptr<int64_t>()[i] = words[kKey];
-    call.stamps.mutable_data_ptr<int64_t>()[i] = words[kStamp];
-    call.scores.mutable_data_ptr<int64_t>()[i] = words[kScore];
+    call.keys.mutable_data_ptr<int64_t>()[i] = words[HashEntry::kKey];
+    call.stamps.mutable_data_ptr<int64_t>()[i] = words[HashEntry::kStamp];
+    call.scores.mutable_data_ptr<int64_t>()[i] = words[HashEntry::kScore];
   }
   for (size_t p = 0; p < call.rows.size(); ++p) {
     torch::stable::zero_(call.rows[p]);

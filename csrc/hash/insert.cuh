@@ -41,7 +41,7 @@ struct ChosenSlot {
 // entries, of which those of existing misses are used.
 struct Insertion {
   DeviceIndex index;
-  Order order;
+  HashOrder order;
   bool competes;                // whether a new key must rank as high as the entry that it evicts
   const int64_t* ids;           // [n], by position: ids of the batch
   const int64_t* first;         // by miss: the first position of the key
@@ -90,9 +90,9 @@ struct Candidate {
 EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kSlots + lane_in_warp();
   const int64_t* entry = insertion.index.entries + slot * insertion.index.words;
-  const int64_t score = has_scores(insertion.order) ? entry[kScore] : 0;
-  const bool can_evict = insertion.order != Order::kNone && entry[kStamp] < stamp;
-  return {entry_rank(insertion.order, entry[kKey], entry[kStamp], score),
+  const int64_t score = has_scores(insertion.order) ? entry[HashEntry::kScore] : 0;
+  const bool can_evict = insertion.order != HashOrder::kNone && entry[HashEntry::kStamp] < stamp;
+  return {entry_rank(insertion.order, entry[HashEntry::kKey], entry[HashEntry::kStamp], score),
           can_evict ? lane_in_warp() : -1};
 }
 
@@ -114,7 +114,7 @@ EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
 
 // Return the candidate of the lowest rank of all lanes, in every lane; no entry if no lane has one.
 // The way of a lane's candidate must be the lane. All 32 lanes must call this.
-EMB_DEVICE Candidate min_over_warp(Order order, const Candidate& candidate) {
+EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) {
   bool is_lowest = candidate.way >= 0;
   if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
   Candidate lowest{};
@@ -122,7 +122,7 @@ EMB_DEVICE Candidate min_over_warp(Order order, const Candidate& candidate) {
     lowest.rank.score = min_of_lanes(candidate.rank.score, is_lowest);
     is_lowest = is_lowest && candidate.rank.score == lowest.rank.score;
   }
-  if (order != Order::kLfu) {
+  if (order != HashOrder::kLfu) {
     lowest.rank.stamp = min_of_lanes(candidate.rank.stamp, is_lowest);
     is_lowest = is_lowest && candidate.rank.stamp == lowest.rank.stamp;
   }
@@ -141,7 +141,7 @@ EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate
 
 // Return whether a full bucket is known to have no entry that this batch may evict.
 EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
-  return insertion.order == Order::kNone || insertion.last_in_chain[bucket] == kExhaustedBucket;
+  return insertion.order == HashOrder::kNone || insertion.last_in_chain[bucket] == kExhaustedBucket;
 }
 
 // The two buckets of a key, both full, and the entries in this lane's slot of each.
@@ -192,10 +192,10 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
   if (active) {
     entry = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
-    const int64_t base = insertion.index.field(t, kFirstBucket);
+    const int64_t base = insertion.index.field(t, HashTableColumn::kFirstBucket);
     const uint64_t mixed = table.hash(entry.key);
-    first = static_cast<int32_t>(base + table.first(mixed));
-    second = static_cast<int32_t>(base + table.second(mixed));
+    first = static_cast<int32_t>(base + table.first_bucket(mixed));
+    second = static_cast<int32_t>(base + table.second_bucket(mixed));
     uint32_t empty = empty_slots(insertion, first), in_second = 0;
     if (__popc(empty) <= kPreferredFreeSlots) in_second = empty_slots(insertion, second);
     const bool take_second = __popc(in_second) > __popc(empty);
@@ -258,15 +258,16 @@ EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, i
   int64_t* words = insertion.index.entries + slot * insertion.index.words;
   if (status == InsertStatus::kEvicting) {
     int64_t* evicted = insertion.evicted + 3 * entry.miss;
-    evicted[kKey] = words[kKey];
-    evicted[kStamp] = words[kStamp];
-    evicted[kScore] = has_scores(insertion.order) ? words[kScore] : 0;
+    evicted[HashEntry::kKey] = words[HashEntry::kKey];
+    evicted[HashEntry::kStamp] = words[HashEntry::kStamp];
+    evicted[HashEntry::kScore] = has_scores(insertion.order) ? words[HashEntry::kScore] : 0;
   }
   insertion.index.tags[slot] = tag_of(insertion.index.table(t).hash(entry.key));
-  words[kKey] = entry.key;
-  words[kStamp] = entry.stamp;
-  if (has_scores(insertion.order)) words[kScore] = entry.score;
-  insertion.slots[entry.miss] = slot - insertion.index.field(t, kFirstBucket) * kSlots;
+  words[HashEntry::kKey] = entry.key;
+  words[HashEntry::kStamp] = entry.stamp;
+  if (has_scores(insertion.order)) words[HashEntry::kScore] = entry.score;
+  insertion.slots[entry.miss] =
+      slot - insertion.index.field(t, HashTableColumn::kFirstBucket) * kSlots;
   insertion.status[entry.miss] = static_cast<uint8_t>(status);
 }
 
@@ -420,9 +421,10 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   for_each_of(start, num_tables, start(num_tables), shared, [&](int64_t miss, int t) {
     if (t < 0) return;
     const HashTable table = insertion.index.table(t);
-    int32_t* chains = insertion.last_in_chain + insertion.index.field(t, kFirstBucket);
+    int32_t* chains =
+        insertion.last_in_chain + insertion.index.field(t, HashTableColumn::kFirstBucket);
     const uint64_t mixed = table.hash(insertion.ids[insertion.first[miss]]);
-    chains[table.first(mixed)] = chains[table.second(mixed)] = kEmptyChain;
+    chains[table.first_bucket(mixed)] = chains[table.second_bucket(mixed)] = kEmptyChain;
   });
 }
 
@@ -469,7 +471,8 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
     const TileSearch search(start, num_tables, tile, end, shared);
     const int t = lane_in_warp() < lanes && miss < end ? search.find(start, miss) : -1;
     body(miss, t,
-         t >= 0 && miss - offsets[t] < choosers(insertion.index.field(t, kBuckets), round));
+         t >= 0 && miss - offsets[t] <
+                       choosers(insertion.index.field(t, HashTableColumn::kBuckets), round));
   }
 }
 
@@ -554,7 +557,7 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
   for (int t = block; t < insertion.index.num_tables; t += blocks) {
     const auto first = static_cast<int>(offsets[t]);
     const int num_misses = static_cast<int>(offsets[t + 1]) - first;
-    const int64_t buckets = insertion.index.field(t, kBuckets);
+    const int64_t buckets = insertion.index.field(t, HashTableColumn::kBuckets);
     PendingList list{insertion.pending + first, insertion.num_pending[t]};
     const auto choosers_of = [&](int round) {
       const int64_t choose = choosers(buckets, round);
@@ -632,10 +635,11 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
 // `shared` is shared memory for two ints.
 EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share, int* shared) {
   const DeviceIndex& index = insertion.index;
-  TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
-  TableTally refused = counter_tally(index, kRefused);
-  TableTally not_admitted = counter_tally(index, kNotAdmitted);
-  TableTally sizes(index.tables + kSize, kHashTableColumns);
+  TableTally inserted = counter_tally(index, HashCounter::kInserted),
+             evicted = counter_tally(index, HashCounter::kEvicted);
+  TableTally refused = counter_tally(index, HashCounter::kRefused);
+  TableTally not_admitted = counter_tally(index, HashCounter::kNotAdmitted);
+  TableTally sizes = size_tally(index);
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
   const int64_t num_misses = insertion.misses.offsets[index.num_tables];
   for_each_of(share, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {

@@ -16,6 +16,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// The source of the next sizes is not recorded; they hide the latency of memory.
 // The number of keys between the hash of a key and each later step of its choice.
 constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
 constexpr int kKeysToFinish = kKeysToSettle + 8;
@@ -25,19 +26,19 @@ constexpr int kKeysAhead = 12, kKeysToNeighbours = 6;
 constexpr int kMaxSteps = 8;  // elements that a new one is compared with
 constexpr int kWayBits = 5;   // bits of the number of a slot in its bucket
 constexpr int kWayMask = kSlots - 1;
-constexpr int kNumTimes = sizeof(EvictionQueue::at) / sizeof(EvictionQueue::at[0]);
-constexpr uint8_t kUnknownShare = 255;
 
-EMB_HD EntryRank rank_of(Order order, const int64_t* entry) {
-  return entry_rank(order, entry[kKey], entry[kStamp], has_scores(order) ? entry[kScore] : 0);
+EMB_HD EntryRank rank_of(HashOrder order, const int64_t* entry) {
+  return entry_rank(order, entry[HashEntry::kKey], entry[HashEntry::kStamp],
+                    has_scores(order) ? entry[HashEntry::kScore] : 0);
 }
 
-// A bucket whose eviction queue is used: all functions on queues in this file have it as argument.
+// A bucket and an eviction queue for it, which this thread may use (see EvictionQueue): the
+// argument of most functions on queues in this file.
 struct QueuedBucket {
   const HashInsertion& insertion;
   EvictionQueue* queue;
-  int64_t first_slot;
-  const int64_t* entries;
+  int64_t first_slot;      // in the table
+  const int64_t* entries;  // [kSlots, words], those of the bucket
 
   QueuedBucket(const HashInsertion& insertion_, int64_t bucket, EvictionQueue* queue_)
       : insertion(insertion_),
@@ -49,11 +50,11 @@ struct QueuedBucket {
     return entries + (element & kWayMask) * insertion.table.words;
   }
   EntryRank rank(uint8_t element) const { return rank_of(insertion.order, entry(element)); }
-  // Return whether an element has its known rank.
+  // Return whether the entry of an element surely has its known rank.
   bool is_current(uint8_t element) const {
-    const int tag = element >> kWayBits;
-    const int64_t since = tag == 0 || tag > kNumTimes ? 0 : queue->at[tag - 1];
-    return entry(element)[kStamp] <= queue->sorted_at + since;
+    const int code = element >> kWayBits;
+    const int64_t age = code == 0 || code > kAgeCodes ? 0 : queue->ages[code - 1];
+    return entry(element)[HashEntry::kStamp] <= queue->sorted_at + age;
   }
 };
 
@@ -64,7 +65,7 @@ EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
   const int64_t words = insertion.table.words;
-  const int word = has_scores(insertion.order) ? kScore : kStamp;
+  const int word = has_scores(insertion.order) ? HashEntry::kScore : HashEntry::kStamp;
   constexpr uint64_t kMaxDistance = (uint64_t{1} << (31 - kWayBits)) - 1;
   int64_t values[kSlots], min_value = INT64_MAX;
   for (int way = 0; way < kSlots; ++way) {
@@ -98,9 +99,9 @@ EMB_HD void sort_queue(const QueuedBucket& bucket) {
   // only entries that the batch does not use.
   int num_evictable = 0;
   for (int way = 0; way < kSlots; ++way) num_evictable += values[way] < insertion.stamp ? 1 : 0;
-  queue.size = static_cast<uint8_t>(insertion.order == Order::kLru ? num_evictable : kSlots);
+  queue.size = static_cast<uint8_t>(insertion.order == HashOrder::kLru ? num_evictable : kSlots);
   queue.order = static_cast<uint8_t>(insertion.order);
-  for (int i = 0; i < kNumTimes; ++i) queue.at[i] = 0;
+  for (int i = 0; i < kAgeCodes; ++i) queue.ages[i] = 0;
 }
 
 // Remove element number i of a queue.
@@ -109,22 +110,24 @@ EMB_HD void remove_element(EvictionQueue* queue, int i) {
   for (; i < queue->size; ++i) queue->elements[i] = queue->elements[i + 1];
 }
 
-// Return the element for a slot whose entry has the stamp `stamp`, or -1 if the times of the queue
-// do not suffice.
+// Return an element for slot number `way`, whose entry has the stamp `stamp`; it may take a free
+// age code of the queue. Return -1 if no code can stand for that stamp.
 EMB_HD int element_at(EvictionQueue* queue, int way, int64_t stamp) {
-  const int64_t since = stamp - queue->sorted_at;
-  if (since <= 0) return way;
-  if (since > UINT16_MAX) return -1;
-  for (int i = 0; i < kNumTimes; ++i) {
-    if (queue->at[i] != 0 && queue->at[i] != since) continue;
-    queue->at[i] = static_cast<uint16_t>(since);
+  const int64_t age = stamp - queue->sorted_at;
+  if (age <= 0) return way;
+  if (age > UINT16_MAX) return -1;
+  for (int i = 0; i < kAgeCodes; ++i) {
+    if (queue->ages[i] != 0 && queue->ages[i] != age) continue;
+    queue->ages[i] = static_cast<uint16_t>(age);
     return way | (i + 1) << kWayBits;
   }
-  uint32_t used = 0;
-  for (int i = 0; i < queue->size; ++i) used |= uint32_t{1} << (queue->elements[i] >> kWayBits);
-  for (int i = 0; i < kNumTimes; ++i) {
-    if ((used >> (i + 1) & 1) != 0) continue;
-    queue->at[i] = static_cast<uint16_t>(since);
+  uint32_t used_codes = 0;  // a bit each
+  for (int i = 0; i < queue->size; ++i) {
+    used_codes |= uint32_t{1} << (queue->elements[i] >> kWayBits);
+  }
+  for (int i = 0; i < kAgeCodes; ++i) {
+    if ((used_codes >> (i + 1) & 1) != 0) continue;
+    queue->ages[i] = static_cast<uint16_t>(age);
     return way | (i + 1) << kWayBits;
   }
   return -1;
@@ -140,18 +143,18 @@ EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRan
 // known rank. An empty queue stays empty.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
-  const Order order = bucket.insertion.order;
+  const HashOrder order = bucket.insertion.order;
   // By LRU all elements have stamps below that of this batch, and of every one since the sort.
-  if (queue.size == 0 || order == Order::kLru) return;
+  if (queue.size == 0 || order == HashOrder::kLru) return;
   const EntryRank rank = bucket.rank(static_cast<uint8_t>(way));
   // A new key mostly ranks above entries that are used as often, unless times are not compared.
-  if (order != Order::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
+  if (order != HashOrder::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
   int at = 0;
   while (at < queue.size && at < kMaxSteps && is_below(bucket, queue.elements[at], rank)) ++at;
   int element = -1;
   if (at < queue.size && bucket.is_current(queue.elements[at]) &&
       less(rank, bucket.rank(queue.elements[at]))) {
-    element = element_at(&queue, way, bucket.entry(static_cast<uint8_t>(way))[kStamp]);
+    element = element_at(&queue, way, bucket.entry(static_cast<uint8_t>(way))[HashEntry::kStamp]);
   }
   if (element < 0) {
     queue.size = static_cast<uint8_t>(at);
@@ -171,7 +174,7 @@ EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate)
     const uint8_t element = queue.elements[i];
     const EntryRank rank = bucket.rank(element);
     const bool is_first = candidate->slot == kNoSlot || less(rank, candidate->rank);
-    if (is_first && bucket.entry(element)[kStamp] < bucket.insertion.stamp) {
+    if (is_first && bucket.entry(element)[HashEntry::kStamp] < bucket.insertion.stamp) {
       *candidate = {bucket.first_slot + (element & kWayMask), rank};
     }
     // All later ones rank above an element that has its known rank.
@@ -206,7 +209,8 @@ EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& qu
 // that this batch does not use.
 EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
-  if (bucket.insertion.order == Order::kNone || is_exhausted(bucket.insertion, queue)) return {};
+  if (bucket.insertion.order == HashOrder::kNone || is_exhausted(bucket.insertion, queue))
+    return {};
   while (settle_first(bucket)) {
   }
   EvictionCandidate candidate;
@@ -235,7 +239,7 @@ EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
   const int64_t* entries = insertion.table.entry(bucket * kSlots);
   int count = 0;
   for (int way = 0; way < kSlots; ++way) {
-    count += entries[way * insertion.table.words + kStamp] < insertion.stamp ? 1 : 0;
+    count += entries[way * insertion.table.words + HashEntry::kStamp] < insertion.stamp ? 1 : 0;
   }
   return count;
 }
@@ -303,20 +307,21 @@ struct ChoosingBucket {
       if (queue->size == 0) return;
       const uint8_t first = queue->elements[0];
       way = first & kWayMask;
-      if (has_moved || queued.entry(first)[kStamp] >= insertion.stamp) return;
+      if (has_moved || queued.entry(first)[HashEntry::kStamp] >= insertion.stamp) return;
       candidate = {bucket * kSlots + way, queued.rank(first)};
       is_decided = true;
     });
     if (is_decided) return;
     if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.words);
-    if (exhausted || insertion.order == Order::kNone || count_free(insertion) > 0) return;
+    if (exhausted || insertion.order == HashOrder::kNone || count_free(insertion) > 0) return;
     constexpr int64_t kLine = 64 / sizeof(int64_t);
     for (int64_t w = 0; w < kSlots * insertion.table.words; w += kLine) {
       __builtin_prefetch(queued.entries + w);
     }
   }
 
-  // With a queue on the stack while another thread uses that of the bucket.
+  // If another thread uses the queue of the bucket, this one works with an empty queue on its
+  // stack, which gives the same result.
   EMB_HD void finish(const HashInsertion& insertion, bool is_shared) {
     if (is_decided) return;
     free = count_free(insertion);
@@ -326,8 +331,8 @@ struct ChoosingBucket {
       candidate = candidate_of(QueuedBucket(insertion, bucket, queue));
     });
     if (is_decided) return;
-    EvictionQueue own = {};
-    candidate = candidate_of(QueuedBucket(insertion, bucket, &own));
+    EvictionQueue own_queue = {};
+    candidate = candidate_of(QueuedBucket(insertion, bucket, &own_queue));
   }
 };
 
@@ -360,8 +365,8 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
   for (int64_t i = 0; i < n + kKeysToFinish; ++i) {
     if (i < n) {
       const uint64_t mixed = insertion.table.hash(insertion.key(pending[i]));
-      first[i % kRingKeys].begin(insertion, insertion.table.first(mixed));
-      second[i % kRingKeys].begin(insertion, insertion.table.second(mixed));
+      first[i % kRingKeys].begin(insertion, insertion.table.first_bucket(mixed));
+      second[i % kRingKeys].begin(insertion, insertion.table.second_bucket(mixed));
     }
     if (const int64_t j = i - kKeysToPeek; j >= 0 && j < n) {
       first[j % kRingKeys].peek(insertion, is_shared);
@@ -385,14 +390,14 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
   int64_t* entry = table.entry(slot);
   if (status == InsertStatus::kEvicting && insertion.evicted != nullptr) {
     int64_t* evicted = insertion.evicted + 3 * miss;
-    evicted[kKey] = entry[kKey];
-    evicted[kStamp] = entry[kStamp];
-    evicted[kScore] = has_scores(insertion.order) ? entry[kScore] : 0;
+    evicted[HashEntry::kKey] = entry[HashEntry::kKey];
+    evicted[HashEntry::kStamp] = entry[HashEntry::kStamp];
+    evicted[HashEntry::kScore] = has_scores(insertion.order) ? entry[HashEntry::kScore] : 0;
   }
   table.tags[slot] = tag_of(table.hash(insertion.key(miss)));
-  entry[kKey] = insertion.key(miss);
-  entry[kStamp] = insertion.stamp;
-  if (has_scores(insertion.order)) entry[kScore] = insertion.score(miss);
+  entry[HashEntry::kKey] = insertion.key(miss);
+  entry[HashEntry::kStamp] = insertion.stamp;
+  if (has_scores(insertion.order)) entry[HashEntry::kScore] = insertion.score(miss);
   insertion.slots[miss] = slot;
   insertion.status[miss] = static_cast<uint8_t>(status);
 }
@@ -423,7 +428,7 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   EvictionQueue& queue = *bucket.queue;
   // If the chosen entry has not been replaced in this round, it is still the one of lowest rank,
   // and this is the first miss that the bucket serves.
-  if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
+  if (table.entry(choice.slot)[HashEntry::kStamp] < insertion.stamp) {
     queue.share = kUnknownShare;
     return replace(bucket, miss, choice.slot);
   }
@@ -440,31 +445,31 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
 // Prefetch the entries that `add_element` compares first with one in the place of element 0.
 EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t number) {
   const EvictionQueue& queue = insertion.queues[number];
-  if (queue.size < 2 || queue.size > kSlots || insertion.order == Order::kLru) return;
+  if (queue.size < 2 || queue.size > kSlots || insertion.order == HashOrder::kLru) return;
   const QueuedBucket bucket(insertion, number, insertion.queues + number);
   for (int i = 1; i < 3; ++i) __builtin_prefetch(bucket.entry(queue.elements[i]));
-  if (insertion.order != Order::kLfu) {
+  if (insertion.order != HashOrder::kLfu) {
     __builtin_prefetch(bucket.entry(queue.elements[queue.size - 1]));
   }
 }
 
 void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
-  const auto is_mine = [&](const Choice& choice) {
+  const auto is_in_range = [&](const Choice& choice) {
     return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
            choice.slot < end * kSlots;
   };
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kKeysAhead < n && is_mine(choices[i + kKeysAhead])) {
+    if (i + kKeysAhead < n && is_in_range(choices[i + kKeysAhead])) {
       const int64_t slot = choices[i + kKeysAhead].slot;
       __builtin_prefetch(insertion.table.entry(slot), 1);
       __builtin_prefetch(insertion.table.tags + slot, 1);
       __builtin_prefetch(insertion.queues + slot / kSlots, 1);
     }
-    if (i + kKeysToNeighbours < n && is_mine(choices[i + kKeysToNeighbours])) {
+    if (i + kKeysToNeighbours < n && is_in_range(choices[i + kKeysToNeighbours])) {
       prefetch_neighbours(insertion, choices[i + kKeysToNeighbours].slot / kSlots);
     }
-    if (is_mine(choices[i])) commit_one(insertion, pending[i], choices[i]);
+    if (is_in_range(choices[i])) commit_one(insertion, pending[i], choices[i]);
   }
 }
 
@@ -495,9 +500,9 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
   for (; used != 0; used &= used - 1) {
     const int64_t slot = bucket * kSlots + lowest(used);
-    const uint64_t mixed = table.hash(table.entry(slot)[kKey]);
-    const bool is_first = before.first(mixed) == bucket;
-    const int64_t target = is_first ? table.first(mixed) : table.second(mixed);
+    const uint64_t mixed = table.hash(table.entry(slot)[HashEntry::kKey]);
+    const bool is_first = before.first_bucket(mixed) == bucket;
+    const int64_t target = is_first ? table.first_bucket(mixed) : table.second_bucket(mixed);
     if (target == bucket) continue;
     const uint32_t empty = match(table.tags + target * kSlots, kEmptyTag);
     // New buckets are empty unless the caller erred; even then, never write beyond the bucket.

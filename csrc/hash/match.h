@@ -46,7 +46,7 @@ EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candi
                           int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {
     const int64_t slot = bucket * kSlots + lowest(candidates);
-    if (table.entry(slot)[kKey] == key) return slot;
+    if (table.entry(slot)[HashEntry::kKey] == key) return slot;
   }
   return kNoSlot;
 }
@@ -60,8 +60,8 @@ EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int6
 EMB_HD int64_t find_key(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const uint8_t tag = tag_of(mixed);
-  const int64_t slot = find_in(table, table.first(mixed), tag, key);
-  return slot != kNoSlot ? slot : find_in(table, table.second(mixed), tag, key);
+  const int64_t slot = find_in(table, table.first_bucket(mixed), tag, key);
+  return slot != kNoSlot ? slot : find_in(table, table.second_bucket(mixed), tag, key);
 }
 
 }  // namespace emb::EMB_ISA

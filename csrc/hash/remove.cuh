@@ -26,12 +26,13 @@ namespace emb::cuda {
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
-  TableTally erased = counter_tally(index, kErased);
-  TableTally sizes(index.tables + kSize, kHashTableColumns);
+  TableTally erased = counter_tally(index, HashCounter::kErased);
+  TableTally sizes = size_tally(index);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
     const bool frees = t >= 0 && keys.is_first(keys.cell_of[position], position);
     if (frees) {
-      index.tags[index.field(t, kFirstBucket) * kSlots + slots[position]] = kEmptyTag;
+      index.tags[index.field(t, HashTableColumn::kFirstBucket) * kSlots + slots[position]] =
+          kEmptyTag;
     } else if (position < batch.n) {
       slots[position] = kNoSlot;
     }
@@ -56,12 +57,12 @@ struct ExpireWindow {
     hash_expire_kernel(DeviceIndex index, ExpireWindow window, bool* removed) {
   const HashTable table = index.table(window.table);
   const int64_t begin = window.first_bucket * kSlots, n = window.num_buckets * kSlots;
-  TableTally expired = counter_tally(index, kExpired);
-  TableTally sizes(index.tables + kSize, kHashTableColumns);
+  TableTally expired = counter_tally(index, HashCounter::kExpired);
+  TableTally sizes = size_tally(index);
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
     const bool expires = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
-                         table.entry(slot)[kStamp] < window.before;
+                         table.entry(slot)[HashEntry::kStamp] < window.before;
     if (expires) table.tags[slot] = kEmptyTag;
     removed[i] = expires;
     expired.add(window.table, expires);

@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kTileThreads)
       const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
       found[position] = slot >= 0;
       move.to = out + position * shape.units;
-      if (slot >= 0) move.from = values.in_slot(index.field(t, kFirstBucket) * kSlots + slot);
+      if (slot >= 0)
+        move.from = values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kSlots + slot);
     }
     move_rows<false, true>(shape, move, fill);
   });
@@ -353,9 +354,9 @@ __global__ void __launch_bounds__(kTileThreads)
     before += total;
     RowMove<Unit> move;
     if (has && entries.keys != nullptr) {
-      entries.keys[to] = evicted.words[3 * miss + kKey];
-      entries.stamps[to] = evicted.words[3 * miss + kStamp];
-      entries.scores[to] = evicted.words[3 * miss + kScore];
+      entries.keys[to] = evicted.words[3 * miss + HashEntry::kKey];
+      entries.stamps[to] = evicted.words[3 * miss + HashEntry::kStamp];
+      entries.scores[to] = evicted.words[3 * miss + HashEntry::kScore];
     }
     if (has) {
       move.from = values.in_slot(evicted.slots[miss]);

@@ -210,7 +210,7 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
 struct HostStore {
   HashIndex index;
   Records records;
-  Order order;
+  HashOrder order;
 
   HostStore(const char* op, const std::vector<Tensor>& index_, const Tensor& records_,
             int64_t row_bytes, int64_t order_code)
@@ -224,7 +224,7 @@ struct HostStore {
                     op, ": records must have two words and a row of ", row_bytes,
                     " bytes for each of ", index.num_slots, " slots, got [", records.count, ", ",
                     records.stride, "]");
-    STD_TORCH_CHECK(order != Order::kNone && order != Order::kAssigned, op,
+    STD_TORCH_CHECK(order != HashOrder::kNone && order != HashOrder::kAssigned, op,
                     ": a store evicts by stamps or by counts of uses");
   }
 
@@ -246,8 +246,8 @@ struct HostStore {
   // emptied.
   void set_entry(int64_t slot, const int64_t* head) const {
     int64_t* entry = index.table(0).entry(slot);
-    entry[kStamp] = head[0];
-    if (has_scores(order)) entry[kScore] = head[1];
+    entry[HashEntry::kStamp] = head[0];
+    if (has_scores(order)) entry[HashEntry::kScore] = head[1];
     EvictionQueue* queues = index.queues_of(0);
     if (queues == nullptr) return;
     queues[slot / kSlots].size = 0;
@@ -274,8 +274,8 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
   auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
   for (int64_t miss = 0; miss < num_misses; ++miss) {
     if (!is_evicting(miss)) continue;
-    entry[kKey] = evicted[3 * miss + kKey];
-    store.read(miss_slots[miss], entry + kStamp, row);
+    entry[HashEntry::kKey] = evicted[3 * miss + HashEntry::kKey];
+    store.read(miss_slots[miss], entry + HashEntry::kStamp, row);
     entry += 3;
     row += bytes;
   }
@@ -321,10 +321,10 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
 
   Tensor keys = allocate_words(lifted, {n});
   auto* key = keys.mutable_data_ptr<int64_t>();
-  int64_t newest = entries[kStamp];
+  int64_t newest = entries[HashEntry::kStamp];
   for (int64_t i = 0; i < n; ++i) {
-    key[i] = entries[3 * i + kKey];
-    newest = std::max(newest, entries[3 * i + kStamp]);
+    key[i] = entries[3 * i + HashEntry::kKey];
+    newest = std::max(newest, entries[3 * i + HashEntry::kStamp]);
   }
   // Every row in the store must be older than this call, so that it can be evicted.
   *store.index.clock = std::max(*store.index.clock, newest);
@@ -337,7 +337,8 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
   if (counts_uses) {  // new rows rank by their scores
     const auto* at = first.const_data_ptr<int64_t>();
     auto* uses = totals.mutable_data_ptr<int64_t>();
-    for (int64_t miss = 0; miss < num_misses; ++miss) uses[miss] = entries[3 * at[miss] + kScore];
+    for (int64_t miss = 0; miss < num_misses; ++miss)
+      uses[miss] = entries[3 * at[miss] + HashEntry::kScore];
   }
   const auto [miss_slots, status, evicted, slots_out, key_status] =
       hash_insert_(index, keys, first, totals, offsets, none, none, order_code,
@@ -353,11 +354,12 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
       if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
         prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.stride);
       }
-      if (slots[i] >= 0) store.write(slots[i], entries + 3 * i + kStamp, rows + i * bytes);
+      if (slots[i] >= 0)
+        store.write(slots[i], entries + 3 * i + HashEntry::kStamp, rows + i * bytes);
     }
   });
   for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] >= 0) store.set_entry(slots[i], entries + 3 * i + kStamp);
+    if (slots[i] >= 0) store.set_entry(slots[i], entries + 3 * i + HashEntry::kStamp);
   }
   return dropped;
 }

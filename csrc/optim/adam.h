@@ -11,20 +11,20 @@ namespace emb {
 
 // Base of the optimizers of this file: the moments and their bias corrections.
 struct AdamMoments {
-  enum Column : int { kBeta1 = kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
+  enum Column : int { kBeta1 = Hyper::kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
   static constexpr bool kCountsSteps = true;
   float lr, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, correction1, correction2;
 
   // The bias corrections are computed in double: 1 - beta2^step loses all its digits in float.
   EMB_HD explicit AdamMoments(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])),
+      : lr(as_float(hyper[Hyper::kLearningRate])),
         beta1(as_float(hyper[kBeta1])),
         beta2(as_float(hyper[kBeta2])),
         eps(as_float(hyper[kEps])),
         one_minus_beta1(as_float(1.0 - hyper[kBeta1])),
         one_minus_beta2(as_float(1.0 - hyper[kBeta2])),
-        correction1(as_float(1.0 / (1.0 - pow(hyper[kBeta1], hyper[kStep])))),
-        correction2(as_float(1.0 / sqrt(1.0 - pow(hyper[kBeta2], hyper[kStep])))) {}
+        correction1(as_float(1.0 / (1.0 - pow(hyper[kBeta1], hyper[Hyper::kStep])))),
+        correction2(as_float(1.0 / sqrt(1.0 - pow(hyper[kBeta2], hyper[Hyper::kStep])))) {}
 
  protected:
   // Return the next first and second moment.
@@ -53,7 +53,8 @@ struct Adam : AdamMoments {
 
   EMB_HD explicit Adam(const double* hyper)
       : AdamMoments(hyper),
-        corrected_lr(as_float(hyper[kLearningRate] / (1.0 - pow(hyper[kBeta1], hyper[kStep])))) {}
+        corrected_lr(as_float(hyper[Hyper::kLearningRate] /
+                              (1.0 - pow(hyper[kBeta1], hyper[Hyper::kStep])))) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {corrected_lr, 1.0f}; }

@@ -27,7 +27,7 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
                     [&](auto tag) {
                       using Opt = typename decltype(tag)::type;
                       shape = {Opt::kName, Opt::kElementStates, Opt::kRowStates,
-                               kOptimizerArgs + Opt::kNumHyper, Opt::kCountsSteps};
+                               Hyper::kOptimizerArgs + Opt::kNumHyper, Opt::kCountsSteps};
                     });
   return shape;
 }
@@ -43,7 +43,7 @@ inline void check_is_finite(const char* op, const std::optional<Tensor>& is_fini
 // Check that `hyper` has a step, for an op that counts it.
 inline void check_has_step(const char* op, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep, op,
+  STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > Hyper::kStep, op,
                   ": hyper must be contiguous and have the step");
 }
 
@@ -51,11 +51,11 @@ inline void check_has_step(const char* op, const Tensor& hyper) {
 template <class Update>
 void count_step(const Tensor& hyper, const Update& update) {
   auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
-  numbers[kStep] += 1.0;
+  numbers[Hyper::kStep] += 1.0;
   try {
     update();
   } catch (...) {
-    numbers[kStep] -= 1.0;
+    numbers[Hyper::kStep] -= 1.0;
     throw;
   }
 }
@@ -69,8 +69,8 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
                   " entries (see emblib.optim), got ", hyper.numel());
   // On the CPU only: on a GPU the numbers are in device memory.
   STD_TORCH_CHECK(
-      !hyper.is_cpu() || !shape.counts_steps || hyper.const_data_ptr<double>()[kStep] >= 1.0, op,
-      ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
+      !hyper.is_cpu() || !shape.counts_steps || hyper.const_data_ptr<double>()[Hyper::kStep] >= 1.0,
+      op, ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
 // Check the states of one tier and set them in `tier`: element-wise ones need as many entries as

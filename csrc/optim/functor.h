@@ -44,7 +44,8 @@ struct WeightDecay {
   float l2, factor;
 
   EMB_HD explicit WeightDecay(const double* hyper)
-      : l2(as_float(hyper[kL2])), factor(as_float(1.0 - hyper[kLearningRate] * hyper[kDecay])) {}
+      : l2(as_float(hyper[Hyper::kL2])),
+        factor(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[Hyper::kDecay])) {}
 };
 
 // The factors of a row that `begin_row` returns and `step` takes: that of the gradient (or of the

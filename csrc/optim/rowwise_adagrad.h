@@ -53,7 +53,7 @@ enum RowwiseState : int { kSum, kLastStep, kCounter };
 
 // Row-wise Adagrad without variations.
 struct RowwiseAdagrad {
-  enum Column : int { kEps = kOptimizerArgs };
+  enum Column : int { kEps = Hyper::kOptimizerArgs };
   static constexpr const char* kName = "rowwise_adagrad";
   static constexpr int kNumHyper = 1, kElementStates = 0, kSteppedStates = 0, kRowStates = 1;
   static constexpr int kNumRowSums = 1;
@@ -61,7 +61,7 @@ struct RowwiseAdagrad {
   float lr, eps;
 
   EMB_HD explicit RowwiseAdagrad(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kEps])) {}
+      : lr(as_float(hyper[Hyper::kLearningRate])), eps(as_float(hyper[kEps])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F g, F, F, F* sums) const {
     sums[0] += g * g;
@@ -86,13 +86,13 @@ struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
 
 // The sums over a row from which its norm after the step follows: of g * g, w * g and w * w.
 struct RowwiseNorms {
-  enum Column : int { kEps = kOptimizerArgs, kMaxNorm };
+  enum Column : int { kEps = Hyper::kOptimizerArgs, kMaxNorm };
   static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
   static constexpr bool kSumsNeedGradientOnly = false, kCountsSteps = true;
   float lr, eps, max_norm, decay_factor;
 
   EMB_HD explicit RowwiseNorms(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])),
+      : lr(as_float(hyper[Hyper::kLearningRate])),
         eps(as_float(hyper[kEps])),
         max_norm(as_float(hyper[kMaxNorm])),
         decay_factor(WeightDecay(hyper).factor) {}
@@ -150,11 +150,11 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
-        now(encode_step(hyper[kStep])),
-        log_factor(log_decay_factor(hyper[kLearningRate] * hyper[kRate])),
+        now(encode_step(hyper[Hyper::kStep])),
+        log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
         min_factor(as_float(hyper[kMinFactor])),
-        decay_now(as_float(1.0 - hyper[kLearningRate] * hyper[kRate])),
-        started(hyper[kStep] >= hyper[kFirstStep]) {}
+        decay_now(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[kRate])),
+        started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[kSum] += sums[0] / dim;
     float catch_up = 1.0f;
@@ -178,7 +178,7 @@ struct OccurrenceCounter : RowwiseNorms {
 
   EMB_HD OccurrenceCounter(const double* hyper, double half)
       : RowwiseNorms(hyper),
-        now(encode_step(hyper[kStep])),
+        now(encode_step(hyper[Hyper::kStep])),
         halflife(as_float(half)),
         forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
 
@@ -246,14 +246,14 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
         decay(static_cast<int>(hyper[kDecayKind])),
         tail_rate(static_cast<int>(hyper[kTailRate])),
         rate(as_float(hyper[kRate])),
-        since(as_float(hyper[kStep] - hyper[kFirstStep])),
+        since(as_float(hyper[Hyper::kStep] - hyper[kFirstStep])),
         bound(as_float(hyper[kBound])),
         threshold(as_float(hyper[kThresholdIsRelative] > 0.0
                                ? floor(hyper[kThreshold] * hyper[kLargestCount])
                                : hyper[kThreshold])),
         largest(as_float(hyper[kLargestCount])),
-        log_factor(log_decay_factor(hyper[kLearningRate] * hyper[kRate])),
-        adjusting(hyper[kFirstStep] <= 0.0 || hyper[kStep] > hyper[kFirstStep]) {}
+        log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
+        adjusting(hyper[kFirstStep] <= 0.0 || hyper[Hyper::kStep] > hyper[kFirstStep]) {}
 
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     float squares = sums[0];

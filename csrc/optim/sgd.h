@@ -13,7 +13,7 @@ struct Sgd {
   static constexpr bool kSumsNeedGradientOnly = true, kCountsSteps = false;
   float lr;
 
-  EMB_HD explicit Sgd(const double* hyper) : lr(as_float(hyper[kLearningRate])) {}
+  EMB_HD explicit Sgd(const double* hyper) : lr(as_float(hyper[Hyper::kLearningRate])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
@@ -24,7 +24,7 @@ struct Sgd {
 
 // Adagrad with one sum of squared gradients per element.
 struct Adagrad {
-  enum Column : int { kEps = kOptimizerArgs };
+  enum Column : int { kEps = Hyper::kOptimizerArgs };
   static constexpr const char* kName = "adagrad";
   static constexpr int kNumHyper = 1, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
   static constexpr int kNumRowSums = 0;
@@ -32,7 +32,7 @@ struct Adagrad {
   float lr, eps;
 
   EMB_HD explicit Adagrad(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])), eps(as_float(hyper[kEps])) {}
+      : lr(as_float(hyper[Hyper::kLearningRate])), eps(as_float(hyper[kEps])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
@@ -46,7 +46,7 @@ struct Adagrad {
 // SGD with momentum and a learning rate per row that follows the norms of row and gradient (You et
 // al., "Large Batch Training of Convolutional Networks", 2017).
 struct Lars {
-  enum Column : int { kMomentum = kOptimizerArgs, kEta, kWeightDecay };
+  enum Column : int { kMomentum = Hyper::kOptimizerArgs, kEta, kWeightDecay };
   static constexpr const char* kName = "lars";
   static constexpr int kNumHyper = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 0;
   static constexpr int kNumRowSums = 2;
@@ -54,7 +54,7 @@ struct Lars {
   float lr, momentum, eta, decay;
 
   EMB_HD explicit Lars(const double* hyper)
-      : lr(as_float(hyper[kLearningRate])),
+      : lr(as_float(hyper[Hyper::kLearningRate])),
         momentum(as_float(hyper[kMomentum])),
         eta(as_float(hyper[kEta])),
         decay(as_float(hyper[kWeightDecay])) {}
@@ -80,7 +80,7 @@ struct Lars {
 // 2013): `m` is the sum of squared gradients and `v` the linear term. An element whose squared
 // gradient is zero does not change; neither does any at rate 0.
 struct Ftrl {
-  enum Column : int { kBeta = kOptimizerArgs, kL1, kL2Term };
+  enum Column : int { kBeta = Hyper::kOptimizerArgs, kL1, kL2Term };
   static constexpr const char* kName = "ftrl";
   static constexpr int kNumHyper = 3, kElementStates = 2, kSteppedStates = 2, kRowStates = 0;
   static constexpr int kNumRowSums = 0;
@@ -88,7 +88,9 @@ struct Ftrl {
   float inverse_lr, beta, l1, l2;
 
   EMB_HD explicit Ftrl(const double* hyper)
-      : inverse_lr(hyper[kLearningRate] == 0.0 ? 0.0f : as_float(1.0 / hyper[kLearningRate])),
+      : inverse_lr(hyper[Hyper::kLearningRate] == 0.0
+                       ? 0.0f
+                       : as_float(1.0 / hyper[Hyper::kLearningRate])),
         beta(as_float(hyper[kBeta])),
         l1(as_float(hyper[kL1])),
         l2(as_float(hyper[kL2Term])) {}

@@ -197,7 +197,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
-  const StepCount step_count{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+  const StepCount step_count{static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
                              is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   BackwardCall backward(op, grad, features, indices, offsets, std::nullopt, sample_weights,
                         pooling);

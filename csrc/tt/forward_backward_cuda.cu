@@ -580,7 +580,8 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   add_steps(cores, steps, grad_memory, grads, &arrays);
   sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
                 offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  BeginStep begin{grads, grad_memory.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+  BeginStep begin{grads, grad_memory.zeros,
+                  static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
                   is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   if (n == 0) begin.num_zeros = 0;
   arrays.upload(launcher, words, begin);

@@ -55,7 +55,7 @@ struct Step {
 
 struct Plan {
   int64_t buckets[kTables], most[kTables];
-  emb::Order order;
+  emb::HashOrder order;
   int64_t insert_policy;
   std::vector<Step> steps;
 };
@@ -67,7 +67,7 @@ Plan draw(std::mt19937_64& random, int64_t most_buckets, int64_t most_keys, int6
     plan.most[t] = 1 + below(most_buckets);
     plan.buckets[t] = 1 + below(below(2) != 0 ? plan.most[t] : 1);
   }
-  plan.order = static_cast<emb::Order>(below(5));
+  plan.order = static_cast<emb::HashOrder>(below(5));
   plan.insert_policy = below(2);
   const int64_t pool = most_buckets * 48;
   for (int64_t step = 0; step < steps; ++step) {
@@ -136,7 +136,8 @@ struct World {
   }
 
   int64_t buckets(int64_t t) const {
-    return index[2].const_data_ptr<int64_t>()[t * emb::kHashTableColumns + emb::kBuckets];
+    return index[2].const_data_ptr<int64_t>()[t * emb::kHashTableColumns +
+                                              static_cast<int>(emb::HashTableColumn::kBuckets)];
   }
 };
 

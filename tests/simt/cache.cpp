@@ -49,7 +49,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     plan.cache.usage_words = words.pointer<int64_t>();
     plan.cache.counts = words.pointer<int32_t>();
     plan.cache.sets = words.number();
-    plan.cache.policy = static_cast<emb::Policy>(words.number());
+    plan.cache.policy = static_cast<emb::CachePolicy>(words.number());
     plan.clock = words.pointer<int64_t>();
     plan.counters = words.pointer<int64_t>();
     read_tables(&words, &plan.tables, &plan.num_tables);

@@ -82,7 +82,7 @@ extern "C" const char* simt_hash_touch(const int64_t* call) {
     auto* slots = words.pointer<int64_t>();
     const auto* counts = words.pointer<const int64_t>();
     const auto* batch_scores = words.pointer<const int64_t>();
-    const KeyTouch use{static_cast<emb::Order>(words.number()), counts, batch_scores};
+    const KeyTouch use{static_cast<emb::HashOrder>(words.number()), counts, batch_scores};
     MissOutput out{};
     out.first = words.pointer<int64_t>();
     out.groups = words.pointer<int32_t>();
@@ -124,7 +124,7 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     insertion.misses.offsets = words.pointer<const int64_t>();
     insertion.misses.admitted = words.pointer<const bool>();
     insertion.batch_scores = words.pointer<const int64_t>();
-    insertion.order = static_cast<emb::Order>(words.number());
+    insertion.order = static_cast<emb::HashOrder>(words.number());
     insertion.competes = words.number() != 0;
     BatchSlots batch{};
     batch.slots = words.pointer<const int64_t>();
