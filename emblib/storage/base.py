@@ -30,7 +30,7 @@ from emblib.specs import (
 if TYPE_CHECKING:
     from emblib.storage.handles import TableHandle
 
-Span = tuple[int, int]
+Span = tuple[int, int]  # a range (begin, end), without its end
 Spec = TableSpec | TTSpec | DynamicSpec
 
 
@@ -83,7 +83,7 @@ class TableDescription(Protocol):
 
 @dataclass(frozen=True)
 class TableSlice:
-    """Rows `[r0, r1)` and columns `[c0, c1)` of a table.
+    """Rows and columns of a table: `rows` and `columns` are ranges (begin, end).
 
     The rows of a hash table are capacity for keys, not a range of keys; its keys are divided by
     hash. `shard` is (number of this block of keys, number of blocks), or None without sharding. A
@@ -232,7 +232,7 @@ class CutUnits(NamedTuple):
 class TensorLayout(NamedTuple):
     """One tensor of a table in a checkpoint.
 
-    Args:
+    Attributes:
         size: size of the tensor of the whole table, `[rows, width]`.
         dtype: dtype of its elements.
         region: maps rows and columns of a slice of the table to rows and columns of this tensor;
@@ -267,7 +267,11 @@ class MemoryBytes(NamedTuple):
 
 
 class Rates(Protocol):
-    """Times of a machine, in nanoseconds, from the planner's cost model."""
+    """Times of a machine, in nanoseconds, from the planner's cost model.
+
+    `row_bytes` are the bytes of a row that the operation reads and writes, `ids` the number of rows
+    that one step reads from the slice, repeated ones included.
+    """
 
     @property
     def device(self) -> str:
@@ -534,15 +538,19 @@ def kinds() -> dict[str, type[Storage]]:
 # Bytes and times, for several kinds of storage
 
 _STATE_ITEMSIZE = Precision().states.itemsize
+_GRADIENT_PASSES = 2  # backward writes a dense gradient, its optimizer reads it; not measured
 
 
 def is_fused(optimizer: Optimizer | None) -> bool:
-    """Return whether backward applies an optimizer."""
+    """Return whether tables have an optimizer's states and run its updates, deferred ones too."""
     return optimizer is not None and autograd.is_fused(optimizer)
 
 
 def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int) -> int:
-    """Return the bytes of the optimizer states of rows, and of a dense gradient if there is one."""
+    """Return the bytes of the optimizer states of rows, or of their dense gradient instead.
+
+    `itemsize` are the bytes of a weight and of its gradient.
+    """
     if optimizer is None or _has_dense_gradient(optimizer):
         return rows * dim * itemsize
     return sum(
@@ -557,11 +565,11 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
 
 
 def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
-    """Return the nanoseconds to write a dense gradient; 0 if a fused optimizer leaves none."""
-    if optimizer is not None:
+    """Return the nanoseconds to write and read the dense gradient of a slice; 0 if it has none."""
+    if optimizer is not None and not _has_dense_gradient(optimizer):
         return 0.0
-    itemsize = table_slice.config.data_type.itemsize
-    return 2 * table_slice.num_rows * table_slice.dim * itemsize * float(rates.costs.arrange_ns)
+    gradient_bytes = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
+    return _GRADIENT_PASSES * gradient_bytes * float(rates.costs.arrange_ns)
 
 
 def _has_dense_gradient(optimizer: Optimizer) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from emblib.collections.optimizers import FusedOptimizer
 from emblib.optim import Optimizer
 from emblib.sharding import RankGroup, checkpoints, planner, shard, sharding_types
 from emblib.storage import MemoryBytes, TableHandle, TableSlice
-from emblib.storage.base import state_bytes
+from emblib.storage.base import dense_gradient_ns, state_bytes
 from emblib.storage.handles import bind_view
 from emblib.tables import TableBatchedEmbeddingBags
 from tests.sharding import worlds
@@ -184,3 +185,13 @@ def test_the_planner_knows_its_bytes_and_where_it_can_be_cut() -> None:
     by_rows = {"a": planner.TableConstraints(sharding_types=("row_wise",))}  # type: ignore[arg-type]
     plan = planner.Planner(planner.Topology(2), 64, by_rows).plan(model)
     assert len(plan[""]["a"].shards) == 1
+
+
+def test_a_dense_gradient_takes_time_whichever_optimizer_of_torch_reads_it() -> None:
+    table_slice = TableSlice.whole(EmbeddingBagConfig(ROWS, DIM, "item"))
+    rates: Any = SimpleNamespace(costs=SimpleNamespace(arrange_ns=0.5))
+    dense = optim.External(gradient=optim.Gradient.DENSE)
+    assert dense_gradient_ns(table_slice, None, rates) == ROWS * DIM * 4
+    assert dense_gradient_ns(table_slice, dense, rates) == ROWS * DIM * 4
+    for optimizer in (optim.External(), optim.SGD(0.1), optim.SGD(0.1, deferred=True)):
+        assert dense_gradient_ns(table_slice, optimizer, rates) == 0.0
