@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.columns import FeatureColumn, Hyper
+from emblib.columns import FeatureColumn, Hyper, Tier
 from emblib.ops import codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import count_step, native
@@ -73,7 +73,7 @@ class Lookup(NamedTuple):
         hooks: callbacks around the update; None without a cache.
         default_rows: rows that `slots` refer to where there is no cache; read, never updated.
         repaired: whether `check_bounds` returned `offsets`.
-        joint: `JointStep` of a table that several lookups read; None updates at once.
+        joint: `GradientSum` of a table that several lookups read; None updates at once.
     """
 
     features: Tensor
@@ -169,6 +169,12 @@ class UpdateRule(NamedTuple):
 
     The optimizer itself cannot be traced: torch 2.10 reconstructs a dataclass argument of a
     Function from symbols, which the checks of the dataclass refuse.
+
+    Attributes:
+        name: name of the optimizer in `codes.OPTIMIZER`.
+        max_gradient: bound to which gradients of the output are clamped; None clamps none.
+        gradient: gradient that backward leaves on parameters; None if it updates the rows.
+        maximize: whether the update ascends.
     """
 
     name: str
@@ -431,7 +437,13 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 
 class WeightOffset(NamedTuple):
-    """Location of a table in the weights of a module: first element, first row, size."""
+    """Location of a table in the weights of a module.
+
+    Attributes:
+        begin: first element in the flat weights.
+        first_row: first row in a sparse gradient of all weights.
+        rows, dim: shape of the table.
+    """
 
     begin: int
     first_row: int
@@ -444,7 +456,8 @@ class GradientLookup(torch.autograd.Function):
 
     Lookups read `memory`, the first tier, and `slower`, the others; the parameters are views of
     these at `offsets`. Without offsets the only parameter is `memory` itself. A sparse gradient has
-    the distinct rows of the batch, and is on the device of its parameter.
+    the distinct rows of the batch, and is on the device of its parameter. `dtypes` are those of the
+    output and of the gradients, `num_distinct` is as in `lookup`.
     """
 
     @staticmethod
@@ -457,7 +470,7 @@ class GradientLookup(torch.autograd.Function):
         sample_weights: Tensor | None,
         dtypes: tuple[torch.dtype, torch.dtype],
         rule: UpdateRule,
-        unique: int | None,
+        num_distinct: int | None,
         *parameters: Tensor,
     ) -> Tensor:
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
@@ -467,7 +480,7 @@ class GradientLookup(torch.autograd.Function):
         _save(ctx, batch, sample_weights, memory if weighted else None)
         output_dtype, ctx.dtype = dtypes
         ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
-        ctx.rule, ctx.unique, ctx.devices = rule, unique, [p.device for p in parameters]
+        ctx.rule, ctx.num_distinct, ctx.devices = rule, num_distinct, [p.device for p in parameters]
         if not torch.compiler.is_compiling() and is_for_update():
             return _zeros(batch, output_dtype, memory.device)
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
@@ -494,7 +507,7 @@ class GradientLookup(torch.autograd.Function):
             batch = batch._replace(indices=locations.indices, slots=locations.slots)
         if ctx.needs_input_grad[4]:
             sample_grad = _sample_weight_grad(grad, [memory.view(-1), *ctx.slower], batch)
-        is_wanted = ctx.needs_input_grad[8:]
+        is_wanted = ctx.needs_input_grad[8:]  # of the parameters
         grads: list[Tensor | None] = [None] * len(is_wanted)
         if any(is_wanted):
             is_dense = ctx.rule.gradient is Gradient.DENSE
@@ -540,15 +553,16 @@ def _sparse_grad(
         codes.POOLING[batch.pooling.value],
         ctx.shape[1],
     )
-    unique = ctx.unique
-    if unique is None:
-        unique = int(groups.count)
-    elif not groups.count.is_cuda and unique != int(groups.count):
+    num_distinct = ctx.num_distinct
+    if num_distinct is None:
+        num_distinct = int(groups.count)
+    elif not groups.count.is_cuda and num_distinct != int(groups.count):
         raise ValueError(
             "num_distinct_rows must be the number of distinct rows of the batch, "
-            f"{int(groups.count)}, got {unique}; with None they are counted"
+            f"{int(groups.count)}, got {num_distinct}; with None they are counted"
         )
-    return _rows_of_gradient(groups.rows[:unique], values[:unique].to(ctx.dtype), ctx.shape)
+    rows, values = groups.rows[:num_distinct], values[:num_distinct]
+    return _rows_of_gradient(rows, values.to(ctx.dtype), ctx.shape)
 
 
 def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -586,15 +600,25 @@ def lookup(
     optimizer: Optimizer,
     sample_weights: Tensor | None = None,
     output_dtype: torch.dtype = torch.float32,
-    unique: int | None = None,
+    num_distinct: int | None = None,
     offsets: Sequence[WeightOffset] | None = None,
     slower: Sequence[Tensor] = (),
 ) -> Tensor:
     """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients.
 
-    The output is as of `FusedLookup.forward`. `memory` is `[rows, dim]`, or flat if dims differ,
-    and `slower` the flat weights of the other tiers. `unique` is the number of distinct rows of the
-    batch; None reads it from the device.
+    The output is as of `FusedLookup.forward`, in `output_dtype`.
+
+    Args:
+        memory: weights of the first tier, `[rows, dim]`, or flat if dims differ.
+        parameters: parameters that get gradients.
+        batch: the lookups.
+        optimizer: optimizer that leaves gradients; its `leaves_gradient` selects their form.
+        sample_weights: float32 `[L]`; gets a gradient if it requires one.
+        output_dtype: dtype of the output.
+        num_distinct: number of distinct rows of the batch, for sparse gradients; None reads it from
+            the device in backward, where the host then waits.
+        offsets: location of each parameter; None: the only parameter is `memory` itself.
+        slower: flat weights of the other tiers.
     """
     if not torch.is_grad_enabled():
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
@@ -607,7 +631,7 @@ def lookup(
         sample_weights,
         (output_dtype, gradient_dtype),
         UpdateRule.of(optimizer),
-        unique,
+        num_distinct,
         *parameters,
     )
 
@@ -694,7 +718,8 @@ def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
     if batch.default_rows is None:
         return weights
     no_values = batch.default_rows.new_empty(0)
-    return [*weights, *(no_values for _ in range(3 - len(weights))), batch.default_rows]
+    empty_tiers = [no_values] * (Tier.CACHE - len(weights))
+    return [*weights, *empty_tiers, batch.default_rows]
 
 
 def _update_call(

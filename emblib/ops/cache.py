@@ -56,7 +56,10 @@ these tensors, and its `evicted` is empty: no row is evicted.
 
 `cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts: it
 checks the batch, groups it, starts it (the clock advances, and its oldest batch in flight is `lag`
-before it), plans and moves. See csrc/schema.cpp for what it returns.
+before it), plans and moves. `cache` is `[tags, stamps, counts, counters, clock, conflicts]`. It
+returns nothing for an invalid batch on the CPU; else rows, segments, lookups, bags and count
+(`Groups`), `row_slots`, and the slot of every lookup; then, if `postpones`, the rows, slots and
+count of `later`; then, on a GPU with a `check`, the repaired offsets.
 
 `cache_locate` probes without changing anything: between the plan of a batch and its use another
 plan may have fetched its rows or, if the cache does not know which batches are in flight, evicted

@@ -44,6 +44,8 @@ class JointTable(Protocol):
 class JointStep:
     """The recorded gradients of a table, and the anchor whose hook makes the step.
 
+    Backwards of several threads may record at the same time: each has a step of its own.
+
     A copy or pickle is the joint step of the copied module, without gradients.
     """
 
@@ -78,9 +80,10 @@ class JointStep:
         return self if task is None else _OuterStep(self, task)
 
     def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
-        """Record a gradient of backward `task`, by default the running one.
+        """Record a gradient of backward `task`, a graph task id; None is the running one.
 
-        Return the gradient of the anchor.
+        Returns:
+            Tensor: the gradient of the anchor, a float32 0.
         """
         if task is None:
             task = torch._C._current_graph_task_id()
@@ -181,7 +184,7 @@ def apply_contributions(
     rows, values, finite = zip(*row_gradients, strict=True)
     batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
     groups = autograd.groups_of(batch)
-    known_flags = [contribution for contribution in finite if contribution is not None]
+    known_flags = [flag for flag in finite if flag is not None]
     is_finite = torch.stack(known_flags).all() if known_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)

@@ -60,6 +60,10 @@ quant_lookup_checked_ = torch.ops.emblib.quant_lookup_checked_.default
 map_ids = torch.ops.emblib.map_ids.default
 
 
+# A format is a `RowFormatCode`. Those below FP16 have scales. A code is the bits of a value, except
+# for 9 and 10, which have 8, and 17, which has 16.
+
+
 def has_scale(format: int) -> bool:
     """Return whether rows of a format begin with a scale and an offset."""
     return format < RowFormatCode.FP16
@@ -98,7 +102,9 @@ def hash_bits(num_keys: int) -> int:
 def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     """Return a hash table int64 `[entries, 2]` of distinct int64 keys, and its number of hash bits.
 
-    The result does not depend on the order of the keys.
+    An entry is a key and its row, or -1 twice. A key is in the first free entry from its hash on,
+    in the order of hashes, then of keys; the last entry is free, so every search ends. The result
+    does not depend on the order of `keys` and `rows`, int64 `[n]`.
     """
     bits = hash_bits(keys.numel())
     hashes = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * HASH_FACTOR
@@ -106,10 +112,10 @@ def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     order = keys.argsort()
     order = order[hashes[order].argsort(stable=True)]
     numbers = torch.arange(keys.numel(), device=keys.device)
-    places = numbers + (hashes[order] - numbers).cummax(0).values if keys.numel() else numbers
-    last = int(places[-1]) if keys.numel() else 0
+    positions = numbers + (hashes[order] - numbers).cummax(0).values if keys.numel() else numbers
+    last = int(positions[-1]) if keys.numel() else 0
     entries = torch.full((max(1 << bits, last + 2), 2), -1, device=keys.device)
-    entries[places, 0], entries[places, 1] = keys[order], rows[order]
+    entries[positions, 0], entries[positions, 1] = keys[order], rows[order]
     return entries, bits
 
 

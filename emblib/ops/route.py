@@ -142,9 +142,16 @@ def is_captured(tensor: Tensor) -> bool:
 def route_lengths(
     ids: Tensor, offsets: Tensor, *routing: Tensor, num_bags: int | None = None
 ) -> Tensor:
-    """Return the number of ids per bag, unit after unit; None for `num_bags` reads `units[U]`."""
+    """Return the number of ids per bag, unit after unit, `[units[U]]` in the dtype of `ids`.
+
+    Args:
+        ids: int32 or int64 `[L]`.
+        offsets: `[bags + 1]`, the bags of all features.
+        routing: fields of `Routing`.
+        num_bags: `units[U]`; None reads it from the device.
+    """
     if num_bags is None:
-        num_bags = int(routing[4][-1])
+        num_bags = int(Routing(*routing).units[-1])
     return _ops.route_lengths(ids, offsets, *routing, num_bags)
 
 
@@ -156,7 +163,16 @@ def route_ids(
     total: int,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Route ids to units; return the ids, their positions in `ids`, and their `weights`, if any."""
+    """Route ids to units; return the ids, their positions in `ids`, and their `weights`, if any.
+
+    Args:
+        ids: int32 or int64 `[L]`.
+        offsets: `[bags + 1]`, the bags of all features.
+        routing: fields of `Routing`.
+        starts: `[units[U] + 1]`, running sums of `route_lengths`, from 0 on.
+        total: the last of `starts`.
+        weights: float32 `[L]`; those of the routed ids are differentiable in them.
+    """
     if weights is None:
         routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)
         return routed, positions, None
@@ -181,7 +197,7 @@ def combine(
 ) -> Tensor:
     """Sum or average pieces of `source` to `[out_numel]`.
 
-    Differentiable any number of times without `local`.
+    Differentiable any number of times without `local`. The module docstring explains the arguments.
 
     Raises:
         RuntimeError: the description is wrong, or `local` is given and a tensor needs gradients.

@@ -73,11 +73,19 @@ _SAVED_BYTES_CPU = 6 << 20
 
 
 class TTPlan(NamedTuple):
-    """Distinct rows by their halves (int32; padded to L): see csrc/tt.
+    """The halves that the distinct rows of a batch share; all tensors are int32, padded to L.
 
-    `lefts`, `rights` distinct ids; `left_segments` over rows, `right_segments` over `right_rows`;
-    `row_lefts`, `row_rights` the halves of each row; `starts` `[3, T + 1]` where rows, lefts and
-    rights of each table begin.
+    Rows are numbered in the order of their keys, which is that of their left halves.
+
+    Attributes:
+        lefts: `[L]`, ids of the distinct left halves.
+        left_segments: `[L + 1]`; rows `[left_segments[i], left_segments[i + 1])` have left half i.
+        row_lefts: `[L]`, index in `lefts` of the left half of each row.
+        rights: `[L]`, ids of the distinct right halves.
+        right_segments: `[L + 1]`, segments of `right_rows` by right half.
+        row_rights: `[L]`, index in `rights` of the right half of each row.
+        right_rows: `[L]`, the rows ordered by right half.
+        starts: `[3 * (T + 1)]`, where rows, left halves and right halves of each table begin.
     """
 
     lefts: Tensor
@@ -149,7 +157,9 @@ def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Co
     `cores` are those of all tables, table after table.
     """
     groups, plan = _group(batch)
-    rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved, batch.matmul_code)
+    rows, prefixes = _ops.tt_rows(
+        cores, plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
+    )
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return ComputedRows(groups, plan, prefixes, rows, inverse)
 
@@ -307,21 +317,25 @@ def _add_chunk(
     core_grads, sample_grad = sums
     chunk_batch, chunk_cores = chunk.batch, cores[chunk.cores]
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
-    part_grad = grad[chunk.elements(grad, batch)].contiguous()
+    chunk_grad = grad[chunk.elements(grad, batch)].contiguous()
     if batch.pooling is Pooling.MEAN and chunk.share < 1.0:
-        part_grad = part_grad * chunk.share
+        chunk_grad = chunk_grad * chunk.share
     if sample_grad is not None:
         chunk_rows = compute_rows(chunk_cores, chunk_batch, 0)
-        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, chunk_rows, chunk_batch)
+        sample_grad[chunk.lookups] = _sample_weight_grad(chunk_grad, chunk_rows, chunk_batch)
         chunk_rows = chunk_rows._replace(rows=None, inverse=None)
     else:
-        size = left_value_size(chunk_cores, *chunk_batch.layout[1:3])
+        size = _left_value_size(chunk_cores, chunk_batch.layout)
         empty = chunk_cores[0].new_empty(0, size, dtype=torch.float32)
         chunk_rows = ComputedRows(*_group(chunk_batch), empty)
-    row_grads = _row_grads(part_grad, chunk_rows, chunk_batch, weights)
+    row_grads = _row_grads(chunk_grad, chunk_rows, chunk_batch, weights)
     chunk_grads = _core_grads(row_grads, chunk_rows, chunk_batch, chunk_cores)
     for total, core_grad in zip(core_grads[chunk.cores], chunk_grads, strict=True):
         total += core_grad
+
+
+def _left_value_size(cores: Sequence[Tensor], layout: TTLayout) -> int:
+    return left_value_size(cores, layout.dim_factors, layout.num_cores)
 
 
 def num_saved_left_halves(batch: TTLookup, cores: Sequence[Tensor]) -> int:
@@ -335,7 +349,7 @@ def max_saved_left_halves(layout: TTLayout, cores: Sequence[Tensor]) -> int:
         return 0  # the left half is the first core itself
     if cores[0].device.type != "cpu":
         return layout.left_ids
-    max_prefixes = _SAVED_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
+    max_prefixes = _SAVED_BYTES_CPU // (4 * _left_value_size(cores, layout))
     return min(layout.left_ids, max_prefixes)
 
 
@@ -459,7 +473,7 @@ class FusedTTLookup(torch.autograd.Function):
             # Another backward has updated the cores, so values saved in forward are out of date.
             num_saved = rows.prefixes.size(0)
             _, prefixes = _ops.tt_rows(
-                cores, rows.plan, *batch.layout[:3], num_saved, batch.matmul_code
+                cores, rows.plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
             )
             rows = rows._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
@@ -560,7 +574,7 @@ def _update(
             sample_weights,
             codes.POOLING[batch.pooling.value],
             [*rows.groups, *rows.plan, rows.prefixes],
-            *batch.layout[:3],
+            *batch.layout.op_arguments,
             False,
             batch.matmul_code,
         )
@@ -574,7 +588,7 @@ def _update(
         rows.plan,
         rows.prefixes,
         row_grads,
-        *batch.layout[:3],
+        *batch.layout.op_arguments,
         batch.matmul_code,
     )
     _make_step(cores, hyper, row_grads, [partial(_ops.tt_update_.default, *arguments)])
@@ -676,7 +690,7 @@ def _core_grads(
 ) -> list[Tensor]:
     """Return the gradient of each core, float32 of its shape, from `row_grads` `[L, D]`."""
     return _ops.tt_core_grads(
-        cores, rows.plan, rows.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
+        cores, rows.plan, rows.prefixes, row_grads, *batch.layout.op_arguments, batch.matmul_code
     )
 
 

@@ -17,8 +17,13 @@ from emblib.columns import BagColumn, FeatureColumn, FeatureRow, TTTableColumn
 from emblib.ops import codes, tbe
 from emblib.specs import MatmulPrecision, Pooling, TTSpec
 
-# Scratch memory of a chunk in bytes, apart from cores and their gradients.
+# Scratch memory of a chunk, apart from cores and their gradients.
 CHUNK_BYTES = 128 << 20
+# Scratch memory per lookup, see `_chunk_lookups`: about a dozen integers of the grouping and the
+# plan; a float32 row and the quarter of a bag, per column; with sample weights a gradient as well.
+_INTEGER_BYTES = 100
+_LOOKUPS_PER_BAG = 4  # a chunk has at most one bag for so many lookups
+_COLUMN_BYTES, _WEIGHTED_COLUMN_BYTES = 5, 9
 
 
 class TTLayout(NamedTuple):
@@ -43,6 +48,11 @@ class TTLayout(NamedTuple):
     dim: int
     has_one_dim: bool
 
+    @property
+    def op_arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return `row_factors`, `dim_factors` and `num_cores`, which ops take in this order."""
+        return self.row_factors, self.dim_factors, self.num_cores
+
     def cores_of(self, table: int) -> slice:
         """Return the slice of a table's cores in a list of all cores."""
         first_core = sum(self.num_cores[:table])
@@ -53,7 +63,8 @@ class TTLayout(NamedTuple):
         return list(accumulate(self.row_factors[:-1], initial=0))
 
 
-_MAX_KEYS, _MAX_HALVES = 4 * 10**18, 2**31 - 1
+_MAX_KEYS = 4 * 10**18  # below 2^62: keys are int64
+_MAX_HALVES = 2**31 - 1  # ids of halves are int32
 
 
 def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
@@ -70,6 +81,7 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         num_lefts, num_rights = math.prod(p[:num_left]), math.prod(p[num_left:])
         second = p[1] if num_left == 2 else 1
         halves = p[0], second, num_rights, int(num_left == 2)
+        # In the order of `TTTableColumn`.
         tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
         keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
     if keys > _MAX_KEYS or max(lefts, rights) > _MAX_HALVES:
@@ -93,7 +105,7 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 
 def id_table_row(rows: int) -> tuple[int, ...]:
-    """Return the row of `tables` for which `tt_keys` returns ids as keys."""
+    """Return the row of `tables` for which `tt_keys` returns ids of `rows` rows as keys."""
     first_size = min(rows, _MAX_HALVES)
     columns = {TTTableColumn.ROWS: rows, TTTableColumn.LEFT_OUTER_ROWS: first_size}
     columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.LEFT_INNER_ROWS] = 1
@@ -161,7 +173,12 @@ def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
 class Chunk(NamedTuple):
     """A part of a large batch: a batch of one feature, and its position in the large one.
 
-    `share` is 1 if the chunk has whole bags, else the fraction that it has of its only bag.
+    Attributes:
+        batch: lookups of the chunk, as a batch of one table.
+        cores: position of the table's cores among all cores.
+        lookups, bags: position of the chunk's lookups and bags in the large batch.
+        feature: feature of the bags.
+        share: 1 if the chunk has whole bags, else the fraction that it has of its only bag.
     """
 
     batch: TTLookup
@@ -184,16 +201,20 @@ class Chunk(NamedTuple):
         return bags, slice(column, column + self.batch.output_dim)
 
 
-def _chunk_lookups(layout: TTLayout, sample_weights: object) -> int:
+def _chunk_lookups(layout: TTLayout, column_bytes: int) -> int:
     """Return the number of lookups whose scratch memory fits CHUNK_BYTES."""
-    # Bytes per column: a row, or a row and its gradient, and a quarter of a bag.
-    per_column = 5 if sample_weights is None else 9
-    return max(1, CHUNK_BYTES // (per_column * layout.dim + 100))
+    return max(1, CHUNK_BYTES // (column_bytes * layout.dim + _INTEGER_BYTES))
+
+
+def _column_bytes(sample_weights: Tensor | None) -> int:
+    return _COLUMN_BYTES if sample_weights is None else _WEIGHTED_COLUMN_BYTES
 
 
 def max_lookups_at_once(layout: TTLayout, device: torch.device) -> int:
     """Return the largest number of lookups that is never processed in chunks."""
-    return _chunk_lookups(layout, ...) if device.type == "cpu" else sys.maxsize
+    if device.type != "cpu":
+        return sys.maxsize
+    return _chunk_lookups(layout, _WEIGHTED_COLUMN_BYTES)
 
 
 def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
@@ -203,7 +224,7 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
     """
     return (
         batch.indices.device.type == "cpu"
-        and batch.indices.numel() > _chunk_lookups(batch.layout, sample_weights)
+        and batch.indices.numel() > _chunk_lookups(batch.layout, _column_bytes(sample_weights))
         and not torch.compiler.is_compiling()
     )
 
@@ -215,8 +236,8 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
         batch.indices, batch.offsets, batch.key_features, batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
-    max_lookups = _chunk_lookups(batch.layout, sample_weights)
-    max_bags = max(1, max_lookups // 4)
+    max_lookups = _chunk_lookups(batch.layout, _column_bytes(sample_weights))
+    max_bags = max(1, max_lookups // _LOOKUPS_PER_BAG)
     num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
     ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:

@@ -59,8 +59,8 @@ class SpecKind(NamedTuple):
 class FusedTables(nn.Module):
     """Base of modules of T tables that F features read, with a fused optimizer.
 
-    The constructor checks the common arguments; the subclass then locates the tables, sets
-    `_layout` with `_feature_rows` and registers its memory.
+    The constructor checks the common arguments, which `TableBatchedEmbeddingBags` documents; the
+    subclass then locates the tables, sets `_layout` with `_feature_rows` and registers its memory.
 
     Backward applies a fused optimizer to the weights immediately, so they never have a `.grad`, and
     neither `torch.optim` nor gradient clipping or accumulation affects them. Gradients scaled by a
@@ -82,8 +82,8 @@ class FusedTables(nn.Module):
     include_last_offset: bool
 
     __new__ = refuse_names_of_torch
-    tables: tuple[Any, ...]
-    total_rows: int
+    tables: tuple[Any, ...]  # specs of the class `spec_kind.type`
+    total_rows: int  # rows of all tables
     spec_kind: ClassVar[SpecKind]
     has_row_gradients: ClassVar[bool] = True
     """Whether gradients are of rows, so that External() leaves sparse ones."""
@@ -91,7 +91,7 @@ class FusedTables(nn.Module):
     """Whether rows are products of matrices, which `Precision.matmul` is about."""
     parameter_class: type[parameters.TableParameter] = parameters.TableParameter
     """The class of parameters that backward updates."""
-    _layout: list[tuple[int, ...]]
+    _layout: list[tuple[int, ...]]  # the values of `features`
     _frozen: bool = False
     """Whether `requires_grad_(False)` was called on the weights: nothing is updated."""
     _untrained: frozenset[int] = frozenset()
@@ -282,9 +282,8 @@ class FusedTables(nn.Module):
                 "these tables leave gradients for your own optimizer: set its learning rate"
             )
         check_learning_rate(lr)
-        self.hyperparams[Hyper.LEARNING_RATE].fill_(
-            lr
-        )  # a kernel argument; `= lr` might copy from the host
+        # A kernel argument; `= lr` might copy from the host, and wait for the GPU.
+        self.hyperparams[Hyper.LEARNING_RATE].fill_(lr)
         hyperparameters.notify_followers(self, lr)
 
     @atomic
@@ -463,9 +462,8 @@ class FusedTables(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
         is_lost = self.hyperparams.is_meta or parameters.loses_values(fn)
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # `IncompleteParameter` overrides torch functions
+        # `IncompleteParameter` overrides torch functions.
+        with torch._C.DisableTorchFunctionSubclass():
             super()._apply(ops.keep_dtype(fn), recurse)
         if is_lost and not self.hyperparams.is_meta:
             self.load_hyperparams(self.initial_hyperparams())
@@ -534,7 +532,10 @@ class ChecksBounds(Protocol):
 
 
 def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Append the number of indices to offsets in the form of `nn.EmbeddingBag`, which omits it."""
+    """Append L to offsets `[bags]` in the form of `nn.EmbeddingBag`, which omits it.
+
+    `indices` is `[L]`; the result is `[bags + 1]` in the dtype of `offsets`.
+    """
     return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
 
 
@@ -569,17 +570,26 @@ def check_bounds(
 ) -> Tensor:
     """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
-    `message` is the warning, a format of the numbers `indices` and `offsets` and the text `where`.
-    With `is_prefetch` violations are not counted: the lookup of the batch counts them, possibly on
-    another stream at the same time. A forward that checkpointing repeats counts them only once.
+    The host never waits for a GPU. Invalid indices stay as they are: kernels repair them as they
+    read. A forward that checkpointing repeats counts violations only once.
 
-    `indices` is `[L]`, `offsets` `[F * B + 1]` or `[bags + 1]` with a `bag_layout`; both int32 or
-    int64.
+    Args:
+        module: module whose `bounds_check` applies and whose `bounds_violations` count.
+        indices: int32 or int64 `[L]`.
+        offsets: int32 or int64 `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
+        features: int64 `[F, 8]`, see `FeatureColumn`.
+        bag_layout: int64 `[bags, 2]`, see `VariableBatch`; None if all features have B bags.
+        message: the warning, a format of the numbers `indices` and `offsets` and the text `where`.
+        is_prefetch: whether violations are not counted: the lookup of the batch counts them,
+            possibly on another stream at the same time.
+
+    Returns:
+        Tensor: the offsets themselves in mode NONE, else int32 in their shape.
 
     Raises:
-        RuntimeError: the batch is on another device than the module; out of bounds in mode FATAL;
-            in mode WARNING on the CPU, offsets that would skip ids or a bag, also in compiled
-            graphs.
+        RuntimeError: the batch is on another device than the module; out of bounds in mode FATAL
+            (on CUDA a device assert, see `BoundsCheck`); in mode WARNING on the CPU, offsets that
+            would skip ids or a bag, also in compiled graphs.
     """
     device = module.features.device
     if indices.device != device or offsets.device != device:
@@ -688,22 +698,22 @@ def variable_batch(
         )
     # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
-    blocks = torch.tensor(sizes, dtype=torch.int64)
+    bags_of_block = torch.tensor(sizes, dtype=torch.int64)  # a block: feature f from rank r
     dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
     shape = (len(dims), max(ranks, default=0))
-    elements = (blocks.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
-    starts = (
-        (elements.cumsum(0) - elements).view(shape[::-1]).t()
-    )  # first element of each block [F, ranks]
-    first_bag = blocks.cumsum(0) - blocks
+    elements = (bags_of_block.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
+    # First element of each block, [F, ranks].
+    starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()
+    first_bag = bags_of_block.cumsum(0) - bags_of_block
     # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
     dim_of_block = dim.expand(shape).reshape(-1)
     base = starts.reshape(-1) - first_bag * dim_of_block
     feature = torch.arange(shape[0]).repeat_interleave(shape[1])
     columns_of_block = torch.stack([feature, base, dim_of_block], dim=1)
-    columns_of_bag = columns_of_block.repeat_interleave(blocks, dim=0, output_size=num_bags)
-    layout = columns_of_bag[:, :2].clone()
-    layout[:, 1] += torch.arange(num_bags) * columns_of_bag[:, 2]
+    columns_of_bag = columns_of_block.repeat_interleave(bags_of_block, dim=0, output_size=num_bags)
+    feature_of_bag, base_of_bag, dim_of_bag = columns_of_bag.unbind(1)
+    element_of_bag = base_of_bag + torch.arange(num_bags) * dim_of_bag
+    layout = torch.stack([feature_of_bag, element_of_bag], dim=1)
     return VariableBatch(layout.to(device, non_blocking=True), output_numel)
 
 
@@ -720,11 +730,12 @@ def table_names(names: Sequence[str]) -> list[str]:
     return result
 
 
+# Per table its `weight` and optimizer states by name, as views of the module's memory.
 Views = list[dict[str, Tensor]]
 
 
 def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) of all state dict entries; `views` has `weight` and states per table."""
+    """Yield (key, tensor) of all state dict entries, table after table."""
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():
             yield f"{name}.{key}", tensor

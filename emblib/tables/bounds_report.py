@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from emblib.columns import FeatureColumn
 from emblib.tables.parameters import caller_level
 
-CHECKS_PER_COPY = 16
+CHECKS_PER_COPY = 16  # checks per copy of the counts, which costs two launches; not measured
 _is_padded = ContextVar("is_padded", default=False)
 BOUNDS_MESSAGE = (
     "emblib: {indices} indices and {offsets} offsets out of bounds{where}; "
@@ -27,7 +27,7 @@ BOUNDS_MESSAGE = (
 
 
 class BatchCheck(NamedTuple):
-    """The bounds check that an op makes itself, before it reads the batch.
+    """Arguments of an op that checks the bounds of its batch itself, before it reads the batch.
 
     Attributes:
         mode: a code of `codes.BOUNDS_CHECK`, None for no check.
@@ -103,7 +103,7 @@ def feature_label(module: Any, feature: int) -> str:
     return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
 
 
-def _call_site(module: Any) -> str:
+def _features_phrase(module: Any) -> str:
     """Return a phrase that names the features whose violations a GPU counts together."""
     labels = getattr(module, "feature_labels", None)
     if labels is None:
@@ -119,14 +119,15 @@ class BoundsReport:
     `CHECKS_PER_COPY`-th, after the kernels of the current stream. A later check or `poll` that
     finds a copy complete warns of the violations in it; `wait` reads the counts themselves. While a
     CUDA graph is captured nothing is copied: its replays count violations, which `wait` or the next
-    checks outside the graph report.
+    checks outside the graph report. Threads may share a report; a violation may then be warned of
+    twice.
     """
 
     def __init__(self) -> None:
         self._reported = (0, 0)
         self._checks = 0
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
-        self._message, self._call_site = BOUNDS_MESSAGE, ""
+        self._message, self._where = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new report: events belong to a process."""
@@ -135,15 +136,16 @@ class BoundsReport:
     def add_check(self, module: Any, message: str) -> None:
         """Note that a check may have added to the module's `bounds_violations` on the device.
 
-        `message` is a format of the numbers of bad `indices` and `offsets`, and `where`.
+        The check must be enqueued already; the host does not wait for it. `message` is a format of
+        the numbers of bad `indices` and `offsets`, and `where`.
         """
         if self._copy is None and self._checks % CHECKS_PER_COPY != 0:
             self._checks += 1
             return
         if torch.cuda.is_current_stream_capturing():
             return
-        if not self._call_site:
-            self._call_site = _call_site(module)
+        if not self._where:
+            self._where = _features_phrase(module)
         self._message = message
         self.poll()
         if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
@@ -184,7 +186,7 @@ class BoundsReport:
         )
         self._reported = counts[0], counts[1]
         if indices or offsets:
-            text = self._message.format(indices=indices, offsets=offsets, where=self._call_site)
+            text = self._message.format(indices=indices, offsets=offsets, where=self._where)
             text += "; counted on the GPU in earlier batches"
             warnings.warn(text, stacklevel=caller_level())
 

@@ -61,11 +61,11 @@ class BatchId(NamedTuple):
         """Return the version of each tensor, which counts its in-place writes."""
         return self.indices._version, self.offsets._version
 
-    def is_(self, other: "BatchId") -> bool:
+    def is_same(self, other: "BatchId") -> bool:
         """Return whether both are the same tensor objects."""
         return self.indices is other.indices and self.offsets is other.offsets
 
-    def fits(self, other: "BatchId") -> bool:
+    def has_content_of(self, other: "BatchId") -> bool:
         """Return whether both have equal content; on a GPU a device assert checks it instead."""
         for tensor, other_tensor in zip(self, other, strict=True):
             if tensor is other_tensor:
@@ -80,8 +80,10 @@ class BatchId(NamedTuple):
 
 
 _ORDER = "forward must get the batches in the order they were prefetched"
-_SAMPLED_ROWS = 128  # rows of a batch whose pages are looked for in memory, unless in the cache
-_FETCHES_PER_PROBE = 8  # fetches per such probe, while pages are found in memory
+# A probe looks for the pages of a sample of a batch's rows in memory; see `_read_pages`. Neither
+# number is measured: they keep a probe short next to a fetch of thousands of rows.
+_SAMPLED_ROWS = 128
+_FETCHES_PER_PROBE = 8  # while a probe finds all pages in memory
 
 
 class _Ticket(weakref.ref["InFlight"]):
@@ -96,7 +98,10 @@ class _Ticket(weakref.ref["InFlight"]):
 
 
 class InFlight:
-    """A batch between its prefetch and the end of its update: the `hooks` of its autograd graph."""
+    """A batch between its prefetch and the end of its update: the `hooks` of its autograd graph.
+
+    The caller of every method holds `lock`, the lock of the module.
+    """
 
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
@@ -120,7 +125,10 @@ class InFlight:
             running.note(owner, self)
 
     def locate(self, *, lookups: bool = True) -> autograd.RowLocations:
-        """Return the current locations of the batch's rows and of its lookups."""
+        """Return the current locations of the batch's rows and, with `lookups`, of its lookups.
+
+        The current stream waits for the prefetch of the batch.
+        """
         owner, locations = self.owner, self._locations
         assert locations is not None
         if self.filled is not None:
@@ -236,8 +244,9 @@ class _LastWork:
 class Prefetcher:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
-    `lock` is the module's lock. All methods enter it except those that `InFlight` calls, whose
-    caller holds it.
+    `lock` is the module's lock. `prefetch`, `look_up`, `flush` and `reset` enter it; callers of the
+    other methods hold it. No method makes the host wait for a GPU. `tiers` is the memory of the
+    tables and the cache.
     """
 
     def __init__(
@@ -297,6 +306,8 @@ class Prefetcher:
     ) -> bool:
         """Fetch the rows of a batch; `batch_id` has the tensors that forward will be called with.
 
+        `check` is the bounds check that the op makes, if `fetches_at_once`.
+
         Returns:
             Whether the batch is valid; an invalid one, on the CPU, is not fetched.
         """
@@ -340,10 +351,10 @@ class Prefetcher:
         Forwards with gradients (`in_order`) must come in the order of prefetching; others may look
         up any batch in between.
         """
-        return bool(self._queue) and (in_order or batch_id.is_(self._queue[0][0]))
+        return bool(self._queue) and (in_order or batch_id.is_same(self._queue[0][0]))
 
     def take(self, flight: InFlight) -> None:
-        """Remove a batch that was looked up from the queue of prefetched ones, if it is there."""
+        """Remove a batch that was looked up from the queue, if it is the next prefetched one."""
         if self._queue and self._queue[0][2] is flight:
             self._queue.popleft()
 
@@ -390,7 +401,7 @@ class Prefetcher:
                 "the next of the prefetched batches was written to since; use separate tensors "
                 "for every batch in flight"
             )
-        if not expected.fits(batch_id):
+        if not expected.has_content_of(batch_id):
             raise RuntimeError(
                 f"{_ORDER}: the next of {len(self._queue)} has {expected.indices.numel()} "
                 f"lookups, got another one of {batch_id.indices.numel()}; pass that one, or "
@@ -591,7 +602,7 @@ class Prefetcher:
             self._filled.wait()
 
     def begin_use(self) -> None:
-        """Record that a find, an update or a flush begins on the current stream; `used` ends it."""
+        """Record that a find, an update or a flush begins on the current stream, see `end_use`."""
         if not self.is_on_one_stream():
             self._used.begin(self.cache.weights.device)
 
@@ -648,7 +659,10 @@ class Prefetcher:
         self.memory.disk.protect(rows[in_place] - first)
 
     def flush(self, tiers: autograd.Tiers) -> None:
-        """Write all cached rows back, and commit the disk tier; prefetched batches stay valid."""
+        """Write all cached rows back, and commit the disk tier; prefetched batches stay valid.
+
+        With a disk tier, tables are on the CPU and it returns once they are on the disk.
+        """
         with self.lock:
             self.settle()
             self.begin_use()

@@ -63,8 +63,9 @@ from emblib.tables.page_sums import (
 )
 
 _JOURNAL, _STORE = "journal", "store.json"
-_WHAT = "DISK tables"
-_FORMAT = 2
+_CONTENT = "DISK tables"  # for errors
+_FORMAT = 2  # of the directory; stores of format 1 have no checksums
+_COMMITTED, _OVERWRITING = "committed", "overwriting"  # the `status` in `store.json`
 
 
 class _Commit(NamedTuple):
@@ -128,11 +129,11 @@ class DiskStore:
         self._committing: _Commit | None = None  # the commit in progress
         self._syncs = SyncGuard(self.directory)
         self._rows = sum(spec.rows for spec in tables)
-        make_directory(self.directory, _WHAT)
+        make_directory(self.directory, _CONTENT)
         if not (self.directory / _STORE).exists():
-            check_own_directory(self.directory, _WHAT, _STORE)
+            check_own_directory(self.directory, _CONTENT, _STORE)
         handles = contextlib.ExitStack()
-        handles.callback(os.close, lock(self.directory / LOCK, _WHAT))
+        handles.callback(os.close, lock(self.directory / LOCK, _CONTENT))
         self._release = weakref.finalize(self, handles.close)
         self._process = os.getpid()
         close_in_forks(self)
@@ -184,9 +185,7 @@ class DiskStore:
         sum_blocks = [Block(0, s.sums.shape[0], [s.sums]) for s in self._sums]
         self._journal = Journal(self.directory / _JOURNAL, [*self._blocks, *sum_blocks])
         handles.callback(self._journal.close)
-        flush_directory(
-            self.directory
-        )  # make the file names durable before anything relies on them
+        flush_directory(self.directory)  # the file names, before anything relies on them
         self._journaled, self._touched = zeros(self._rows), zeros(self._rows)
         if self.created:
             for sums in self._sums:
@@ -218,7 +217,7 @@ class DiskStore:
         path = self.directory / _STORE
         self._roots = [0] * (1 + len(self._layout["states"]))
         if not path.exists():
-            self._write_store(0, [], "committed")
+            self._write_store(0, [], _COMMITTED)
             flush_directory(self.directory)
         with reading(path):
             saved = json.loads(path.read_text())
@@ -234,7 +233,7 @@ class DiskStore:
         _check_layout(self.directory, layout, self._layout, upgrade=self._unchecked)
         self.created = self._epoch == 0
         self._whole = self.created  # whether all rows may change until the next commit
-        if status != "committed" and not self.created:
+        if status != _COMMITTED and not self.created:
             raise RuntimeError(
                 f"the tables in {self.directory} were being overwritten whole (initialised or "
                 "loaded from a checkpoint) when the process ended, so they mix old and new rows; "
@@ -251,6 +250,7 @@ class DiskStore:
             bool: whether weights or states of some were not in memory.
 
         Raises:
+            IndexError: a row that no table has.
             OSError: a page cannot be read.
         """
         rows = self._numbers_of(rows)
@@ -321,6 +321,7 @@ class DiskStore:
 
         Raises:
             IndexError: a row that no table has.
+            RuntimeError: the store is closed, or a sync of it has failed.
             OSError: the disk is full. The rows must not be written then; the store stays usable.
             SyncError: the disk failed; the store is of no use until it is opened again.
             ChecksumError: other bytes of their pages are not as the last commit left them.
@@ -362,7 +363,7 @@ class DiskStore:
             self._committing = _Commit(
                 self._epoch + 1, numbers, [t._version for t in self.user_tensors]
             )
-            self._write_store(self._epoch + 1, numbers, "committed")
+            self._write_store(self._epoch + 1, numbers, _COMMITTED)
             self._finish(self._committing)
 
     def _finish(self, commit: "_Commit") -> None:
@@ -416,8 +417,8 @@ class DiskStore:
         pages = self._sums[block_index].unjournaled(pages)
         if pages.numel():
             self._journal.begin(self._epoch)
-            for part in self._journal.append(len(self._blocks) + block_index, pages):
-                self._sums[block_index].note_journaled(part)
+            for journaled in self._journal.append(len(self._blocks) + block_index, pages):
+                self._sums[block_index].note_journaled(journaled)
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
@@ -429,7 +430,7 @@ class DiskStore:
         self._check_usable()
         if not self._whole:
             with self._syncs.watch():
-                self._write_store(self._epoch, self.committed_numbers, "overwriting")
+                self._write_store(self._epoch, self.committed_numbers, _OVERWRITING)
                 flush_directory(self.directory)
             self._whole = True
             self._journal.clear()
@@ -482,9 +483,11 @@ def _layout_of(
     def word(value_dtype: torch.dtype) -> str:
         return str(value_dtype).removeprefix("torch.")
 
-    kinds = {True: word(torch.float32), False: word(state_dtype)}
+    def dtype_of(state: State) -> torch.dtype:
+        return torch.float32 if state.per_row else state_dtype
+
     state_entries = [
-        {"name": s.name, "per_row": s.per_row, "dtype": kinds[s.per_row]} for s in states
+        {"name": s.name, "per_row": s.per_row, "dtype": word(dtype_of(s))} for s in states
     ]
     return {
         "format": _FORMAT,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from emblib.ops import pages
 
-_CHECKSUM = "checksum"
+_CHECKSUM = "checksum"  # key of the checksum of a sealed manifest
 
 
 class SyncError(OSError):
@@ -226,12 +226,15 @@ def json_checksum(content: dict[str, Any]) -> int:
 
 
 LOCK = "lock"
-_CRC = "crc32"
+_CRC = "crc32"  # key of the checksum that `save_json` appends
 _NEW_SUFFIX = ".new"  # suffix of the new version of a file, until it replaces the file
 
 
 class MappedFile:
-    """One mapped file of `count` numbers; `dtype` is the name of a torch dtype."""
+    """One mapped file of `count` numbers; `dtype` is the name of a torch dtype.
+
+    `mapped` is None until `map` is called, and for a file without numbers.
+    """
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
         self.path, self.count = path, count
@@ -254,7 +257,11 @@ class MappedFile:
         return self.path.exists() and self.path.stat().st_size == self.nbytes
 
     def map(self) -> Tensor:
-        """Map the file and return it as a tensor, uint8 `[bytes]`."""
+        """Map the file, and return it as a tensor `[count]` of its dtype.
+
+        Raises:
+            RuntimeError: the file is missing, or has another length.
+        """
         if not self.fits():
             size = self.path.stat().st_size if self.path.exists() else None
             size_text = "is missing" if size is None else f"has {size} bytes"
@@ -318,7 +325,17 @@ def check_own_directory(directory: Path, content: str, known_file: str) -> None:
 def lock(
     path: Path, content: str, way_out: str = "end it, or delete the module that has them"
 ) -> int:
-    """Lock a file exclusively and return its handle; `content` names its content in errors."""
+    """Lock a file exclusively and return its handle, which holds the lock until it is closed.
+
+    Args:
+        path: path of the file, which is created if missing.
+        content: name of the directory's content, for errors.
+        way_out: advice in the error if another process has the lock.
+
+    Raises:
+        BlockingIOError: another handle has the lock, in this process or another one.
+        OSError: the file cannot be opened for writing.
+    """
     try:
         handle = open_fresh(path, os.O_RDWR)
     except OSError as error:

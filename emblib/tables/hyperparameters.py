@@ -94,10 +94,10 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     module.optimizer = changed
     values = module.initial_hyperparams()
     if isinstance(getattr(changed, "counter", None), Counter):
-        values = values[:-1]  # the largest row count is measured, not set
+        values = values[:-1]  # the last one, the largest row count, is measured, not set
     # The step is not written: another thread may be counting it.
-    for numbers in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
-        module.hyperparams[numbers].copy_(values[numbers])
+    for entries in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
+        module.hyperparams[entries].copy_(values[entries])
     notify_followers(module, changed.lr)
 
 
@@ -118,7 +118,7 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
 # Entries of groups of torch.optim that select an implementation, not a result, or have an effect
 # only when the optimizer of torch is constructed.
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
-# Entries that tables do not support, with the values that have no effect.
+# Entries that tables do not support, with the value that has no effect; None has none in any case.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
@@ -133,7 +133,12 @@ _FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls
 
 
 class GroupChanges(NamedTuple):
-    """Changes of a parameter group: fields of the optimizer, and the group's entries."""
+    """Changes of a parameter group.
+
+    Attributes:
+        fields: new values of fields of the optimizer's dataclass, by name.
+        entries: all entries of the group, as numbers of Python.
+    """
 
     fields: dict[str, Any]
     entries: dict[str, Any]

@@ -29,13 +29,14 @@ from emblib.ops.pages import crc32
 from emblib.tables import durable_files
 
 _BOOT_ID_BYTES = 36
-_HEADER = struct.Struct(
-    f"<8sQ{_BOOT_ID_BYTES}sI"
-)  # magic, epoch, id of the machine's start, checksum
-_RECORD = struct.Struct("<4sIQII")  # magic, block, rows, checksum of the body, checksum of this
+# Magic, epoch, boot id, CRC-32 of these.
+_HEADER = struct.Struct(f"<8sQ{_BOOT_ID_BYTES}sI")
+# Magic, block, number of rows, CRC-32 of the body, CRC-32 of these. The body follows: `rows` as
+# int64, their old bytes in each of the block's tensors, and padding to whole words.
+_RECORD = struct.Struct("<4sIQII")
 _MAGIC, _ROWS = b"emblib-1", b"rows"
 _CHECKSUM = struct.Struct("<I")
-_LARGEST_BODY = 1 << 24  # bytes of a record, which limits the memory of `append`
+_MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
 
 
 class Block(NamedTuple):
@@ -67,13 +68,20 @@ class JournalError(RuntimeError):
 
 
 class Journal:
-    """The journal file of the store whose rows are `blocks`; the store has locked the directory."""
+    """The journal file of the store whose rows are `blocks`; the store has locked the directory.
+
+    Calls must come from one thread at a time. Besides the errors named below, all of them raise
+    OSError where the disk does, and SyncError where a sync fails.
+
+    Attributes:
+        interrupted: whether rows may have changed since the last commit without a record, because
+            the machine went down or the file is missing. Then all pages must be verified. Known
+            once `roll_back` was called.
+    """
 
     def __init__(self, path: Path, blocks: Sequence[Block]) -> None:
         self.path = path
         self.blocks = blocks
-        # Whether rows may have changed since the last commit without a record, because the machine
-        # went down or the file is missing. Then all pages must be verified.
         self.interrupted = not path.exists()
         self._handle = durable_files.open_file(path)
         self._end = 0  # 0: the epoch has no records yet
@@ -90,9 +98,10 @@ class Journal:
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
         """Record the old bytes of rows, int64 `[n]` within a block; yield the rows of each record.
 
-        A row may be overwritten once it was yielded. Rows that are not consumed are not recorded.
+        `begin` was called for this epoch. A row may be overwritten once it was yielded. Rows that
+        are not consumed are not recorded.
         """
-        max_rows = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
+        max_rows = max(_MAX_BODY_BYTES // self.blocks[block].row_bytes, 1)
         for row_block in rows.split(max_rows):
             self._append(self._pack_record(block, row_block))
             yield row_block
@@ -203,9 +212,9 @@ class Journal:
         """
         offset = _HEADER.size
         while offset + _RECORD.size <= len(data):
-            magic, index, count, checksum, own_checksum = _RECORD.unpack_from(data, offset)
+            magic, index, count, checksum, head_checksum = _RECORD.unpack_from(data, offset)
             body = offset + _RECORD.size
-            if magic != _ROWS or own_checksum != zlib.crc32(data[offset : body - _CHECKSUM.size]):
+            if magic != _ROWS or head_checksum != zlib.crc32(data[offset : body - _CHECKSUM.size]):
                 if self.interrupted:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong head")

@@ -70,7 +70,14 @@ def _free_ended() -> None:
 
 
 def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a GPU over the memory of a contiguous pinned tensor `[N]`."""
+    """Return a tensor `[N]` on a GPU over the memory of a contiguous pinned tensor `[N]`.
+
+    The result keeps the memory alive. Its last view waits for the GPU when it is deleted.
+
+    Raises:
+        ValueError: the tensor is not pinned.
+        RuntimeError: this torch has another version of DLPack.
+    """
     if pinned.numel() == 0:
         return torch.empty(0, dtype=pinned.dtype, device=device)
     if not pinned.is_pinned():

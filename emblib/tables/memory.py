@@ -83,12 +83,12 @@ class TableLayout:
     """
 
     offsets: tuple[TableOffset, ...]
-    elements: tuple[int, ...]  # by tier, without the cache
-    rows: tuple[int, ...]  # by tier, without the cache
+    elements: tuple[int, ...]
+    rows: tuple[int, ...]
     total_rows: int
     first_cached_row: int
     first_disk_row: int
-    cache_stride: int  # elements between the rows of the cache; 0 if nothing is cached
+    cache_stride: int
 
     @property
     def cached_rows(self) -> int:
@@ -151,7 +151,26 @@ _NOT_ON_CUDA = {
 
 
 class Memory:
-    """Weights and optimizer states of the tables; `layout` has the location of each table."""
+    """Weights and optimizer states of the tables of a module, which owns the device tier.
+
+    This object owns the host tier and the store of the disk tier, which closes with it. Weights of
+    a tier are flat, in `precision.weights`; states are flat in `precision.states`, or float32
+    `[rows of the tier]` if they have one number per row. The module's lock orders the calls.
+
+    Args:
+        tables: rows, dim and placement of each table.
+        optimizer: optimizer whose states the rows have.
+        precision: dtypes of weights and states.
+        cache: options of the cache, which have the directory of DISK tables.
+        device: device of the module.
+
+    Attributes:
+        layout: location of each table.
+
+    Raises:
+        ValueError: a placement that `device` does not have, or DISK tables without a directory;
+            `DiskStore` lists more errors of those.
+    """
 
     def __init__(
         self,
@@ -165,8 +184,11 @@ class Memory:
         self.states = optimizer.states
         self.precision = precision
         self.layout = lay_out(tables)
-        used = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
-        self._last_tier = Tier.DISK if self.layout.cache_stride else max(used, default=Tier.DEVICE)
+        tiers_in_use = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
+        # The cache follows the disk tier in the lists that ops take, so none may be left out then.
+        self._last_tier = (
+            Tier.DISK if self.layout.cache_stride else max(tiers_in_use, default=Tier.DEVICE)
+        )
         self.check_device(device)
         self._host: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
         self._mapped: list[Tensor] | None = None  # the same memory as tensors on a GPU
@@ -362,7 +384,7 @@ class Memory:
             self._host = [tensor.cpu() for tensor in self._host]
 
 
-_HUGE_PAGE = 2 << 20
+_HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with pages of 4 KiB
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, of Linux
 
 
@@ -375,19 +397,19 @@ def reserve(
     the tables in it may each be smaller than a huge page.
     """
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _HUGE_PAGE:
+    if device.type != "cpu" or nbytes < _HUGE_PAGE_BYTES:
         return torch.zeros(numel, dtype=dtype, device=device)
-    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
+    size = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
-        memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=flags)
+        memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)
     except (OSError, OverflowError) as error:
         raise MemoryError(
             f"the system has no {nbytes} bytes of address space for a table: {error}; choose a "
             "smaller capacity"
         ) from error
     # Huge pages begin at multiples of their size.
-    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE_BYTES
     if used_share >= 0.5:
         pages = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=begin)
         torch.ops.emblib.advise_huge_pages_(pages)
@@ -407,12 +429,14 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
     address = tensor.data_ptr() + first_element * size
     end = address + used_now * size
     if (
-        end // _HUGE_PAGE == (address + used_before * size) // _HUGE_PAGE
-        or used_now * size < _HUGE_PAGE
+        end // _HUGE_PAGE_BYTES == (address + used_before * size) // _HUGE_PAGE_BYTES
+        or used_now * size < _HUGE_PAGE_BYTES
     ):
         return
     # Including the page that the last row begins to fill.
-    end_address = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
+    end_address = min(
+        -(-end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, tensor.data_ptr() + tensor.nbytes
+    )
     torch.ops.emblib.advise_huge_pages_(
         tensor[first_element : first_element + (end_address - address) // size]
     )

@@ -71,7 +71,11 @@ def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -
 def before_forward(
     optimizer: Optimizer, number: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Update moving averages and the largest row count at training forward `number` (from 1)."""
+    """Update moving averages and the largest row count at training forward `number` (from 1).
+
+    Call it only if `is_periodic`. `views` has the weight and states of each table, `tiers` their
+    memory; both are updated in place.
+    """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         weights = [tensors["weight"] for tensors in views]
         ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])
@@ -86,7 +90,8 @@ def decay_rows(
 ) -> tuple[autograd.Lookup, Tensor]:
     """Group the rows of a batch and return the decay factor of each lookup.
 
-    `prev_iter` float32 `[R]` by linear row. Factors are float32 `[L]`; skipped lookups have 1.
+    `prev_iter` is float32 `[R]`, by linear row, `hyper` the hyperparameters (`Hyper`). Factors are
+    float32 `[L]`; skipped lookups have 1. The host does not wait for a GPU.
     """
     if prev_iter.numel() == 0:  # tables without rows
         return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)

@@ -22,13 +22,14 @@ from emblib.ops import pages as page_ops
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, fetch_rows, zeros
 
-PAGE = 4096
-SUFFIX = ".crc"
+PAGE = 4096  # bytes that have one checksum
+SUFFIX = ".crc"  # of the name of the file of checksums
 WIDTH = 4  # bytes of a checksum
+# What a manifest says of the checksums; files of another format are refused.
 FORMAT = {"page_bytes": PAGE, "page_checksum": "crc32"}
 UNCHECKED = 1  # the format of stores before there were checksums
-_CHUNK = 1 << 18  # pages that are processed at a time
-_FETCHED = 1 << 12  # pages that are read from the disk at a time to be verified
+_PAGES_PER_STEP = 1 << 18  # pages that are processed at a time, 1 GiB of the file
+_PAGES_PER_READ = 1 << 12  # pages that are read from the disk at a time, 16 MiB
 _ZEROS = torch.tensor(
     [*zlib.crc32(bytes(PAGE)).to_bytes(WIDTH, sys.byteorder)], dtype=torch.uint8, device="cpu"
 )  # checksum of a page of zeros
@@ -90,7 +91,7 @@ class PageSums:
         self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
         # Flags per page: verified or written since opening; changed since the commit; journaled.
-        self._has_sum, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
+        self._is_known, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
         self.all_known = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
@@ -99,9 +100,9 @@ class PageSums:
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
             self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
-        self._has_sum, self._changed, self._journaled = (
+        self._is_known, self._changed, self._journaled = (
             _extend_flags(flags, self.sums.shape[0])
-            for flags in (self._has_sum, self._changed, self._journaled)
+            for flags in (self._is_known, self._changed, self._journaled)
         )
 
     @property
@@ -125,18 +126,22 @@ class PageSums:
         """
         if self.all_known:
             return
-        has_sum = self._has_sum[: self.pages]
-        pages = page_ops.pages_without_mark(has_sum, rows, width, first_byte, PAGE)
+        is_known = self._is_known[: self.pages]
+        pages = page_ops.pages_without_mark(is_known, rows, width, first_byte, PAGE)
         if pages.numel():
             self._verify(pages.unique())
 
     def check_all(self) -> None:
-        """Verify every page that was not verified yet."""
+        """Verify every page that was not verified yet.
+
+        Raises:
+            ChecksumError: a page is not as the last commit left it.
+        """
         if self.all_known:
             return
-        for start in range(0, self.pages, _CHUNK):
-            has_sum = self._has_sum[start : min(start + _CHUNK, self.pages)]
-            pages = (has_sum == 0).nonzero().squeeze(1) + start
+        for start in range(0, self.pages, _PAGES_PER_STEP):
+            is_known = self._is_known[start : min(start + _PAGES_PER_STEP, self.pages)]
+            pages = (is_known == 0).nonzero().squeeze(1) + start
             self._verify(pages, skip_holes=True)
         self.all_known = True
 
@@ -148,7 +153,7 @@ class PageSums:
         wrong = pages[(sums_found != self.sums[pages]).any(dim=1)]
         if wrong.numel():
             raise self._error(wrong.tolist())
-        self._has_sum[pages] = 1
+        self._is_known[pages] = 1
 
     def _error(self, wrong: list[int]) -> ChecksumError:
         """Return the error that names the first wrong page."""
@@ -161,7 +166,11 @@ class PageSums:
         )
 
     def check_root(self, expected: int) -> None:
-        """Verify the checksums themselves against the manifest."""
+        """Verify the checksums themselves against the manifest.
+
+        Raises:
+            ChecksumError: their checksum is not `expected`.
+        """
         if self.root(self.length) != expected:
             raise ChecksumError(
                 f"{self.path}{SUFFIX} is damaged: it is not as the last flush left it, so no row "
@@ -179,7 +188,7 @@ class PageSums:
             ChecksumError: a page is not as the last commit left it.
         """
         self.check(rows, width, first_byte)
-        page_ops.mark_pages_([self._has_sum, self._changed], rows, width, first_byte, PAGE)
+        page_ops.mark_pages_([self._is_known, self._changed], rows, width, first_byte, PAGE)
 
     def extend(self, length: int) -> None:
         """Note that the next commit covers `length` bytes."""
@@ -195,8 +204,8 @@ class PageSums:
                 have been synced.
         """
         count = num_pages(length)
-        for start in range(0, count, _CHUNK):
-            stop = min(start + _CHUNK, count)
+        for start in range(0, count, _PAGES_PER_STEP):
+            stop = min(start + _PAGES_PER_STEP, count)
             if self._all_changed:
                 pages = torch.arange(start, stop)
             else:
@@ -233,7 +242,7 @@ class PageSums:
             sums[is_read] = self._sums_of(pages[is_read], length)
             return sums
         blocks = [torch.empty(0, WIDTH, dtype=torch.uint8)]
-        for block in pages.split(_FETCHED):
+        for block in pages.split(_PAGES_PER_READ):
             self.fetch(block, PAGE)
             blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE))
         return torch.cat(blocks)

@@ -24,7 +24,7 @@ from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
 _lookup_checked = native(quant.quant_lookup_checked_)
-_CHUNK = 1 << 16  # rows that are dequantised at a time
+_BLOCK_ROWS = 1 << 16  # rows that are quantised or dequantised at a time
 FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
 
@@ -62,19 +62,23 @@ Formats = RowFormat | str | Sequence[RowFormat | str]
 """One format for all tables, or one per table."""
 
 
-def formats_of(tables: int, bits: int | None, formats: Formats | None) -> tuple[RowFormat, ...]:
-    """Return the format of each of `tables` tables, for integers of `bits` bits or `formats`."""
+def formats_of(num_tables: int, bits: int | None, formats: Formats | None) -> tuple[RowFormat, ...]:
+    """Return the format of each table, for integers of `bits` bits or for `formats`.
+
+    Raises:
+        ValueError: both arguments, other bits, or not one format per table.
+    """
     if formats is None:
         bits = 8 if bits is None else bits
         if bits not in (2, 4, 8):
             raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}; formats= has the other ones")
-        return (RowFormat(f"int{bits}"),) * tables
+        return (RowFormat(f"int{bits}"),) * num_tables
     if bits is not None:
         raise ValueError(f"pass bits or formats, got both, {bits} and {formats!r}")
     if isinstance(formats, RowFormat | str):
-        return (RowFormat(formats),) * tables
-    if len(formats) != tables:
-        raise ValueError(f"formats must have one entry per table, {tables}, got {len(formats)}")
+        return (RowFormat(formats),) * num_tables
+    if len(formats) != num_tables:
+        raise ValueError(f"formats must have one entry per table, {num_tables}, got {len(formats)}")
     return tuple(RowFormat(format) for format in formats)
 
 
@@ -153,6 +157,7 @@ class QuantizedEmbeddingBags(nn.Module):
     packed: Tensor  # uint8 `[bytes]`, rows of all tables
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
+    _layout: list[FeatureRow]  # the values of `features`
     _check: LookupBoundsCheck | None = None
 
     def __init__(
@@ -172,6 +177,7 @@ class QuantizedEmbeddingBags(nn.Module):
         self.include_last_offset = include_last_offset
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
         self.formats = formats_of(len(self.tables), bits, formats)
+        # The bits of integers, the code of another format, or < 0 if the formats differ.
         self.bits = quant.format_argument(format.code for format in self.formats)
         self.pooling = Pooling(pooling)
         self.feature_tables = tuple(
@@ -218,8 +224,6 @@ class QuantizedEmbeddingBags(nn.Module):
             location = self._locations[t]
             self._layout.append(location.feature(column, is_mixed=self.bits < 0))
             column += 0 if is_unpooled else location.dim
-
-    _layout: list[FeatureRow]
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate the packed rows and the buffers on a device."""
@@ -315,10 +319,10 @@ class QuantizedEmbeddingBags(nn.Module):
             formats=formats,
         )
         for table in range(len(tables.specs)):
-            first_table = 0
+            first_row = 0
             for block in tables.blocks(table):
-                quantized.write_rows(table, block, first_table)
-                first_table += len(block)
+                quantized.write_rows(table, block, first_row)
+                first_row += len(block)
         return quantized
 
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
@@ -341,14 +345,14 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"of {location.rows} rows"
             )
         weights = weights.detach()
-        needs_range = location.format <= RowFormatCode.FP16
+        needs_range = location.format <= RowFormatCode.FP16  # codes ascend: scaled ones, then FP16
         try:
-            for block in weights.split(_CHUNK) if needs_range else ():
+            for block in weights.split(_BLOCK_ROWS) if needs_range else ():
                 _check_range(block)
         except ValueError as error:
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
         packed = location.view(self.packed)[first_row:end]
-        for rows, block in zip(packed.split(_CHUNK), weights.split(_CHUNK), strict=True):
+        for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
             quant.quantize_rows_(rows, block.to(rows.device).contiguous(), location.format)
 
     def use_memory(self, packed: Tensor) -> None:
@@ -373,8 +377,8 @@ class QuantizedEmbeddingBags(nn.Module):
         """Dequantise a table to float32 `[rows, dim]`."""
         rows = self._locations[table].rows
         out = torch.empty(rows, self._locations[table].dim, device=self.packed.device)
-        for first_row in range(0, rows, _CHUNK):
-            count = min(_CHUNK, rows - first_row)
+        for first_row in range(0, rows, _BLOCK_ROWS):
+            count = min(_BLOCK_ROWS, rows - first_row)
             out[first_row : first_row + count] = self.dense_rows(table, first_row, count)
         return out
 
@@ -454,10 +458,10 @@ class QuantizedEmbeddingBags(nn.Module):
 
         `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
         """
-        own_check = self._check
-        if own_check is None or not own_check.matches(self):
-            self._check = own_check = LookupBoundsCheck(self)
-        check = own_check.begin() if own_check.counts else own_check.check
+        lookup_check = self._check
+        if lookup_check is None or not lookup_check.matches(self):
+            self._check = lookup_check = LookupBoundsCheck(self)
+        check = lookup_check.begin() if lookup_check.counts else lookup_check.check
         outputs = _lookup_checked(
             self.packed,
             self.features,
@@ -471,8 +475,8 @@ class QuantizedEmbeddingBags(nn.Module):
             check.mode,
             check.violations,
         )
-        if own_check.counts:
-            own_check.end(self, check)
+        if lookup_check.counts:
+            lookup_check.end(self, check)
         return outputs[0] if outputs else None
 
     def nbytes(self) -> dict[str, int]:
@@ -584,21 +588,32 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
-    for first_row in range(0, rows, _CHUNK):
+    for first_row in range(0, rows, _BLOCK_ROWS):
         numbers, block = (
-            values[first_row : first_row + _CHUNK],
-            scales[first_row : first_row + _CHUNK],
+            values[first_row : first_row + _BLOCK_ROWS],
+            scales[first_row : first_row + _BLOCK_ROWS],
         )
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
         weights = numbers[:, :dim].float() * block[:, :1] + block[:, 1:]
         _check_range(weights)
-        quant.quantize_rows_(packed[first_row : first_row + _CHUNK], weights.contiguous(), bits)
+        quant.quantize_rows_(
+            packed[first_row : first_row + _BLOCK_ROWS], weights.contiguous(), bits
+        )
     return packed
 
 
 class FloatTables(NamedTuple):
-    """The tables to quantise, and how they are looked up."""
+    """The tables to quantise, and how they are looked up.
+
+    Attributes:
+        specs: rows, dim and name of each table.
+        tensors: rows of each table `[R, D]`, on `device`; or a module that computes them.
+        pooling: pooling of all features.
+        feature_tables: table of each feature; None: feature i reads table i.
+        output_dtype: dtype of the output of lookups.
+        device: device of the rows.
+    """
 
     specs: list[TableSpec]
     tensors: list[Tensor] | TableBatchedTTEmbeddingBags
@@ -648,8 +663,8 @@ class FloatTables(NamedTuple):
         return [torch.float32] * len(self.specs)
 
     def blocks(self, table: int) -> Iterator[Tensor]:
-        """Yield the rows of a table, float32 `[n, dim]`, in blocks and in order."""
+        """Yield the rows of a table `[n, dim]`, in order and in blocks of the dtype in `dtypes`."""
         if isinstance(self.tensors, list):
-            yield from self.tensors[table].split(_CHUNK)
+            yield from self.tensors[table].split(_BLOCK_ROWS)
         else:
             yield from self.tensors.dense_blocks(table)

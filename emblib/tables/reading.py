@@ -18,11 +18,11 @@ from emblib.tables.memory import TableOffset
 class TableReading(NamedTuple):
     """Reading of the only table of a module by some features, with their pooling.
 
-    Args:
+    Attributes:
         features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
         dim: columns of the table.
         pooling: pooling of the features.
-        joint: adds up the gradients of the table, if backward updates it.
+        joint: sum of the gradients of all readings; None if backward does not update the table.
         reader: module whose `bounds_check` applies, and which counts and names invalid ids.
     """
 

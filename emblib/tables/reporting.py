@@ -44,7 +44,7 @@ class StatsReporter(Protocol):
 
 
 class Reporting:
-    """A module's reporter, with its current step and its name in reports."""
+    """A module's reporter, with its name in reports and its step, which the module counts."""
 
     def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
         if not isinstance(reporter, StatsReporter):
@@ -57,14 +57,14 @@ class Reporting:
         self.step = 0
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether this step is reported."""
         return bool(self.reporter.should_report(self.step))
 
     @contextmanager
     def timed(self, event: str, device: torch.device) -> Iterator[None]:
         """Time the context and report its duration; on CUDA the host waits before and after."""
-        if not self.active:
+        if not self.is_active:
             yield
             return
         if device.type == "cuda":

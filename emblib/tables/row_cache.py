@@ -36,6 +36,7 @@ from emblib.tables.parameters import loses_values
 _prefetch_ = native(cache_ops.prefetch_)
 _PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
+_TAG_AND_STAMP_BYTES = 16  # per slot
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,15 @@ def _share(count: int, total: int) -> float:
 class CacheLayout:
     """Sizes of a cache: rows of `tables` in `sets` sets of 32, with their optimizer states.
 
-    `tables` are all tables of the module, by ascending linear row, in the format of `features`, and
-    `names` their names; those with a cache_stride are cached.
+    Attributes:
+        sets: number of sets.
+        policy: rule by which rows are evicted.
+        tables: all tables of the module by ascending linear row, as rows of `features`; those with
+            a cache_stride are cached.
+        names: names of `tables`.
+        weights: dtype of the cached weights.
+        states: optimizer states, in the order of the optimizer.
+        state_dtype: dtype of the states that are as long as a row.
     """
 
     sets: int
@@ -133,7 +141,7 @@ class CacheLayout:
     @property
     def bytes_per_set(self) -> int:
         """Return the bytes of rows, states, tags and stamps per set."""
-        slot = self.stride * self.weights.itemsize + 16
+        slot = self.stride * self.weights.itemsize + _TAG_AND_STAMP_BYTES
         for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
             slot += dtype.itemsize * (1 if state.per_row else self.stride)
         return slot * cache_ops.WAYS
@@ -182,13 +190,13 @@ class RowCache(nn.Module):
         device = torch.empty(0, device=device).device
         shape = (layout.sets, cache_ops.WAYS)
         slots = layout.sets * cache_ops.WAYS
-        lfu = layout.policy is CachePolicy.LFU
+        counts_uses = layout.policy is CachePolicy.LFU
         tensors = {
             "weights": ops.empty_table((slots * layout.stride,), layout.weights, device),
             "tags": ops.empty_table(shape, torch.int64, device),
             "stamps": ops.empty_table(shape, torch.int64, device),
             "counts": torch.empty(
-                layout.cached_rows if lfu else 0, dtype=torch.int32, device=device
+                layout.cached_rows if counts_uses else 0, dtype=torch.int32, device=device
             ),
             "counters": torch.empty(
                 (len(layout.tables) + 1, len(cache_ops.COUNTERS)), dtype=torch.int64, device=device
@@ -237,7 +245,7 @@ class RowCache(nn.Module):
 
     def _start(self) -> None:
         """Initialise the tensors of a new cache, or of one moved off `meta`."""
-        self._now, self._in_flight = 0, set[int]()
+        self._last_ticket, self._in_flight = 0, set[int]()  # tickets of the batches in flight
         features = torch.tensor(self.layout.tables, dtype=torch.int64).view(-1, len(FeatureColumn))
         self.table_features.copy_(features)
         self.clock.copy_(torch.tensor([0, 1]))
@@ -252,17 +260,17 @@ class RowCache(nn.Module):
     @property
     def last_ticket(self) -> int:
         """Return the number of the newest batch."""
-        return self._now
+        return self._last_ticket
 
     def new_ticket(self) -> int:
         """Return the number of a new batch, for `enter` and `leave`."""
-        self._now += 1
-        return self._now
+        self._last_ticket += 1
+        return self._last_ticket
 
     def return_ticket(self) -> None:
         """Take back the newest number: its batch was not fetched."""
-        self.leave(self._now)
-        self._now -= 1
+        self.leave(self._last_ticket)
+        self._last_ticket -= 1
 
     def enter(self, ticket: int) -> None:
         """Start a batch: the next plans are for it, and its rows are not evicted."""
@@ -270,7 +278,7 @@ class RowCache(nn.Module):
         batch_number, oldest = self.clock[0], self.clock[1]
         # The oldest batch is given by its distance to the clock, which stays valid when a captured
         # graph is replayed. It also corrects the clock after an interrupt since `new_ticket`.
-        lag = self._now - min(self._in_flight)
+        lag = self._last_ticket - min(self._in_flight)
         in_one_call(
             partial(batch_number.add_, 1), partial(torch.sub, batch_number, lag, out=oldest)
         )
@@ -281,8 +289,8 @@ class RowCache(nn.Module):
 
     def oldest_in_flight(self) -> Tensor:
         """Return the number of the oldest batch in flight, a scalar; of the next one if none is."""
-        oldest = min(self._in_flight, default=self._now + 1)
-        return self.clock[0] - (self._now - oldest)
+        oldest = min(self._in_flight, default=self._last_ticket + 1)
+        return self.clock[0] - (self._last_ticket - oldest)
 
     def no_fetches(self, length: int) -> LaterFetches:
         """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
@@ -305,6 +313,10 @@ class RowCache(nn.Module):
             check: the bounds check that the op makes.
             postpones: whether, on a GPU, the op leaves rows to `fetch_later` that the update of an
                 earlier batch in flight may still write in their tables.
+
+        Returns:
+            partial: a call of `cache_prefetch_`, see `emblib.ops.cache` for its results; it returns
+                nothing for an invalid batch on the CPU.
         """
         self._in_flight.add(ticket)
         buffers = self._buffers  # faster than attributes of a module, each of which is a call
@@ -316,7 +328,7 @@ class RowCache(nn.Module):
             [buffers[name] for name in _PREFETCH_TENSORS],
             buffers["table_features"],
             self._policy,
-            self._now - min(self._in_flight),
+            self._last_ticket - min(self._in_flight),
             postpones,
             batch.features,
             batch.indices,
@@ -346,6 +358,8 @@ class RowCache(nn.Module):
         Returns:
             `row_slots` of each pass.
         """
+        # Iterators of C functions: nothing runs until `deque` runs all of them in one native call,
+        # plan and move of one pass after those of the other.
         moves, plans = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, later):

@@ -96,8 +96,11 @@ def is_plain_call(
 class LookupBoundsCheck:
     """The bounds check that lookup ops of a module make, and the report of the violations.
 
-    If `counts` is true (on a GPU in mode WARNING), call `begin` before the op and `end` after it;
-    otherwise pass `check` to the op.
+    Attributes:
+        check: arguments of an op that checks and counts.
+        counts: whether the op counts violations, on a GPU in mode WARNING: then call `begin` before
+            the op, which takes its result, and `end` after it. Otherwise the op takes `check`.
+        repairs: whether the op returns repaired offsets, on a GPU unless in mode NONE.
     """
 
     def __init__(self, module: base.ChecksBounds) -> None:
@@ -148,7 +151,8 @@ class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
     `is_short` tells whether a call is short: tables are in the memory of their device, and backward
-    updates them. A copy or pickle of this object is None: the copy of a module makes its own.
+    updates them. A copy or pickle of this object is None: the copy of a module makes its own. A
+    module makes new calls where `matches` is false; threads may share the calls.
 
     In all methods `indices` is int32 or int64 `[L]`, `offsets` `[F * B + 1]`, `sample_weights`
     float32 `[L]` or None, and outputs and their gradients are `[B, output_dim]`, or `[L, dim]` for

@@ -95,9 +95,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     _memory: Memory
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
-    _num_begun_steps: (
-        int  # number of steps that training forwards have begun, for periodic optimizers
-    )
+    _num_begun_steps: int  # steps that training forwards have begun, for periodic optimizers
     _calls: ShortCalls | None = None
     _begun_steps_at_update: int  # `_num_begun_steps` at the last deferred update
 
@@ -407,8 +405,8 @@ class TableBatchedEmbeddingBags(FusedTables):
                 decay, batch, self.hyperparams, self.state_prev_iter
             )
         trains = torch.is_grad_enabled() and not self._frozen
-        weighted = sample_weights is not None and sample_weights.requires_grad
-        if trains or (weighted and torch.is_grad_enabled()):
+        wants_sample_grad = sample_weights is not None and sample_weights.requires_grad
+        if trains or (wants_sample_grad and torch.is_grad_enabled()):
             if trains and self._untrained:
                 batch = batch._replace(trained_features=self._trained_features())
             grad_anchor = self.grad_anchor
@@ -501,7 +499,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
         the same order. Rows of batches in flight, from prefetch to the end of backward, are not
         evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
-        cached table this does nothing.
+        cached table this does nothing. The host does not wait for a GPU.
+
+        Arguments and errors are those of `forward`, which counts and reports invalid ids.
         """
         self.prefetch_as(None, BatchId(indices, offsets), batch_sizes)
 
@@ -603,11 +603,11 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
-        bytes_by_place = self._memory.nbytes()
+        slow_bytes = self._memory.nbytes()
         states = sum(state.nbytes for state in self._states())
         return {
-            "weights": self.weights.nbytes + bytes_by_place["weights"],
-            "optimizer_state": states + bytes_by_place["optimizer_state"],
+            "weights": self.weights.nbytes + slow_bytes["weights"],
+            "optimizer_state": states + slow_bytes["optimizer_state"],
             "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
         }
 
@@ -623,7 +623,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _report(self, indices: Tensor) -> None:
         reporting = self._reporting
         assert reporting is not None
-        if reporting.active:
+        if reporting.is_active:
             reporting.amount("tbe.lookups", indices.numel())
             for name, nbytes in self.nbytes().items():
                 reporting.amount(f"tbe.{name}_bytes", nbytes)

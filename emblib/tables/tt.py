@@ -57,9 +57,8 @@ class Cores(nn.ParameterList):
     def as_list(self) -> list[nn.Parameter]:
         """Return the cores; iterating over a `ParameterList` is slow."""
         cores: Any = list(self._parameters.values())
-        return (
-            cores if len(cores) == len(self) else list(self)
-        )  # those that are computed are elsewhere
+        # Cores that a parametrization computes are not in `_parameters`.
+        return cores if len(cores) == len(self) else list(self)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -126,7 +125,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     has_matrix_products = True
     table_ids: Tensor  # int64 `[T, 10]`, see `TTTableColumn`
     feature_table_ids: Tensor  # int64 `[F, 10]`, the same by feature
-    frozen_cores: frozenset[int] = frozenset()
+    frozen_cores: frozenset[int] = frozenset()  # indices in `cores`
     _calls: ShortTrainCalls | None = None
 
     def __init__(
@@ -180,10 +179,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
         self._allocate_cores(shapes, device)
         self._mark_parameters()
-        kinds = (self._key_feature, self._id_feature, self._row_feature)
-        self._layout = [row for kind in kinds for row in self._feature_rows(kind)]
+        feature_makers = (self._key_feature, self._id_feature, self._row_feature)
+        self._layout = [row for make in feature_makers for row in self._feature_rows(make)]
         self.register_buffer(layout_entry.NAME, layout_entry.from_specs(self.tables).to(device))
-        for name, ids in self._ids().items():
+        for name, ids in self._table_id_buffers().items():
             self.register_buffer(name, ids.to(device), persistent=False)
         self._register_common(device)
 
@@ -220,7 +219,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Return a table's row of `features` for the computed rows that a GPU pools."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
-    def _ids(self) -> dict[str, Tensor]:
+    def _table_id_buffers(self) -> dict[str, Tensor]:
         """Return the buffers `table_ids` and `feature_table_ids`, which map row ids to keys."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
@@ -228,15 +227,15 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def id_features(self) -> Tensor:
         """Return the features of ids, `[F, 8]`, which a bounds check reads."""
-        features = len(self.feature_tables)
-        return self.features[features : 2 * features]
+        num_features = len(self.feature_tables)
+        return self.features[num_features : 2 * num_features]
 
     def _restore(self) -> None:
         self._calls = None  # which would keep the memory of the module on another device
         super()._restore()
         device = self.hyperparams.device
         setattr(self, layout_entry.NAME, layout_entry.from_specs(self.tables).to(device))
-        for name, ids in self._ids().items():
+        for name, ids in self._table_id_buffers().items():
             buffer = getattr(self, name)
             if buffer.device == device and not buffer.is_meta:
                 buffer.copy_(ids)  # a captured CUDA graph has its address
@@ -263,9 +262,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self.to_empty(device=state_dict[keys[0]].device)
         super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *other_arguments)
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing_names:
-            missing_names.remove(
-                f"{prefix}{layout_entry.NAME}"
-            )  # the shapes of the cores identify the layout
+            # The shapes of the cores identify the layout.
+            missing_names.remove(f"{prefix}{layout_entry.NAME}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the module in a state dict."""
@@ -357,10 +355,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 return calls(self, indices, offsets, per_sample_weights, batch_sizes)
         self._check_frozen()
         batch = self._batch(indices, offsets, batch_sizes)
-        weighted = per_sample_weights is not None and per_sample_weights.requires_grad
+        wants_sample_grad = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled():
             return tt.lookup(cores, batch, per_sample_weights)
-        if self._frozen and not weighted:
+        if self._frozen and not wants_sample_grad:
             return tt.lookup([core.detach() for core in cores], batch, per_sample_weights)
         rule = autograd.UpdateRule.of(self.optimizer)
         if not autograd.updates_in_backward(self.optimizer):
@@ -506,8 +504,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
         )
-        features, work_by_table = len(self.feature_tables), []
-        even = [[(batch.offsets.numel() - 1) // features]] * features
+        num_features, work_by_table = len(self.feature_tables), []
+        even = [[(batch.offsets.numel() - 1) // num_features]] * num_features
         bags = [0, *accumulate(map(sum, batch_sizes or even))]
         by_feature = keys.split(batch.offsets[bags].diff().tolist())
         for t, spec in enumerate(self.tables):
@@ -516,8 +514,15 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             table_keys = table_keys[table_keys >= 0].unique()
             rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
             halves = [half.unique().numel() for half in (table_keys // rights, table_keys % rights)]
-            distinct = table_keys.numel(), halves[0], halves[1]
-            work_by_table.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
+            work_by_table.append(
+                TTWork.of(
+                    spec.dim_factors,
+                    spec.full_ranks,
+                    rows=table_keys.numel(),
+                    lefts=halves[0],
+                    rights=halves[1],
+                )
+            )
         return work_by_table
 
     @property

@@ -36,7 +36,15 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 
 
 class TrainBatch(NamedTuple):
-    """A batch: ids `[L]`, offsets, sample weights `[L]`, and `bag_layout` if batch sizes differ."""
+    """A batch of `ShortTrainCalls`.
+
+    Attributes:
+        indices: int32 or int64 `[L]`.
+        offsets: int32 or int64 `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
+        sample_weights: float32 `[L]`; None is 1.
+        bag_layout: int64 `[bags, 2]`, if batch sizes differ.
+        output_dim: columns of the output; its elements with a `bag_layout`.
+    """
 
     indices: Tensor
     offsets: Tensor
@@ -55,7 +63,9 @@ class ShortTrainCalls:
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
         self._optimizer, self._bounds_check = module.optimizer, module.bounds_check
         self._buffers = tuple(module._buffers.values())
-        self._cores, self._is_checked = cores, torch.is_grad_enabled()
+        self._cores = cores
+        # With gradients, `_prepare_calls` has checked that no wrapper has replaced the cores.
+        self._are_cores_checked = torch.is_grad_enabled()
         features = module.features
         self.is_short = (
             type(features) is Tensor
@@ -70,7 +80,7 @@ class ShortTrainCalls:
         self._states = [state for states in module.core_states() for state in states]
         self._hyperparams, self._features = module.hyperparams, features
         self._tables = (module.table_ids, module.feature_table_ids, features)
-        self._shape = layout[:3]
+        self._shape = layout.op_arguments
         self._max_saved = tt.max_saved_left_halves(layout, cores)
         self._max_lookups = tt.max_lookups_at_once(layout, features.device)
         self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
@@ -93,7 +103,7 @@ class ShortTrainCalls:
             and all(map(operator.is_, buffers.values(), self._buffers))
             and len(cores) == len(self._cores)
             and all(map(operator.is_, cores, self._cores))
-            and (self._is_checked or not torch.is_grad_enabled())
+            and (self._are_cores_checked or not torch.is_grad_enabled())
         )
 
     def can_serve(
@@ -146,7 +156,10 @@ class ShortTrainCalls:
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return [output, tensors for backward if `num_saved` >= 0 ..., repaired offsets]."""
+        """Return [output, tensors for backward if `num_saved` >= 0 ..., repaired offsets].
+
+        `num_saved` is the number of left halves whose values are saved; -1 saves nothing.
+        """
         mode = self._mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_repeated():
@@ -191,8 +204,8 @@ class ShortTrainCalls:
         )
         return results
 
-    def saved_of(self, indices: Tensor) -> int:
-        """Return the number of values of left halves that a lookup saves for backward."""
+    def num_saved_of(self, indices: Tensor) -> int:
+        """Return the number of left halves whose values a lookup saves for backward."""
         return min(indices.numel(), self._max_saved)
 
     def versions(self) -> tuple[int, ...]:
@@ -248,9 +261,11 @@ class ShortTTLookup(torch.autograd.Function):
         batch: TrainBatch,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
-        out, *saved, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
+        out, *saved, offsets = calls.look_up(module, batch, calls.num_saved_of(batch.indices))
         ctx.calls, ctx.versions, ctx.output_dim = calls, calls.versions(), batch.output_dim
-        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *saved)
+        ctx.save_for_backward(
+            batch.indices, offsets, batch.sample_weights, batch.bag_layout, *saved
+        )
         return out
 
     @staticmethod

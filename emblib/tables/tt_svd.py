@@ -26,8 +26,8 @@ from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20  # of float64 rows that are converted at once
-_FIT_SWEEPS = 3  # fits of the first and the last core by turns
-_RIDGE = 1e-6  # of the mean squared regressor; too few counted rows may not determine a slice
+_FIT_SWEEPS = 3  # fits of the last and the first core by turns; not measured
+_RIDGE = 1e-6  # of the mean squared regressor, as counted rows may not determine a slice; not tuned
 
 
 class Decomposition(NamedTuple):
@@ -183,7 +183,7 @@ class _TTSVD:
         self._weight, self._spec, self._limits = weight, spec, limits
         self._max_squared_error = None
         if error is not None:
-            total = sum(float(chunk.double().square().sum()) for _, chunk in _chunks(weight))
+            total = sum(float(chunk.double().square().sum()) for chunk in _chunks(weight))
             self._max_squared_error = total * error**2 / len(limits)
         self.ranks: tuple[int, ...] = ()
 
@@ -211,9 +211,9 @@ class _TTSVD:
         p, q = self._spec.row_factors, self._spec.dim_factors
         size, inner = p[0] * q[0], math.prod(q[1:])
         gram = torch.zeros(size, size, dtype=torch.float64, device=self._weight.device)
-        for digits, values in _slices(self._weight, self._spec):
-            columns = values.double().view(p[0], digits, q[0], inner)
-            unfolded = columns.permute(0, 2, 1, 3).reshape(size, digits * inner)
+        for num_rows, values in _slices(self._weight, self._spec):
+            columns = values.double().view(p[0], num_rows, q[0], inner)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(size, num_rows * inner)
             gram.addmm_(unfolded, unfolded.T)
         return gram
 
@@ -224,11 +224,12 @@ class _TTSVD:
         shape = rank, math.prod(p[1:]), inner
         projected = torch.empty(shape, dtype=torch.float32, device=basis.device)
         begin, projection = 0, basis.T.float()
-        for digits, values in _slices(self._weight, self._spec):
-            columns = values.float().view(p[0], digits, q[0], inner)
-            unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], digits * inner)
-            projected[:, begin : begin + digits] = (projection @ unfolded).view(rank, digits, inner)
-            begin += digits
+        for num_rows, values in _slices(self._weight, self._spec):
+            columns = values.float().view(p[0], num_rows, q[0], inner)
+            unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], num_rows * inner)
+            end = begin + num_rows
+            projected[:, begin:end] = (projection @ unfolded).view(rank, num_rows, inner)
+            begin = end
         return projected
 
     def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
@@ -271,26 +272,27 @@ def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
     return basis.reshape(p, rank * q * basis.size(1)).float()
 
 
-def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, rows `[n, dim]`) of chunks of a table."""
+def _chunks(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the rows of a table in chunks `[n, dim]`."""
     step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
     for begin in range(0, weight.size(0), step):
-        yield begin, weight[begin : begin + step].detach()
+        yield weight[begin : begin + step].detach()
 
 
 def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks with all first row digits: (first inner row, values `[p[0] * n, D]`).
+    """Yield chunks of n inner rows with all first row digits: (n, values `[p[0] * n, D]`).
 
+    An inner row is a row without its first digit; chunks are in their order.
     Rows beyond the table, up to the product of the row factors, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
     step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
     first_row = torch.arange(p0, device=weight.device).unsqueeze(1) * inner_rows
     for begin in range(0, inner_rows, step):
-        digits = min(step, inner_rows - begin)
-        rows = (first_row + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
+        num_rows = min(step, inner_rows - begin)
+        rows = (first_row + torch.arange(begin, begin + num_rows, device=weight.device)).view(-1)
         values = weight.detach()[_ids(spec, rows.clamp(max=spec.rows - 1))]
-        yield digits, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
+        yield num_rows, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
 
 
 def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
@@ -339,8 +341,8 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
         p, q = spec.row_factors[outer], spec.dim_factors[outer]
         gram = torch.zeros(p, rank, rank, dtype=torch.float64, device=weight.device)
         target = torch.zeros(p, rank, q, dtype=torch.float64, device=weight.device)
-        for ids, chunk in _counted_chunks(weight, spec, counts):
-            rows, values, scale = _rows(spec, ids), chunk[0].double(), chunk[1].double()
+        for ids, values, uses in _counted_chunks(weight, spec, counts):
+            rows, values, scale = _rows(spec, ids), values.double(), uses.double()
             if outer == 0:
                 digit = rows // math.prod(spec.row_factors[1:])
                 inner_products = (
@@ -375,13 +377,13 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
 
 def _counted_chunks(
     weight: Tensor, spec: TTSpec, counts: Tensor
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Yield (ids `[n]`, (values `[n, D]`, counts `[n]`)) of chunks of accessed rows."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield (ids `[n]`, values `[n, D]`, counts `[n]`) of chunks of accessed rows."""
     counted_ids = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
     step = max(1, _CHUNK_BYTES // (8 * widest))
     for ids in counted_ids.split(step):
-        yield ids, (weight.detach()[ids], counts.to(weight.device)[ids])
+        yield ids, weight.detach()[ids], counts.to(weight.device)[ids]
 
 
 def _with_errors(
@@ -392,7 +394,7 @@ def _with_errors(
     inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
     inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)
     squared_errors = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
-    norm = torch.empty_like(squared_errors)
+    squared_norms = torch.empty_like(squared_errors)
     for i, core_slice in enumerate(cores[0].view(p[0], q[0], rank)):
         rows = slice(min(i * inner_rows, spec.rows), min((i + 1) * inner_rows, spec.rows))
         row_ids = torch.arange(rows.start, rows.stop, device=weight.device)
@@ -403,13 +405,13 @@ def _with_errors(
             .transpose(0, 1)[: values.size(0)]
         )
         squared_errors[rows] = (approximation.reshape(values.shape) - values).square().sum(1)
-        norm[rows] = values.square().sum(1)
+        squared_norms[rows] = values.square().sum(1)
     hot_error = None
     if counts is not None:
         hottest = counts.to(weight.device).argsort(descending=True)[: max(1, spec.rows // 100)]
         hottest = _rows(spec, hottest)
-        hot_error = _ratio(squared_errors[hottest], norm[hottest])
-    return Decomposition(spec, cores, _ratio(squared_errors, norm), hot_error)
+        hot_error = _ratio(squared_errors[hottest], squared_norms[hottest])
+    return Decomposition(spec, cores, _ratio(squared_errors, squared_norms), hot_error)
 
 
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
@@ -422,7 +424,7 @@ def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
     return product
 
 
-def _ratio(squared_error: Tensor, norm: Tensor) -> float:
+def _ratio(squared_errors: Tensor, squared_norms: Tensor) -> float:
     """Return the relative error of rows from squared errors and squared norms, `[n]`."""
-    total = float(norm.sum())
-    return math.sqrt(float(squared_error.sum()) / total) if total else 0.0
+    total = float(squared_norms.sum())
+    return math.sqrt(float(squared_errors.sum()) / total) if total else 0.0

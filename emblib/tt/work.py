@@ -36,16 +36,23 @@ class TTWork(NamedTuple):
 
     @classmethod
     def of(
-        cls, dim_factors: Sequence[int], full_ranks: Sequence[int], distinct: tuple[int, int, int]
+        cls,
+        dim_factors: Sequence[int],
+        full_ranks: Sequence[int],
+        *,
+        rows: int,
+        lefts: int,
+        rights: int,
     ) -> TTWork:
         """Return the work of a batch.
 
         Args:
             dim_factors: q, one per core.
             full_ranks: R with the 1 at both ends.
-            distinct: numbers of distinct rows, left halves and right halves.
+            rows: number of distinct rows.
+            lefts: number of distinct left halves.
+            rights: number of distinct right halves.
         """
-        rows, lefts, rights = distinct
         cores = len(dim_factors)
         split = 1 if cores == 2 else 2
         per_row = math.prod(dim_factors) * full_ranks[split]

@@ -302,7 +302,7 @@ def test_a_row_is_journaled_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_many_rows_make_many_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_LARGEST_BODY", 1000)
+    monkeypatch.setattr(journal, "_MAX_BODY_BYTES", 1000)
     store, before = committed(tmp_path)
     store.protect(torch.arange(ROWS))
     store.weights.zero_()
