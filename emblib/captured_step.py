@@ -68,7 +68,8 @@ class CapturedStep:
     rate that changes a tensor on the device; any other change raises RuntimeError until `reset`. An
     exception or interrupt leaves tables as before or after the step.
 
-    On a CPU the step runs uncaptured, with the same padding.
+    On a CPU the step runs uncaptured, with the same padding. Calls must come from one thread at a
+    time.
 
     Args:
         step: function of a batch that returns any tree of tensors.
@@ -372,8 +373,8 @@ class _SizeClass:
         inputs: the static tensors.
         graph: the CUDA graph of the step; None until it is captured.
         result: the static result of the step.
-        numbers: the values of the optimizers' hyperparameters at the capture.
-        memory: the tensors of optimizers, at the capture.
+        optimizer_values: the optimizers' hyperparameters at the capture, by optimizer, group, name.
+        optimizer_memory: the tensors of optimizers at the capture.
         is_warm: whether a step of this class has run uncaptured.
         waits: descriptions of the device-to-host waits of the uncaptured steps, for the error
             message of a failed capture.

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Of an interval of a truncated normal distribution, as far tails are drawn inexactly; not measured.
+_MIN_PROBABILITY = 1e-3
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -74,10 +77,10 @@ class TruncatedNormal:
             raise ValueError(f"std of TruncatedNormal must be > 0, got {self.std}")
         _check_interval(self, *self.bounds)
         begin, end = self.probabilities
-        if end - begin < 1e-3:
+        if end - begin < _MIN_PROBABILITY:
             raise ValueError(
-                "low and high of TruncatedNormal must hold at least 0.001 of the distribution, got "
-                f"{end - begin:.3g} in {self.bounds}; use Uniform for a far tail"
+                f"low and high of TruncatedNormal must hold at least {_MIN_PROBABILITY} of the "
+                f"distribution, got {end - begin:.3g} in {self.bounds}; use Uniform for a far tail"
             )
 
     @property

@@ -15,7 +15,7 @@ from emblib.specs import Pooling, StochasticRounding, check_count, check_float_d
 from emblib.storage import Dense, Storage, kinds
 from emblib.torch_names import refuse_names_of_torch
 
-_TAKEN = frozenset(dir(nn.ModuleDict()))
+_TAKEN = frozenset(dir(nn.ModuleDict()))  # names that a table, an entry of one, cannot have
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class TableConfig:
     optimizer: Optimizer | None = field(default=None, kw_only=True)
 
     pooled: ClassVar[bool]
+    """Whether bags are pooled; otherwise there is one vector per id."""
 
     __new__ = refuse_names_of_torch
 

@@ -15,7 +15,7 @@ from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
 
-HYPER = "hyper"
+HYPER = "hyper"  # key of the hyperparameters among the states of a parameter
 Handles = Mapping[str, TableHandle]
 
 
@@ -23,7 +23,7 @@ Handles = Mapping[str, TableHandle]
 class FusedTableEntry:
     """A table that backward updates.
 
-    Args:
+    Attributes:
         optimizer: optimizer of the table.
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
@@ -86,7 +86,12 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; a module gets those of its table with the most steps."""
+    """Write states and hyperparameters; a module gets those of its table with the most steps.
+
+    Raises:
+        KeyError: a parameter or one of its states is missing.
+        ValueError: a state of another shape. Nothing is written in either case.
+    """
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
         _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))

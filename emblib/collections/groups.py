@@ -31,7 +31,14 @@ __all__ = ["GroupInfo", "SliceKey", "TableGroups"]
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group: its module, the units that it looks up in order, and its slices, by index."""
+    """One group of slices, which one module stores.
+
+    Attributes:
+        units: indices of the units that the module looks up, in its order; () if none does.
+        slices: indices of the slices, in the order of the module's tables.
+        module: module of the slices.
+        storage: storage of the slices, which agree in it.
+    """
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
@@ -40,15 +47,23 @@ class GroupInfo:
 
 
 class GroupInput(NamedTuple):
-    """The part of a batch that one group looks up: ids `[first, last)`, and their offsets.
+    """The part of a batch that one group looks up.
 
-    During the capture of a CUDA graph the host does not know these positions. Then the part has as
-    many ids as the batch, and `sources` `[L]` has their positions in the batch, -1 for padding.
+    During the capture of a CUDA graph the host does not know the positions of a part. Then it has
+    as many ids as the batch, with padding, ids of -1, in front.
+
+    Attributes:
+        info: the group.
+        begin, end: positions `[begin, end)` of the ids in the batch.
+        ids: int32 or int64 `[end - begin]`.
+        offsets: `[bags + 1]`, from 0 on; from the number of padding ids on in a capture.
+        batch_sizes: `[units][ranks]`, if units differ in batch size.
+        sources: int64 `[L]` in a capture, the position of each id in the batch, -1 for padding.
     """
 
     info: GroupInfo
-    first: int
-    last: int
+    begin: int
+    end: int
     ids: Tensor
     offsets: Tensor
     batch_sizes: Sequence[Sequence[int]] | None
@@ -57,13 +72,13 @@ class GroupInput(NamedTuple):
     def part_of(self, batch_tensor: Tensor) -> Tensor:
         """Return the group's part of a tensor `[L]` with one entry per id of the batch."""
         if self.sources is None:
-            return batch_tensor[self.first : self.last]
+            return batch_tensor[self.begin : self.end]
         return take_or_fill(batch_tensor, self.sources, 0)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Slices that share a module, and the units that read them."""
+    """Indices of slices that share a module, and of the units that read them, in its order."""
 
     slices: tuple[int, ...]
     units: tuple[int, ...]
@@ -550,7 +565,11 @@ def group(
 ) -> list[Grouping]:
     """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Each slice of a table in `shared` is a group of its own.
+    Each slice of a table in `shared`, names of tables, is a group of its own. `optimizer` is that
+    of tables whose configuration has none.
+
+    Raises:
+        ValueError: a table with `rounding` whose optimizer leaves gradients.
     """
     optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
     for table_slice, slice_optimizer in zip(slices, optimizers, strict=True):
@@ -592,21 +611,27 @@ def split(
 ) -> list[GroupInput]:
     """Split a batch into the input of each group that has units.
 
-    `ids` is `[L]`, `offsets` `[U * B + 1]`; each input is a view of these.
+    `ids` is `[L]`, `offsets` `[U * B + 1]`; inputs are views of these, where possible. Without
+    `id_counts`, the numbers of ids of the groups, the host waits for a GPU to read them, except
+    during the capture of a CUDA graph.
     """
     if len(groups) == 1:
         return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]
-    ends = _bag_ends(groups, offsets, batch_sizes)
+    bag_bounds = _bag_bounds(groups, offsets, batch_sizes)
     if id_counts is None and batch_sizes is None and is_captured(ids):
-        return _split_captured(groups, ids, offsets, ends)
+        return _split_captured(groups, ids, offsets, bag_bounds)
     if id_counts is None:
-        splits = [int(offsets[end]) for end in ends] if ids.is_cpu else offsets[ends].tolist()
+        id_bounds = (
+            [int(offsets[bag]) for bag in bag_bounds]
+            if ids.is_cpu
+            else offsets[bag_bounds].tolist()
+        )
     else:
-        splits = [0, *accumulate(id_counts)]
+        id_bounds = [0, *accumulate(id_counts)]
     inputs, unit = [], 0
     for g, info in enumerate(groups):
-        first_id, end_id = splits[g], splits[g + 1]
-        group_offsets = offsets[ends[g] : ends[g + 1] + 1]
+        first_id, end_id = id_bounds[g], id_bounds[g + 1]
+        group_offsets = offsets[bag_bounds[g] : bag_bounds[g + 1] + 1]
         sizes = None
         if batch_sizes is not None:
             sizes = batch_sizes[unit : unit + len(info.units)]
@@ -619,12 +644,12 @@ def split(
 
 
 def _split_captured(
-    groups: Sequence[GroupInfo], ids: Tensor, offsets: Tensor, ends: Sequence[int]
+    groups: Sequence[GroupInfo], ids: Tensor, offsets: Tensor, bag_bounds: Sequence[int]
 ) -> list[GroupInput]:
     """Split a batch without reading its offsets: each group gets padding before its ids."""
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
-    for info, (begin, end) in zip(groups, pairwise(ends), strict=True):
+    for info, (begin, end) in zip(groups, pairwise(bag_bounds), strict=True):
         group_offsets = offsets[begin : end + 1]
         shift = count - group_offsets[-1:]
         sources = positions - shift
@@ -634,7 +659,7 @@ def _split_captured(
     return inputs
 
 
-def _bag_ends(
+def _bag_bounds(
     groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
     """Return the first bag of each group, and the number of all bags at the end."""

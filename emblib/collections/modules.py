@@ -127,7 +127,7 @@ class TableCollection(nn.Module):
     def _make_groups(
         self, device: torch.device | str | None, seeds: Mapping[str, int] | None
     ) -> TableGroups:
-        """Build the modules of the tables; `seeds` are those of initial values by table."""
+        """Build the modules of the tables; `seeds` are those of initial values, by table."""
         return TableGroups(
             [TableSlice.whole(config) for config in self.configs],
             [unit.table for unit in self._units],
@@ -157,6 +157,8 @@ class TableCollection(nn.Module):
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
         self._features_in_order = [self._units[u].feature for u in groups.order]
+        # Of the last batch: its keys, the positions of `_features_in_order` in them, and these
+        # positions on the GPU.
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
     def _own_handles(self) -> None:
@@ -593,9 +595,20 @@ class _ColumnOrder:
         position_of = {u: position for position, u in enumerate(groups.order)}
         targets, pieces = [], []
         for u, dim in enumerate(groups.dims):
-            bag_position = position_of[u] if means[u] else -1
-            targets.append((column, columns, 0, dim, u, u + 1, bag_position))
-            pieces.append((groups.column_of[u], columns, -1))
+            # `_descriptors` multiplies the first bag by the batch size, and sets the rows.
+            first_bag = position_of[u] if means[u] else -1
+            targets.append(
+                route.TargetRow(
+                    offset=column,
+                    stride=columns,
+                    rows=0,
+                    width=dim,
+                    first_piece=u,
+                    end_piece=u + 1,
+                    first_bag=first_bag,
+                )
+            )
+            pieces.append(route.PieceRow(groups.column_of[u], columns))
             column += dim
         self._columns, self._divides_means = columns, any(means)
         self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))

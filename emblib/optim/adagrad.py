@@ -20,7 +20,9 @@ from emblib.optim.base import (
 )
 from emblib.specs import Choice, check_count
 
-_LAST_PLAIN, _BITS_OF_LAST_PLAIN, _BITS_OF_LARGEST = 1 << 24, 0x4B800000, 0x7F7FFFFF
+_LAST_PLAIN = 1 << 24  # the last step that float32 represents and that equals its code
+_BITS_OF_LAST_PLAIN = 0x4B800000  # 2^24 as float32
+_BITS_OF_LARGEST = 0x7F7FFFFF  # the largest finite float32
 LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
 """The last step that `prev_iter` distinguishes from the next, about 8.9e8; it saturates there."""
 
@@ -72,6 +74,11 @@ class TailRate(Choice):
     BY_COUNT = "of_count"
 
 
+# The index is the code in csrc/optim/rowwise_adagrad.h; EQUAL is -1.
+_TAILS = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
+_DECAYS = (None, L2, Decoupled, AdagradW)
+
+
 @dataclass(frozen=True)
 class RelativeThreshold:
     """A threshold relative to the largest count.
@@ -119,11 +126,10 @@ class Counter:
         These are halflife, code and rate of the decay, start, bound, code of the tail, threshold,
         whether it is relative, and the largest count plus 1, which is 1 at first.
         """
-        kinds = {type(None): 0.0, L2: 1.0, Decoupled: 2.0, AdagradW: 3.0}
-        tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
-        tail = float(tails.index(self.tail)) if self.tail in tails else -1.0
+        tail = float(_TAILS.index(self.tail)) if self.tail in _TAILS else -1.0
         rate = 0.0 if decay is None else float(decay.rate)
-        numbers = (self.halflife, kinds[type(decay)], rate, float(self.start), self.bound, tail)
+        code = float(_DECAYS.index(None if decay is None else type(decay)))
+        numbers = (self.halflife, code, rate, float(self.start), self.bound, tail)
         if isinstance(self.threshold, RelativeThreshold):
             return (*numbers, self.threshold.fraction_of_largest, 1.0, 1.0)
         return (*numbers, self.threshold, 0.0, 1.0)
@@ -131,13 +137,12 @@ class Counter:
     def with_parameters(self, numbers: Sequence[float]) -> "Counter":
         """Return this counter with the numbers that `parameters` returned."""
         halflife, _, _, start, bound, tail, threshold, is_relative, _ = numbers
-        tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
         return replace(
             self,
             halflife=halflife,
             start=int(start),
             bound=bound,
-            tail=TailRate.EQUAL if tail < 0 else tails[int(tail)],
+            tail=TailRate.EQUAL if tail < 0 else _TAILS[int(tail)],
             threshold=RelativeThreshold(threshold) if is_relative else threshold,
         )
 
@@ -297,7 +302,7 @@ class RowwiseAdagrad(Optimizer):
         decay_numbers = numbers[2:]
         if isinstance(self.counter, Counter):
             fields["counter"] = self.counter.with_parameters(decay_numbers)
-            kind = (None, L2, Decoupled, AdagradW)[int(decay_numbers[1])]
+            kind = _DECAYS[int(decay_numbers[1])]
             fields["weight_decay"] = None if kind is None else kind(decay_numbers[2])
         elif isinstance(self.counter, CowClip):
             fields["counter"] = CowClip(*decay_numbers)

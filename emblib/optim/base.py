@@ -123,9 +123,9 @@ class Optimizer:
 
     __new__ = refuse_names_of_torch
 
-    functor: ClassVar[str] = ""
-    base_states: ClassVar[tuple[State, ...]] = ()
-    decays: ClassVar[tuple[type, ...]] = (L2, Decoupled)
+    functor: ClassVar[str] = ""  # name of the functor of csrc/optim, see `codes.OPTIMIZER`
+    base_states: ClassVar[tuple[State, ...]] = ()  # states of the plain functor
+    decays: ClassVar[tuple[type, ...]] = (L2, Decoupled)  # kinds that `weight_decay` may have
 
     def __post_init__(self) -> None:
         check_number("the learning rate", self.lr)
@@ -200,7 +200,7 @@ class Optimizer:
         return 0.0 if self.weight_decay is None else float(self.weight_decay.rate)
 
 
-_LARGEST = torch.finfo(torch.float32).max
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def check_number(name: str, value: float) -> None:
@@ -208,7 +208,7 @@ def check_number(name: str, value: float) -> None:
 
     The kernels compute in float32, in which 1e300 would be infinite.
     """
-    if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _LARGEST):
+    if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _MAX_FLOAT32):
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
 
 

@@ -45,7 +45,8 @@ class Verify(Choice):
 class MultiPassPrefetch:
     """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
-    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts.
+    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts. Both are at
+    least 1.
 
     Example:
         >>> passes = emblib.MultiPassPrefetch(passes=4, min_lookups=1 << 20)

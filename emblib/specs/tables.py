@@ -120,6 +120,12 @@ class TableSpec:
     Every index is out of bounds of a table without rows, such as the shard of a small table on some
     rank.
 
+    Args:
+        rows: number of rows, >= 0.
+        dim: elements per row, >= 1.
+        name: name of the table in state dicts, without dots; "" names it by its position.
+        placement: the memory of the rows.
+
     Example:
         >>> emblib.TableSpec(rows=1_000, dim=16, name="item")
         TableSpec(rows=1000, dim=16, name='item', placement=<Placement.DEVICE: 'device'>)

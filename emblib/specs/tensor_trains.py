@@ -25,12 +25,23 @@ class IdOrder(Choice):
 class TTSpec:
     """A table of `rows` vectors of length `dim`, stored as 2 to 4 tensor-train cores.
 
-    `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
-    least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
+    Neighbouring rows share slices of cores.
 
-    Neighbouring rows share slices of cores. With `ids="permuted"` a bijection, drawn from `seed`,
-    maps ids to rows, which is better if ids are in random order or in order of frequency (see
-    `emblib.tt.shapes`).
+    Args:
+        rows: number of rows.
+        dim: elements per row.
+        ranks: the inner ranks, one fewer than cores.
+        row_factors: one factor per core, whose product is at least `rows`; () lets
+            `emblib.tt.shapes` choose them.
+        dim_factors: one factor per core, whose product is `dim`; () lets `emblib.tt.shapes` choose
+            them.
+        name: name of the table in messages.
+        ids: order of the ids in the train. PERMUTED maps ids to rows by a bijection, which is
+            better if ids are in random order or in order of frequency (see `emblib.tt.shapes`).
+        seed: seed of the bijection.
+
+    Raises:
+        ValueError: factors that do not fit, or other than 2 to 4 cores.
 
     Example:
         >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))

@@ -80,6 +80,7 @@ def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
     if first_cache.eviction is RowEviction.SPILL:
         pairs = zip(caches, slices, strict=True)
         spilled_rows = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
+    # `check_cache` allows one number per table.
     rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
     return TTCache(rows, first_cache.eviction, counted_rows, first_cache.every, spilled_rows)
 
@@ -213,7 +214,12 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self.counts.index.set_tick(tick)
 
     def statistics(self, table: int) -> dict[str, Tensor]:
-        """Return a table's counters, squared errors and lookups since the last populate."""
+        """Return the statistics of a table by name, as views where possible.
+
+        `counters` int64 are those of `cache_stats`, `changes` float64 `[2]` squared norms of what
+        evicted rows had learned and of what their cores lost of it, `since` is the number of
+        training lookups since the last populate.
+        """
         since = torch.tensor(self._since[table])
         values = (self.counters[table], self.changes[table], since)
         return dict(zip(_STATISTICS, values, strict=True))

@@ -45,7 +45,7 @@ from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
 
-_SEED_FACTOR = 0x632BE59BD9B4E019  # arbitrary: separates the seeds of components
+_SEED_FACTOR = 0x632BE59BD9B4E019  # an arbitrary odd number, to separate seeds of components
 
 
 class Combine(Choice):
@@ -68,7 +68,7 @@ class Combine(Choice):
 class Component(NamedTuple):
     """A dense table that ids share.
 
-    Args:
+    Attributes:
         name: name of its parameter.
         rows: number of rows.
         scale: factor of the bounds of its uniform initial values, relative to those of the table.
@@ -92,8 +92,8 @@ class ComposedStorage(Storage):
         return Combine.ADD
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """Return the index of the component of each row that an id reads."""
+    def row_components(self) -> tuple[int, ...]:
+        """Return, for each row that an id reads, the index of its component."""
         return (0,)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
@@ -101,7 +101,7 @@ class ComposedStorage(Storage):
         raise NotImplementedError
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the integers that parametrise `rows_read`."""
+        """Return the integers that parametrise `rows_read`, as many for every table of a kind."""
         raise NotImplementedError
 
     @staticmethod
@@ -159,7 +159,14 @@ class ComposedStorage(Storage):
         dims = (
             (table_slice.dim, self.stored_width(table_slice.dim)) if is_sparse or unpooled else ()
         )
-        return (type(self), self.joining, self.reads, stored_as(table_slice), optimizer, dims)
+        return (
+            type(self),
+            self.joining,
+            self.row_components,
+            stored_as(table_slice),
+            optimizer,
+            dims,
+        )
 
     def make_module(
         self,
@@ -232,7 +239,7 @@ class ComposedStorage(Storage):
     def layout_entry(self, num_embeddings: int) -> Tensor:
         """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
         kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
-        numbers = [kind, num_embeddings, len(self.reads), *self.numbers()]
+        numbers = [kind, num_embeddings, len(self.row_components), *self.numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
@@ -264,7 +271,7 @@ class ComposedStorage(Storage):
         """Return the nanoseconds to look up the rows that `ids` read."""
         row = self.stored_width(table_slice.dim) * table_slice.config.data_type.itemsize
         components = _component_slices(table_slice)
-        return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.reads)
+        return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.row_components)
 
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -274,7 +281,9 @@ class ComposedStorage(Storage):
             optimizer, self.stored_width(table_slice.dim), table_slice.config.data_type.itemsize
         )
         components = _component_slices(table_slice)
-        updates = sum(ids * rates.update_row_ns(components[c], row, ids) for c in self.reads)
+        updates = sum(
+            ids * rates.update_row_ns(components[c], row, ids) for c in self.row_components
+        )
         return updates + sum(
             dense_gradient_ns(component, optimizer, rates) for component in components
         )
@@ -326,7 +335,7 @@ class ComposedModule(nn.Module):
         self._slices, self._reads = tuple(slices), tuple(reads)
         first_storage: Any = slices[0].storage
         self._storage: ComposedStorage = first_storage
-        self._rows_per_id = len(first_storage.reads)
+        self._rows_per_id = len(first_storage.row_components)
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [slices[t].dim for t in reads]
         self._widths = [self._storage_of(slices[t]).stored_width(slices[t].dim) for t in reads]
@@ -336,7 +345,7 @@ class ComposedModule(nn.Module):
         ]
         self._first_component = [0, *accumulate(len(components) for components in self._components)]
         features = [
-            self._first_component[t] + self._storage_of(slices[t]).reads[k]
+            self._first_component[t] + self._storage_of(slices[t]).row_components[k]
             for k in range(self._rows_per_id)
             for t in reads
         ]
@@ -403,8 +412,11 @@ class ComposedModule(nn.Module):
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._rows_per_id
         all_rows = rows[0] if count == 1 else torch.cat(rows)
-        ends = [offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)]
-        all_offsets = offsets if count == 1 else torch.cat(ends)
+        # The lookups of row k of all ids follow those of row k - 1; only the last have an end.
+        offsets_by_row = [
+            offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)
+        ]
+        all_offsets = offsets if count == 1 else torch.cat(offsets_by_row)
         sizes = None if batch_sizes is None else [*batch_sizes] * count
         if self._storage.joining is Combine.MULTIPLY:
             out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
@@ -435,8 +447,8 @@ class ComposedModule(nn.Module):
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Return the index of the feature of each id, int64 `[L]`."""
-        features = len(self._reads)
-        bags = [(offsets.numel() - 1) // features] * features
+        num_features = len(self._reads)
+        bags = [(offsets.numel() - 1) // num_features] * num_features
         if batch_sizes is not None:
             bags = [sum(sizes) for sizes in batch_sizes]
         borders = offsets[list(accumulate(bags))[:-1]].long()
@@ -449,16 +461,17 @@ class ComposedModule(nn.Module):
         `looked_up` is `[B, rows per id * columns]`, `[rows per id * L, dim]` without pooling, or
         flat with `batch_sizes`; the result has the same form for one row per id.
         """
-        count, halves = self._rows_per_id, self._storage.joining is Combine.CONCATENATE
+        count = self._rows_per_id
+        is_concatenated = self._storage.joining is Combine.CONCATENATE
         if count == 1:
             return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)
         if self.pooling is Pooling.NONE:
             blocks = looked_up.view(count, -1, looked_up.shape[1])
-            return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
+            return blocks.transpose(0, 1).flatten(1) if is_concatenated else blocks.sum(0)
         if batch_sizes is None:
             width = looked_up.shape[1] // count
             blocks = looked_up.view(-1, count, width)
-            return self._concatenate_columns(blocks.unbind(1)) if halves else blocks.sum(1)
+            return self._concatenate_columns(blocks.unbind(1)) if is_concatenated else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
         lengths = [
             [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
@@ -468,7 +481,7 @@ class ComposedModule(nn.Module):
         joined = []
         for rank_block, rank_lengths in zip(rank_blocks, lengths, strict=True):
             blocks = rank_block.view(count, -1)
-            if not halves:
+            if not is_concatenated:
                 joined.append(blocks.sum(0))
                 continue
             for block, width in zip(blocks.split(rank_lengths, 1), self._widths, strict=True):

@@ -48,6 +48,7 @@ from emblib.tables.memory import TableOffset
 _CACHE_WAYS = 32  # rows of one set of a cache
 _CACHE_SLOT_BYTES = 16  # tag and stamp of a cached row
 _CACHE_SET_BYTES = 8  # last conflict of a set
+_S_PER_NS = 1e-9
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class Dense(Storage):
         costs = rates.costs
         rate = float(costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s)
         if self.placement is Placement.MANAGED:
-            return (bytes_read + bytes_written) / rate / 1e-9
-        # Behind a cache the lookup fetches missing rows and writes others back, the update neither.
+            return (bytes_read + bytes_written) / rate / _S_PER_NS
+        # Behind a cache the lookup makes all transfers; an update, which writes rows, makes none.
         if bytes_written:
             return 0.0
         cache = self.cache or CacheConfig()
@@ -220,7 +221,8 @@ class Dense(Storage):
             cache.sets * _CACHE_WAYS / table_slice.num_rows if cache.sets else cache.load_factor
         )
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        return max(0.0, 1.0 - cached_share) * 2 * row / rate / 1e-9
+        # A miss reads one row and writes an evicted one back.
+        return max(0.0, 1.0 - cached_share) * 2 * row / rate / _S_PER_NS
 
 
 def cached_rows(storage: Dense, rows: int) -> int:

@@ -22,7 +22,7 @@ from emblib.tables import parameters
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
 _TORCH_ATTRIBUTES = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
-_BLOCK_ROWS = 1 << 16
+_BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
 _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of its handle
 
 

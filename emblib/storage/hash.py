@@ -65,6 +65,9 @@ from emblib.storage.handles import TableHandle, bind_view, mark
 from emblib.tables import parameters, state_dicts
 
 _WORD_BYTES = 8  # of a key, a stamp or a score
+# Bytes per row of `HostRows` besides the row: tag, key and stamp of its index, and the stamp and
+# score of its record.
+_HOST_ROW_OVERHEAD = 1 + 4 * _WORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -333,13 +336,12 @@ class Hash(Storage):
         if device != "cpu":  # on a CPU, unused overflow rows take address space only
             device_bytes += bytes_per_row * self.backing.overflow_rows(torch.device(device))
         if not isinstance(self.backing.store, HostRows):
-            return MemoryBytes(
-                device_bytes
-            )  # files grow with the number of keys, which is not known
+            # Files grow with the number of keys, which is not known.
+            return MemoryBytes(device_bytes)
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
         share = table_slice.num_rows / table_slice.config.num_embeddings
-        host_bytes = capacity * share * (bytes_per_row + 1 + 4 * _WORD_BYTES)
+        host_bytes = capacity * share * (bytes_per_row + _HOST_ROW_OVERHEAD)
         return (
             MemoryBytes(device_bytes + host_bytes)
             if device == "cpu"
@@ -373,12 +375,13 @@ def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
         return -(-counter.capacity // SLOTS) * SLOTS * bytes_per_slot("lfu", device)
     assert isinstance(counter, CountMinSketch)
     threshold = admission.max_threshold
-    size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
-    return counter.width * counter.depth * size
+    # Counters are uint8, int32 or int64, the smallest that can count to the threshold.
+    itemsize = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
+    return counter.width * counter.depth * itemsize
 
 
 class MetaPlaceholder(nn.Module):
-    """Placeholder on meta, which `DynamicEmbeddingBags` does not support."""
+    """Placeholder on meta for a `DynamicEmbeddingBags`, which cannot be there; it has no memory."""
 
     def __init__(self, slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()

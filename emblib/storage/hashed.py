@@ -86,7 +86,7 @@ class Hashed(ComposedStorage):
             )
 
     @property
-    def reads(self) -> tuple[int, ...]:
+    def row_components(self) -> tuple[int, ...]:
         """Return component 0 once per function."""
         return (0,) * self.functions
 

@@ -91,7 +91,7 @@ class QuotientRemainder(ComposedStorage):
         return self.combine
 
     @property
-    def reads(self) -> tuple[int, ...]:
+    def row_components(self) -> tuple[int, ...]:
         """Return component 0 (quotients), then component 1 (remainders)."""
         return (0, 1)
 

@@ -312,9 +312,10 @@ class TensorTrain(Storage):
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
-        kinds = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
-        for kind in kinds:
-            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == kind)
+        # `cores.0`, `cores.1`, ... and the states `<state>.0`, ... are cut alike.
+        stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
+        for stem in stems:
+            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
             values = self.cores_of(table_slice, [views[name] for name in names])
             for name, value in zip(names, values, strict=True):
                 targets[name].copy_(value)

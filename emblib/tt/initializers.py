@@ -21,7 +21,14 @@ from torch import Tensor
 
 
 class CoreLayout(NamedTuple):
-    """Sizes of the cores: core k is `[p[k], R[k] * q[k] * R[k + 1]]`."""
+    """Sizes of the cores: core k is `[p[k], R[k] * q[k] * R[k + 1]]`.
+
+    Attributes:
+        row_factors: p, one per core.
+        dim_factors: q, one per core.
+        full_ranks: R, with the 1 at both ends.
+        device: device of the cores.
+    """
 
     row_factors: Sequence[int]
     dim_factors: Sequence[int]
@@ -203,6 +210,7 @@ def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
     return [core.reshape(core.shape[0], -1) * scale for core in (head, middle, last)]
 
 
+# Of FBTT-Embedding's formula.
 _TEETH = 15  # levels on each side of zero, counting zero
 _TOOTH_WIDTH = 0.7 / (2 * _TEETH)
 

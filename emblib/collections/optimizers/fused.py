@@ -435,6 +435,8 @@ _WITHOUT_EFFECT = {"foreach", "fused", "capturable"}  # these do not change the 
 
 
 class _Defaults(NamedTuple):
+    """A class of emblib, and its arguments by the names of torch, with torch's defaults."""
+
     make: Callable[..., Optimizer]
     numbers: dict[str, Any]
 

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from emblib.grad_mode import without_gradients
 from emblib.specs import Choice
 
-State = dict[str, dict[str, Any]]
+State = dict[str, dict[str, Any]]  # states by name, by the name of their parameter
 
 
 class KeyedOptimizer(TorchOptimizer):
@@ -340,9 +340,13 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class _Mark:
+    """The arguments of `mark_gradient`."""
+
     share: GradientShare
     peers: Peers
 
+
+_NORM_EPS = 1e-6  # that of `torch.nn.utils.clip_grads_with_norm_`
 
 # Not attributes of the parameters: those would be pickled with them.
 _marks = WeakTensorKeyDictionary()
@@ -369,8 +373,20 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients by their norm over all ranks; return the norm before, a scalar tensor.
 
-    `peers` defaults to the ranks that `mark_gradient` recorded for the parameters. Sparse gradients
-    are coalesced first, and only their rows are read and scaled.
+    Sparse gradients are coalesced first, and only their rows are read and scaled. With peers all
+    ranks call this, and the host waits for them and for a GPU.
+
+    Args:
+        parameters: parameters whose gradients are clipped in place; some may have none.
+        max_norm: bound of the norm.
+        norm_type: exponent of the norm; `inf` for the maximum.
+        error_if_nonfinite: whether a norm that is not finite raises; the host then waits for it.
+        peers: the ranks; None is those that `mark_gradient` recorded for the parameters.
+
+    Raises:
+        ValueError: parameters over several groups of ranks, or, over ranks or with sparse
+            gradients, a `norm_type` that is not positive.
+        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
@@ -398,7 +414,7 @@ def clip_grad_norm_(
     dense = [p for p in with_grad if not _is_sparse(p)]
     for same_kind in (list(filter(_is_dtensor, dense)), [p for p in dense if not _is_dtensor(p)]):
         torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, total)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch computes it
+    factor = (max_norm / (total + _NORM_EPS)).clamp(max=1.0)
     for parameter in with_grad:
         if _is_sparse(parameter):
             values = _values_of(parameter)
@@ -643,7 +659,21 @@ class WarmupPolicy(Choice):
 
 @dataclass(frozen=True)
 class WarmupStage:
-    """A stage that ends at step `max_iters` of all stages; `lr_scale` multiplies its rates."""
+    """A stage of a schedule of learning rates; `WarmupPolicy` has the formulas.
+
+    Attributes:
+        policy: formula of the multiplier.
+        max_iters: the last step of the stage, counted over all stages.
+        value: v of the formulas.
+        lr_scale: further factor of the rates of the stage.
+        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
+        sgdr_period: steps per period of COSINE_ANNEALING_WARM_RESTARTS.
+        start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
+
+    Raises:
+        ValueError: INTERPOLATE without its two fields, or with a start that is not before
+            `max_iters`.
+    """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
     max_iters: int = 1

@@ -17,7 +17,10 @@ State = dict[str, dict[str, Any]]
 
 
 class Template(NamedTuple):
-    """The optimizer of a group, and its current `hyperparams`, float64 on the CPU."""
+    """The optimizer of a group, and a copy of its current `hyperparams`, float64 on the CPU.
+
+    `from_torch_states` writes the step into the copy.
+    """
 
     optimizer: Optimizer
     numbers: Tensor
