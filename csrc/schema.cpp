@@ -1,8 +1,9 @@
-// Every native operation of emblib. Kernels are registered next to their code
-// (`*_cpu.cpp`, `*_cuda.cu`), shapes and gradients are in emblib/ops, and emblib/reference defines
-// the results. Notation: F features, B batch, L lookups, U unique rows, D dim. `features` is int64
+// Every native operation of emblib. Kernels are registered next to their code (`*_cpu.cpp`,
+// `*_cuda.cu`). emblib/ops has the shapes, dtypes and gradients, emblib/reference defines the
+// results. Notation: F features, B batch, L lookups, U unique rows, D dim. `features` is int64
 // [F, 8], see Feature; `bag_layout` int64 [bags, 2], see BagLayout; `weights` a list of memory
-// tiers, see Tier; `slots` the cache slots of rows: all in core/layout.h.
+// tiers, see Tier; `slots` the cache slots of rows: all in core/layout.h. Numbers such as
+// `pooling`, `policy` and `order` are codes of core/codes.h.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
@@ -11,13 +12,15 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "group(Tensor keys, SymInt num_keys)"
       " -> (Tensor unique, Tensor segments, Tensor permutation, Tensor count)");
+  // The group of each position, from results of `group`.
   m.def("group_inverse(Tensor segments, Tensor permutation, Tensor count) -> Tensor");
 
   // Table-batched embeddings.
   m.def(
       "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
-  // The same, with `check` as the mode, and add to `violations` in the mode "warning".
+  // Return the repaired offsets only; in the mode "warning" add the numbers of invalid indices and
+  // offsets to `violations`. `check` is the mode.
   m.def(
       "bounds_check_(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout,"
       " int check, Tensor(a!) violations) -> Tensor");
@@ -25,16 +28,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // Whole passes in one call. A lookup that checks its batch: the CPU returns [output], or nothing
-  // for an invalid batch; a GPU repairs the offsets unless `check` is None, adds to `violations` in
-  // the mode "warning" (the numbers of invalid indices and offsets), and returns [output,
-  // repaired]. Grouping, counting the step and updating; none of it if `is_finite`, a scalar, is
-  // false. With `located`, [rows, segments, lookups, bags, count, row_slots] of `cache_prefetch_`,
-  // nothing is grouped.
+  // Whole passes in one call. First a lookup that checks its batch unless `check` is None. The CPU
+  // returns [output], or nothing for an invalid batch. A GPU repairs the offsets and adds to
+  // `violations` as `bounds_check_` does; it returns [output], and the repaired offsets if it
+  // checked.
   m.def(
       "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
       " int? check, Tensor(a!) violations, Tensor? slots=None) -> Tensor[]");
+  // Group the lookups, count the step in `hyper`, and update; do none of it if `is_finite`, a
+  // scalar, is false. With `located`, [rows, segments, lookups, bags, count, row_slots] of
+  // `cache_prefetch_`, nothing is grouped.
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
@@ -62,8 +66,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
-  // On the CPU, where DISK tables are: what `cache_plan_` would evict, for rows that must be
-  // journaled before they are written to.
+  // What `cache_plan_` would evict, on the CPU, where DISK tables are: their rows must be journaled
+  // before they are written back.
   m.def(
       "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
       " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
@@ -89,8 +93,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");
 
-  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], see
-  // emblib/ops/hash.py.
+  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], on the
+  // CPU optionally with `queues` after them, see emblib/ops/hash.py.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
@@ -110,15 +114,15 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // [offsets, starts, slots, rows, segments, lookups, bags, count], and the status of positions if
   // keys were missing.
   m.def(
-      "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features, Tensor "
-      "ids,"
+      "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
+      " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
       " Tensor layout, Tensor rules, int seed) -> Tensor[]");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
-  // Rows of values by slot, [slots, dim]; slot -1 is none.
+  // Rows of values by slot, `values` [slots, dim]; slot -1 is none.
   m.def(
       "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
       " float default_value) -> (Tensor rows, Tensor found)");
@@ -145,8 +149,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
   // hash_insert_batch_ for tables in front of stores in host memory, which it reads.
   m.def(
-      "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features, Tensor "
-      "ids,"
+      "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
+      " Tensor ids,"
       " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
       " Tensor layout, Tensor rules, int seed, Tensor[] store_indices, Tensor[] records,"
       " int[] first_overflow) -> Tensor[]");
@@ -234,8 +238,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
       " -> Tensor");
-  // The adjoint, and the adjoint that writes a part of its result to `local`. They are two ops
-  // because inductor does not compile an optional argument that is written.
+  // The adjoint of `combine`; `combine_backward_` writes a part of its result to `local`. They are
+  // two ops because inductor does not compile an optional argument that is written.
   m.def(
       "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");

@@ -17,22 +17,23 @@
 
 namespace emb {
 
-inline constexpr int kWays = 32;
+inline constexpr int kWays = 32;        // slots per set
 inline constexpr int64_t kNoRow = -1;   // tag and usage word of an empty way; in `evicted`: the row
                                         // took an empty way
 inline constexpr int64_t kNoMove = -2;  // in `evicted`: the row does not move
 
-// Columns of `counters`; emblib/tables/row_cache.py describes each.
+// Columns of `counters`, int64 [T + 1, 8]: a row per table, then the totals. Lookups and rows of
+// tables without a cache do not count.
 struct CacheCounter {
   enum Column : int {
-    kCalls,
-    kLookups,
-    kUnique,
-    kUniqueMisses,
-    kConflictUniqueMisses,
-    kConflictMisses,
-    kLookupMisses,
-    kWriteBacks,
+    kCalls,                 // batches; of a table: those in which it is looked up
+    kLookups,               // lookups of rows
+    kUnique,                // distinct rows, summed over batches
+    kUniqueMisses,          // distinct rows that were not in the cache when the batch was planned
+    kConflictUniqueMisses,  // those of them that got no way
+    kConflictMisses,        // lookups of rows that got no way
+    kLookupMisses,          // lookups of rows that were not in the cache
+    kWriteBacks,            // rows that were evicted; of a table: its own rows
   };
 };
 inline constexpr int kCacheCounters = 8;
@@ -168,7 +169,8 @@ struct CachePlanTable {
   // is null, list the misses there; it has room for end - begin. Return the number of misses, 0 if
   // `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // Do what `locate` does; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
+  // Do what `locate` does; also set `evicted` to kNoMove, stamp the hits, and count the lookups (of
+  // misses: only LFU counts them). `misses` must not be null.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Assign ways to the misses of groups [begin, end).
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);

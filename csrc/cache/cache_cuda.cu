@@ -17,9 +17,9 @@
 namespace emb::cuda {
 namespace {
 
-// A plan on the device and its output, int32 and int64 [L].
+// A plan on the device, which points into the tensors of `call`, and its output.
 struct DevicePlan {
-  Tensor row_slots, evicted;
+  Tensor row_slots, evicted;  // int32 [L], int64 [L]: see CachePlan
   CachePlan args;
 
   explicit DevicePlan(const PlanCall& call)

@@ -44,7 +44,7 @@ struct RowMove {
   TierRow out{kNoRow, 0, 0, {0, 0, 0}}, in{kNoRow, 0, 0, {0, 0, 0}};
   int64_t slot = 0;
 
-  EMB_DEVICE bool any() const { return out.dim > 0 || in.dim > 0; }
+  EMB_DEVICE bool moves() const { return out.dim > 0 || in.dim > 0; }
   // Return the elements between rows of the cache.
   EMB_DEVICE int64_t stride() const { return out.dim > 0 ? out.stride : in.stride; }
 };
@@ -75,7 +75,7 @@ EMB_DEVICE int lanes_of_move(int accesses) {
 }
 
 // The move that lane `source` has, as its group needs it; all lanes pass their move. Without a
-// source (-1) both dims are 0. Called by the whole warp.
+// source (-1) both dims are 0. The constructor is called by the whole warp.
 struct SharedMove {
   int64_t out_element, in_element;  // first elements of the rows in their tiers
   int64_t start;                    // first element of the slot in the cache
@@ -212,7 +212,7 @@ EMB_DEVICE bool is_whole(const CacheMemory& memory, int tensor, const TierRow& r
 // Move the rows of a warp, one per lane, in all tensors. Called by the whole warp.
 EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
                           const Rounding& rounding) {
-  const unsigned movers = __ballot_sync(simt::kFullMask, lane_move.any());
+  const unsigned movers = __ballot_sync(simt::kFullMask, lane_move.moves());
   if (movers == 0) return;
   const int64_t start = lane_move.slot * lane_move.stride();
   const int64_t in_dim = lane_move.in.dim, out_dim = lane_move.out.dim;
@@ -220,7 +220,7 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
   const int widest = __reduce_max_sync(simt::kFullMask, dim);
   for (int k = 0; k < memory.num_tensors; ++k) {
     if (memory.is_by_row(k)) {
-      if (lane_move.any()) move_entry(memory, k, lane_move, rounding);
+      if (lane_move.moves()) move_entry(memory, k, lane_move, rounding);
       continue;
     }
     const bool whole =

@@ -15,9 +15,8 @@
 namespace emb::cuda {
 
 inline constexpr int kCacheThreads = 256;
-inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
 inline constexpr int kCacheWarps = kCacheThreads / kWarpLanes;
-static_assert(kWays == kWarpLanes);  // a lane per way
+static_assert(kWays == kWarpLanes);  // where a warp takes a set, a lane has the way of its number
 
 // All pointers are to device memory that must live until the kernels have run.
 struct CachePlan {
@@ -50,9 +49,6 @@ struct CachePlan {
 struct DeviceMissGroups {
   const int32_t *sets, *segments, *permutation, *num_groups;
 };
-
-// Return the number of this lane, which is also that of its way where a warp takes a set.
-EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
 // Return the lookups of row u in the batch.
 EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
@@ -136,7 +132,7 @@ EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
 
 // Write the keys of the kWays misses that come first of [begin, end), a group, to `best`, [kWays],
 // in order, then kNoMiss. Each count of lookups is read once; 32 misses at a time are ranked
-// against the best so far. Called by the whole warp.
+// against the best so far. `best` is shared memory of this warp. Called by the whole warp.
 EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& groups,
                                 int64_t first_row, int32_t begin, int32_t end, int64_t* best) {
   int64_t leader = kNoMiss;  // first miss so far that has this lane's rank
@@ -206,8 +202,9 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
 
 // Counts of one table that a warp has not added to the counters yet; every lane has a partial sum.
 struct Tally {
-  int table = -1;                                // -1: none
-  int32_t sums[CacheCounter::kWriteBacks] = {};  // by counter; a batch has fewer than 2^31 lookups
+  static constexpr int kCounters = CacheCounter::kWriteBacks;  // those before kWriteBacks
+  int table = -1;                                              // -1: none
+  int32_t sums[kCounters] = {};  // by counter; a batch has fewer than 2^31 lookups
 };
 
 // Add n to a counter of a table; table num_tables has the totals.
@@ -221,13 +218,14 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter::Colu
 // warp.
 EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 #pragma unroll
-  for (int c = 0; c < CacheCounter::kWriteBacks; ++c) {
+  for (int c = 0; c < Tally::kCounters; ++c) {
+    const auto counter = static_cast<CacheCounter::Column>(c);
     const int32_t sum = simt::group_sum(tally->sums[c], kWarpLanes);
     tally->sums[c] = 0;
     if (lane_in_warp() != 0 || sum == 0) continue;
-    add_counter(plan, tally->table, static_cast<CacheCounter::Column>(c), sum);
-    if (c != CacheCounter::kCalls)
-      add_counter(plan, plan.num_tables, static_cast<CacheCounter::Column>(c), sum);
+    add_counter(plan, tally->table, counter, sum);
+    // A call reaches several tables; finish_plan_kernel counts it once in the totals.
+    if (counter != CacheCounter::kCalls) add_counter(plan, plan.num_tables, counter, sum);
   }
 }
 
@@ -319,9 +317,16 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
   write_lookup_slots(args, blockIdx.x, gridDim.x, range);
 }
 
+// Blocks per multiprocessor of the last kernel: up to 40 registers per thread. Without this bound
+// the compiler takes 32 and spills.
+inline constexpr int kFinishBlocks = 6;
+// Rows per thread of a block that counts: a warp ends with an atomic addition per counter, so it
+// counts many rows. The number is not measured.
+inline constexpr int kCountedRows = 8;
+
 // The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
 // the slots of `lookups`, if there are any; one thread sets the clock.
-[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, 6)
+[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocks)
     finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
@@ -367,8 +372,8 @@ void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceM
     launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocks)),
              kCacheThreads, plan, groups);
   }
-  const unsigned counting =
-      blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(kResidentBlocks / 4));
+  const unsigned counting = blocks_for(plan.n, kCountedRows * kCacheThreads,
+                                       launcher.blocks(kResidentThreads / kCacheThreads));
   const unsigned writing =
       lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocks));
   launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);

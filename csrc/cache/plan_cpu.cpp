@@ -21,7 +21,9 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
 
-constexpr int64_t kGrain = 2048;  // rows, or misses: smallest range that gets a thread
+constexpr int64_t kGrain = 2048;              // rows, or misses: smallest range that gets a thread
+constexpr int64_t kLookupGrain = 8 * kGrain;  // lookups, which only copy a number, likewise
+constexpr int64_t kSetCost = 4;  // of a set with misses, relative to that of a miss; not measured
 
 // The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable:
 // rows of tables with a cache, in the cache or not.
@@ -246,7 +248,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
   group_items<Item32>(n, args.cache.sets, part_begins, fill, out, [](int64_t, int64_t) {});
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
-      num_groups, kGrain, [&](int64_t g) { return 4 * g + segments[g]; },
+      num_groups, kGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
@@ -409,7 +411,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   auto* out = slots.mutable_data_ptr<int32_t>();
   for (int64_t j = 0; j < segment[0]; ++j) out[position[j]] = -1;
   parallel_balanced(
-      groups, 8 * kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      groups, kLookupGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {
         for (int64_t g = begin; g < end; ++g) {
           for (int32_t j = segment[g]; j < segment[g + 1]; ++j) out[position[j]] = slot[g];

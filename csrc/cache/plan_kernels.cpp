@@ -77,7 +77,7 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
       const int way = find_way(cache.tags + first, args.rows[u]);
       const bool hit = way < kWays;
       args.row_slots[u] = hit ? static_cast<int32_t>(first + way) : -1;
-      if (misses != nullptr) {
+      if (misses != nullptr) {  // a hit is written too, and then overwritten: no branch
         misses[num_misses] = {static_cast<int32_t>(u), static_cast<uint32_t>(set)};
         num_misses += !hit;
       }

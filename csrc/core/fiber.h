@@ -1,7 +1,11 @@
 // Fibers: threads of execution with a stack each that take turns on one system thread, for the CUDA
 // emulation. A fiber is a stack and a saved stack pointer. A switch takes a few nanoseconds on
 // x86-64; on other processors it uses ucontext. Every switch is announced to AddressSanitizer, so
-// that it knows the current stack. Not for use by several threads.
+// that it knows the current stack.
+//
+// All fibers of a process must run on one system thread. No exception may leave the `entry` of a
+// fiber. A switch keeps the callee-saved registers, but not the modes of the floating-point unit,
+// which no kernel changes.
 #pragma once
 
 #include <sys/mman.h>
@@ -21,12 +25,14 @@
 namespace emb::simt {
 
 inline constexpr size_t kStackBytes = 256 * 1024;
-inline constexpr size_t kGuardBytes = 4096;  // inaccessible, below the stack: overflows fault
+inline constexpr size_t kGuardBytes = 4096;  // a page below the stack: an overflow is a fault there
 
 #if defined(__x86_64__)
 
 // Save the callee-saved registers on this stack and its pointer in `*save`, then continue on the
-// stack with the pointer `load`.
+// stack with the pointer `load`. Weak, so that the sources that include this header share one copy:
+// `inline` would contradict `noinline`, without which `naked` code breaks. The definition leaves
+// its arguments in their registers, so only the declaration names them.
 __attribute__((naked, noinline, weak)) void swap_stacks(void** save, void* load);
 __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
   asm volatile(
@@ -93,7 +99,7 @@ class Fiber {
                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (memory == MAP_FAILED) throw std::runtime_error("simt: no memory for a fiber's stack");
       memory_ = static_cast<char*>(memory);
-      mprotect(memory_, kGuardBytes, PROT_NONE);
+      mprotect(memory_, kGuardBytes, PROT_NONE);  // if it fails, overflows are not detected
     }
     fake_stack_ = nullptr;
 #if defined(__SANITIZE_ADDRESS__)
@@ -105,12 +111,12 @@ class Fiber {
   // Switch from this fiber, the running one, to `to`; return when another fiber switches back.
   void switch_to(Fiber& to) {
 #if defined(__SANITIZE_ADDRESS__)
+    // The main fiber has no stack here: bottom_ is the one that it was left on.
     __sanitizer_start_switch_fiber(&fake_stack_, to.bottom_ ? to.bottom_ : to.stack(),
                                    to.bottom_ ? to.bytes_ : kStackBytes);
-    Fiber* self = this;
-    arriving_from() = self;
+    arriving_from() = this;
     context_.swap(to.context_);
-    self->arrive();
+    arrive();
 #else
     context_.swap(to.context_);
 #endif
@@ -129,13 +135,16 @@ class Fiber {
 
  private:
   const void* stack() const { return memory_ + kGuardBytes; }
+  // Return the fiber that the switch in progress leaves.
   static Fiber*& arriving_from() {
     static Fiber* from = nullptr;
     return from;
   }
 
   Context context_;
-  char* memory_ = nullptr;
+  char* memory_ = nullptr;  // guard page and stack; null before `start`
+  // What AddressSanitizer reports when the fiber is left: its fake stack, and lowest address and
+  // size of its stack.
   void* fake_stack_ = nullptr;
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <atomic>
 #include <utility>
 
 #include "core/simt.cuh"
@@ -58,28 +59,33 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   return attributes.devicePointer;
 }
 
-// Return the number of multiprocessors of a device; it is queried once per device.
+// Return an attribute of a device that is not 0. It is queried once for each of the devices 0 to
+// kKnownDevices - 1, at every call for others. Several threads may query one at once: all store the
+// same number.
+template <cudaDeviceAttr attribute>
+int device_attribute(int device) {
+  constexpr int kKnownDevices = 64;
+  static std::atomic<int> known[kKnownDevices] = {};
+  int value = device < kKnownDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value != 0) return value;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  if (device < kKnownDevices) known[device].store(value, std::memory_order_relaxed);
+  return value;
+}
+
+// Return the number of multiprocessors of a device.
 inline int multiprocessors(int device) {
-  static int counts[64] = {};
-  int& count = counts[device < 64 ? device : 63];
-  if (count == 0 || device >= 63) {
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-               "cudaDeviceGetAttribute");
-  }
-  return count;
+  return device_attribute<cudaDevAttrMultiProcessorCount>(device);
 }
 
 // Return the maximum number of blocks in a cluster on a device: 8, the portable maximum, from sm_90
 // on; 1 on older devices, which have no clusters.
 inline unsigned max_cluster_of(int device) {
-  static int majors[64] = {};
-  int& major = majors[device < 64 ? device : 63];
-  if (major == 0 || device >= 63) {
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-               "cudaDeviceGetAttribute");
-  }
-  return major >= 9 ? 8 : 1;
+  return device_attribute<cudaDevAttrComputeCapabilityMajor>(device) >= 9 ? 8 : 1;
 }
+
+// Bytes of dynamic shared memory per block that a kernel may have without a request.
+inline constexpr size_t kDefaultSharedBytes = 48 * 1024;
 
 // Starts kernels on the device of tensor `on`, on torch's current stream at its construction. That
 // device is CUDA's current device for the lifetime of the object. Launches return at once; kernels
@@ -125,7 +131,7 @@ class CudaLauncher {
   template <class... Parameters, class... Arguments>
   void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    const Arguments&... arguments) const {
-    if (shared_bytes > 48 * 1024) {
+    if (shared_bytes > kDefaultSharedBytes) {
       check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       static_cast<int>(shared_bytes)),

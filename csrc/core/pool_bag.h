@@ -87,7 +87,7 @@ EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish&
 template <class Rows, class O>
 EMB_HD void pool_bags(const BagRows& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {
-  const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
+  const int64_t first = bags.first_lookup(first_bag);
   for (int64_t i = first; i < first + rows.distance(); ++i) rows.prefetch(i, rows.dim());
   const int64_t count = bags.num_items(first_bag, last_bag);  // bags, or lookups without pooling
   for (int64_t k = 0; k < count; ++k) {

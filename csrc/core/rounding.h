@@ -107,11 +107,11 @@ EMB_HD void round_four(const float (&x)[4], const Random4& random, uint32_t (&pa
   for (int k = 0; k < 4; ++k) {
     if (kIsHalf) {
       rounded[k] = (half_bits_and_13_more(x[k]) + (random.word[k] & 0x1fffu)) >> 13;
-      large |= rounded[k] >= 0x7c00u;
+      large |= rounded[k] >= 0x7c00u;  // infinity in half
     } else {
       const uint32_t magnitude = float_bits(x[k]) & 0x7fffffffu;
       rounded[k] = (magnitude + (random.word[k] & 0xffffu)) >> 16;
-      large |= magnitude >= 0x7f7f0000u;
+      large |= magnitude >= 0x7f7f0000u;  // the largest finite number of bfloat16, or above
     }
   }
   if (large) {

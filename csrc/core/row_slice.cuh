@@ -16,6 +16,10 @@
 
 namespace emb::cuda {
 
+// Return the number of this lane in its warp, and the lanes of a warp, as signed numbers.
+EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
+inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
+
 // The columns of a lane in registers, initially 0. slice[k] is column k as a float.
 template <class T, int N>
 struct RowSlice {
@@ -219,9 +223,8 @@ struct LaneGroup {
   int rank;   // number of this lane in its group
 
   EMB_DEVICE explicit LaneGroup(int lanes_of_group) : lanes(lanes_of_group) {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    group = lane / lanes;
-    rank = lane - group * lanes;
+    group = lane_in_warp() / lanes;
+    rank = lane_in_warp() - group * lanes;
   }
   EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
 };
@@ -242,6 +245,9 @@ inline constexpr int64_t kMaxStripes = 64;
 // multiprocessor: more where items differ in length, so that new blocks replace those that end
 // early, less for short kernels, whose blocks have little to do.
 inline constexpr int kResidentBlocks = 32;
+// The most threads that a multiprocessor of an A100 or H100 holds at once. Grids of
+// kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once.
+inline constexpr int kResidentThreads = 2048;
 
 // Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
 // at most `max_blocks`.

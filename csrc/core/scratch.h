@@ -32,6 +32,7 @@ class FreeBlocks {
     for (const Block& block : blocks_) std::free(block.data);
   }
 
+  // Return the store of this thread's scratch, which is destroyed with the thread.
   static FreeBlocks& of_this_thread() {
     thread_local FreeBlocks blocks(kMaxFreeScratchBytes);
     return blocks;

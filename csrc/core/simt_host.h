@@ -47,9 +47,9 @@ struct WarpValues {
 // own dynamic shared memory, which the others may access between two cluster barriers; when a block
 // has left the kernel its memory reads as NaN.
 //
-// Its functions are called by the fiber of the current thread of the kernel, except
-// for `run`. `where` is the source line of the call in the kernel, for reports. Whatever breaks the
-// rules of core/simt.cuh ends the launch: `run` throws std::runtime_error.
+// `run` is called by the host, on one system thread; the other functions by the fiber of the
+// current thread of the kernel. `where` is the source line of the call in the kernel, for reports.
+// Whatever breaks the rules of core/simt.cuh ends the launch: `run` throws std::runtime_error.
 class Machine {
  public:
   static Machine& get() {
@@ -72,8 +72,8 @@ class Machine {
     }
     kernel_ = &kernel;
     block_ = block;
-    live_ = block.volume();
-    block_warps_ = (live_ + 31) / 32;
+    block_threads_ = block.volume();
+    block_warps_ = (block_threads_ + 31) / 32;
     blocks_.resize(cluster);
     set_grid(grid, block);
     const unsigned clusters = grid.volume() / cluster;
@@ -130,7 +130,7 @@ class Machine {
     block.barrier = where;
     self.waits_for = "__syncthreads";
     self.where = where;
-    if (++block.at_barrier == live_) {
+    if (++block.at_barrier == block_threads_) {
       block.at_barrier = 0;
       const unsigned first = rank * block_warps_;
       for (unsigned w = first; w < first + block_warps_; ++w) runnable_[w] = all_lanes(w);
@@ -150,7 +150,7 @@ class Machine {
     cluster_barrier_ = where;
     self.waits_for = "cluster_sync";
     self.where = where;
-    if (++at_cluster_barrier_ == live_ * cluster_size()) {
+    if (++at_cluster_barrier_ == block_threads_ * cluster_size()) {
       at_cluster_barrier_ = 0;
       cluster_has_met_ = true;
       for (unsigned w = 0; w < warps(); ++w) runnable_[w] = all_lanes(w);
@@ -291,7 +291,7 @@ class Machine {
   // Return the warps of the cluster, the mask of a warp's threads, and the thread in its block.
   unsigned warps() const { return block_warps_ * cluster_size(); }
   unsigned all_lanes(unsigned warp) const {
-    const unsigned lanes = live_ - warp % block_warps_ * 32;
+    const unsigned lanes = block_threads_ - warp % block_warps_ * 32;
     return lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1;
   }
   unsigned thread() const { return current_ % (block_warps_ * 32); }
@@ -354,8 +354,9 @@ class Machine {
     }
     runnable_[warp] &= ~(1u << lane());
     done_[warp] |= 1u << lane();
-    if (++block.exited == live_) std::fill(block.shared.begin(), block.shared.end(), kUnwritten);
-    if (++exited_ == live_ * cluster_size()) {
+    if (++block.exited == block_threads_)
+      std::fill(block.shared.begin(), block.shared.end(), kUnwritten);
+    if (++exited_ == block_threads_ * cluster_size()) {
       fibers_[self]->switch_to(main_);
     } else {
       enter(*fibers_[self], next());
@@ -447,8 +448,8 @@ class Machine {
   Fiber main_;
   std::string failure_;
   std::source_location cluster_barrier_;
-  // The running thread, numbered in the cluster; the threads and the warps per block.
-  unsigned current_ = 0, live_ = 0, block_warps_ = 0;
+  unsigned current_ = 0;                          // the running thread, numbered in the cluster
+  unsigned block_threads_ = 0, block_warps_ = 0;  // threads and warps per block
   unsigned exited_ = 0, at_cluster_barrier_ = 0;  // threads of the cluster
   bool cluster_has_met_ = false;                  // at a first cluster_sync
   // The lanes of each warp that can run, wait at a collective, or have left the kernel.

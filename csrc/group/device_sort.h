@@ -63,8 +63,8 @@ class DeviceSort {
       : scratch_(allocate(like, {bytes(n)}, torch::headeronly::ScalarType::Byte)) {
     auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
     auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
-    buffers_ = {
-        keys, keys + n, positions, sorted_positions, positions + n, n, static_cast<Key>(limit)};
+    buffers_ = {{keys, keys + n, positions, sorted_positions, n, static_cast<Key>(limit)},
+                positions + n};
   }
   const SortBuffers<Key>& buffers() const { return buffers_; }
 

@@ -45,11 +45,7 @@ bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n
 template <class Key>
 void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
                  const DeviceGroupOutput& out) {
-  if (sort.n > 0) {
-    sort_pairs(launcher, like,
-               SortPairs<Key>{sort.keys, sort.sorted_keys, sort.positions, sort.sorted_positions,
-                              sort.n, sort.limit});
-  }
+  if (sort.n > 0) sort_pairs<Key>(launcher, like, sort);
   launch_groups(launcher, sort, out);
 }
 

@@ -226,8 +226,8 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 //
 // The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
 // part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
-// `put(position, key)` once for each position of part p. `emit(j, position)` is
-// called once for every item, where j is its number in sorted order. Several threads call both.
+// `put(position, key)` once for each position of part p. `emit(j, position)` is called once for
+// every item, where j is its number in sorted order. Several threads call both.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
                  const Fill& fill, const GroupOutput& out, const Emit& emit) {

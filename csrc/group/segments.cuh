@@ -29,16 +29,12 @@ struct SortPairs {
   Key limit;  // no key is greater
 };
 
-// The arrays of a sort whose runs of equal keys become groups.
+// A sort whose runs of equal keys become groups. Keys that equal `limit` belong to no group.
 template <class Key>
-struct SortBuffers {
-  Key *keys, *sorted_keys;                // [n] each
-  int32_t *positions, *sorted_positions;  // [n] each
+struct SortBuffers : SortPairs<Key> {
   // Scratch [2, kMaxRanges], for each range: the groups that begin in it, and its keys below
   // `limit`.
   int32_t* range_counts;
-  int64_t n;
-  Key limit;  // no key is greater; lookups with this one belong to no group
 };
 
 // The step counter of the update that uses a grouping: the grouping increments it, which saves a

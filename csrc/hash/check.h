@@ -201,7 +201,8 @@ const T* required_array(const char* op, const char* name, const Tensor& tensor, 
   return tensor.const_data_ptr<T>();
 }
 
-// Return that of an optional int64 tensor, or null if it is not passed.
+// Return the data of an optional int64 tensor, checked as required_array does; null if it is not
+// passed.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {

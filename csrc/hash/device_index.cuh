@@ -14,9 +14,9 @@
 
 namespace emb::cuda {
 
-// Lanes of a warp and warps of a block, as signed numbers.
-inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
-inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;
+inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;  // warps per block
+// Blocks per multiprocessor of grids with loops over keys: as many as it holds.
+inline constexpr int kFullBlocks = kResidentThreads / kTileThreads;
 static_assert(kSlots == kWarpLanes, "where a warp works on a bucket, a lane has one slot");
 
 // The index in device memory; its contents are trusted.
@@ -73,8 +73,6 @@ struct DeviceMisses {
   const int64_t* offsets;  // [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
   const bool* admitted;    // by miss; null if all are admitted
 };
-
-EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
 // Add n >= 0 uses to a sum in global memory that several threads change; the sum saturates. A
 // thread whose addition makes the sum wrap around sets it to the maximum afterwards. That
@@ -266,7 +264,7 @@ EMB_DEVICE TableTally size_tally(const DeviceIndex& index) {
 // Return the number of blocks for a grid loop over n keys, one thread per key.
 template <class Launcher>
 unsigned key_blocks(const Launcher& launcher, int64_t n) {
-  return blocks_for(n, kTileThreads, launcher.blocks(8));
+  return blocks_for(n, kTileThreads, launcher.blocks(kFullBlocks));
 }
 
 }  // namespace emb::cuda

@@ -8,7 +8,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kMaxRowBuffers = 16;
+inline constexpr int kMaxRowBuffers = 16;  // the weights and states of an optimizer are at most 8
 
 // The row buffers of all tables: P buffers with rows of values by slot, which move with the
 // entries.
@@ -31,7 +31,7 @@ struct Growth {
 
 // Add the admitted misses of every table to `admitted_misses`, which is 0 before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_wanted_kernel(Growth growth) {
+    hash_count_admitted_kernel(Growth growth) {
   __shared__ int range[2];
   const int num_tables = growth.index.num_tables;
   const DeviceMisses& misses = growth.misses;
@@ -45,7 +45,7 @@ struct Growth {
 
 // Set `admitted_misses` to 0.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_no_wanted_kernel(Growth growth) {
+    hash_clear_admitted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
        t += simt::threads_in_grid()) {
     growth.admitted_misses[t] = 0;
@@ -189,15 +189,15 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
   growth.old_buckets = work.template scratch<int64_t>(num_tables);
   growth.first_new = work.template scratch<int64_t>(num_tables + 1);
   if (growth.misses.admitted != nullptr) {
-    launcher(hash_no_wanted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
+    launcher(hash_clear_admitted_kernel, blocks_for(num_tables, kTileThreads, launcher.blocks(1)),
              kTileThreads, growth);
   }
   if (growth.misses.admitted != nullptr && batch.n > 0) {
-    launcher(hash_wanted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
+    launcher(hash_count_admitted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);
-  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(8)), kTileThreads,
-           growth);
+  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(kFullBlocks)),
+           kTileThreads, growth);
   if (batch.n == 0) return;
   launcher(hash_refresh_kernel, key_blocks(launcher, batch.n), kTileThreads, growth, batch, slots);
 }

@@ -164,7 +164,7 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
   in.check(op);
   STD_TORCH_CHECK(row_buffers.size() <= kMaxInitialBuffers, op, ": at most ", kMaxInitialBuffers,
                   " row buffers on a GPU, got ", row_buffers.size());
-  InitialRows rows{};
+  DeviceInitialRows rows{};
   for (const Tensor& buffer : row_buffers) {
     rows.buffers[rows.num_buffers++] = {buffer.mutable_data_ptr(),
                                         float_dtype(op, "each row buffer", buffer.scalar_type())};

@@ -11,7 +11,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kMaxInitialBuffers = 16;
+inline constexpr int kMaxInitialBuffers = 16;  // maximum P
 
 // A row buffer: weights or states of all tables, flat.
 struct InitialBuffer {
@@ -20,7 +20,7 @@ struct InitialBuffer {
 };
 
 // The arguments of the kernel, for T tables and P row buffers.
-struct InitialRows {
+struct DeviceInitialRows {
   InitialBuffer buffers[kMaxInitialBuffers];  // [P]
   int num_buffers, num_tables;                // P, T
   const InitialLayout* layout;                // [T, P]
@@ -28,7 +28,7 @@ struct InitialRows {
   const int64_t* ids;                         // by position: ids of the batch
   const int64_t* first;                       // by miss: a position of its key in `ids`
   const int64_t* offsets;  // [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
-  const int64_t* slots;    // by miss: slot of its table; without a row in `layout`: none
+  const int64_t* slots;    // by miss: slot of its table; outside [0, InitialLayout::rows): no row
   uint64_t seed;
 };
 
@@ -54,7 +54,7 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
 // Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer, by
 // the whole warp. Rows have far fewer than 2^29 elements, so 32 bits can number the Philox counters
 // of 32 rows.
-EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_t begin,
+EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, int64_t begin,
                               int num_rows) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
@@ -74,7 +74,7 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_
 
 // Write the rows of all misses. A warp takes 32 neighbouring misses, table by table.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    initial_rows_kernel(InitialRows rows) {
+    initial_rows_kernel(DeviceInitialRows rows) {
   const auto start = [&](int t) { return rows.offsets[t]; };
   const int64_t begin = rows.offsets[0], end = rows.offsets[rows.num_tables];
   constexpr int64_t kRows = simt::kWarp;
@@ -95,10 +95,11 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_
 // Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid: the host does not
 // know their number.
 template <class Launcher>
-void launch_initial_rows(const Launcher& launcher, const InitialRows& rows, int64_t n) {
+void launch_initial_rows(const Launcher& launcher, const DeviceInitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;
-  launcher(initial_rows_kernel, blocks_for(n, kTileThreads, launcher.blocks(8)), kTileThreads,
-           rows);
+  launcher(initial_rows_kernel,
+           blocks_for(n, kTileThreads, launcher.blocks(kResidentThreads / kTileThreads)),
+           kTileThreads, rows);
 }
 
 }  // namespace emb::cuda

@@ -13,9 +13,10 @@
 
 namespace emb {
 
-// The distribution of initial values. kKeyModulo is the key, as an unsigned number, modulo 100,000,
-// in every element.
+// The distribution of initial values. kKeyModulo is the key, as an unsigned number, modulo
+// kKeyModulus, in every element.
 enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
+inline constexpr uint64_t kKeyModulus = 100000;  // that of DynamicEmb's DEBUG initialiser
 
 // How the rows of a table in a row buffer are initialised: a row of the tensor `rules`, float64
 // [T, P, 7].
@@ -62,9 +63,10 @@ EMB_HD double log_of(double x) {
   bits = (bits & 0xfffffffffffffu) | uint64_t{1023} << 52;
   double m;
   memcpy(&m, &bits, sizeof(m));
-  const bool large = m > 1.4142135623730951;
+  const bool large = m > 1.4142135623730951;  // sqrt(2): the series below converges fast around 1
   m = large ? m * 0.5 : m;
   exponent = large ? exponent + 1.0 : exponent;
+  // log(m) = 2 artanh(s), an odd power series.
   const double s = (m - 1.0) / (m + 1.0), square = s * s;
   double sum = 1.0 / 17.0;
   sum = fma(sum, square, 1.0 / 15.0);
@@ -75,7 +77,7 @@ EMB_HD double log_of(double x) {
   sum = fma(sum, square, 1.0 / 5.0);
   sum = fma(sum, square, 1.0 / 3.0);
   sum = fma(sum, square, 1.0);
-  return fma(exponent, 0.6931471805599453, s * 2.0 * sum);
+  return fma(exponent, 0.6931471805599453, s * 2.0 * sum);  // log(2)
 }
 
 // Return the value below which the standard normal distribution has probability p, with a relative
@@ -117,7 +119,7 @@ EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   if (static_cast<InitialKind>(static_cast<int>(rule.kind)) == InitialKind::kConstant) {
     return static_cast<float>(rule.base);
   }
-  return static_cast<float>(static_cast<uint64_t>(key) % 100000);
+  return static_cast<float>(static_cast<uint64_t>(key) % kKeyModulus);
 }
 
 // The row that a call of the CPU kernel writes.

@@ -24,10 +24,10 @@
 
 namespace emb::cuda {
 
-// The value of `last_in_chain` for a bucket without a chain.
+// The values of `last_in_chain` for a bucket without a chain.
 enum ChainState : int32_t {
   kEmptyChain = -1,
-  kExhaustedBucket = -2,  // and also without an entry that this batch may still evict
+  kExhaustedBucket = -2,  // no chain, and no entry that this batch may still evict
 };
 
 // The slot of its bucket that a miss gets if no other miss chose the bucket.
@@ -512,9 +512,12 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// The second kernel of a round: serve all chains. Three blocks per multiprocessor: for more, the
-// compiler would spill registers.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 3)
+// Blocks per multiprocessor, which bound the registers. Three blocks of hash_outcome_kernel spill
+// registers on sm_80. Four of hash_serve_kernel spill none (nvcc 13.0) and have not been measured.
+inline constexpr int kServeBlocks = 3, kOutcomeBlocks = 2;
+
+// The second kernel of a round: serve all chains.
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kServeBlocks)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
@@ -657,7 +660,7 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
 // The last kernel, after `rounds` rounds. The first `finishers` blocks that begin finish the
 // tables. The others, of which there must be at least one, wait for them, count the results of the
 // misses and write those of all positions. A block waits for blocks only that have begun before it.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 2)
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocks)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
   __shared__ int range[2];
   __shared__ int shared;
@@ -673,6 +676,8 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
     return;
   }
   if (threadIdx.x == 0) {
+    // Volatile: memory is read at every iteration. The fences order the tables and results that the
+    // finishing blocks wrote before their count, and what this block reads after it.
     while (*static_cast<const volatile int32_t*>(insertion.done_blocks) < finishers) continue;
     __threadfence();
   }
@@ -718,7 +723,7 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
     launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
-  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(2));
+  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocks));
   launcher(hash_outcome_kernel, finishers + blocks, kTileThreads, insertion, batch, rounds,
            static_cast<int>(finishers));
 }

@@ -63,6 +63,7 @@ struct KeyCells {
   // Wait until a cell is numbered; return the number of its miss.
   EMB_DEVICE int32_t wait_for_number(uint32_t cell) const {
     for (;;) {
+      // Volatile: memory is read at every iteration.
       const uint32_t value = *static_cast<const volatile uint32_t*>(cells + cell);
       if ((value & kNumberedCell) != 0) return static_cast<int32_t>(value & ~kNumberedCell);
     }
@@ -104,6 +105,7 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   }
 }
 
+// The same in a kernel of its own, for any 32-bit cells whose empty value has all bits set.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_clear_kernel(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);
@@ -123,6 +125,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     return t >= 0 && t < num_tables ? static_cast<int>(t) : num_tables;
   };
   if (self == 0) is_valid = batch.starts[0] >= 0 && batch.starts[batch.segments] == batch.n;
+  // Count the segments of each table.
   for (int t = self; t <= num_tables; t += kTileThreads) plan.next[t] = 0;
   __syncthreads();
   for (int f = self; f < batch.segments; f += kTileThreads) {
@@ -130,6 +133,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (batch.starts[f] > batch.starts[f + 1]) is_valid = 0;
   }
   __syncthreads();
+  // Turn the counts into the number of each table's first segment.
   int64_t before = 0, total;
   for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
@@ -137,6 +141,8 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (t <= num_tables) plan.next[t] = static_cast<int32_t>(first);
     before += total;
   }
+  // Number the segments, a tile at a time: behind those of their table in earlier tiles and in
+  // earlier threads.
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
     const int f = tile + self, t = f < batch.segments ? table_of(f) : -1;
     tile_tables[self] = t;
@@ -148,6 +154,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (t >= 0) atomicAdd(plan.next + t, 1);
   }
   __syncthreads();
+  // Add up their lengths.
   before = 0;
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
     const int i = tile + self, f = i < batch.segments ? plan.segments[i] : -1;
@@ -212,7 +219,7 @@ EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t f
   if (threadIdx.x == 0) atomicExch(plan.part_firsts + part, static_cast<int32_t>(total + 1));
   int64_t before = 0;
   for (unsigned other = threadIdx.x; other < part; other += kTileThreads) {
-    int32_t published = 0;
+    int32_t published = 0;  // read from memory at every iteration, hence volatile
     while (published == 0) {
       published = *static_cast<const volatile int32_t*>(plan.part_firsts + other);
     }
@@ -238,11 +245,15 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
   if (group >= 0 && leads) add_uses_to(totals + group, __popc(same));
 }
 
+// Blocks per multiprocessor of the next kernel: up to 40 registers per thread. Without this bound
+// the compiler takes 32 on sm_90 and spills.
+inline constexpr int kNumberBlocks = 6;
+
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
 // each. The grid has one block per part; all cells are claimed. `first` and `totals` have n
 // entries, of which those after the last miss become 0: each position that is not the first one of
 // a miss writes one of them, counted from the end.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 6)
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocks)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {
   __shared__ int range[2];

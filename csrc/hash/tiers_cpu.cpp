@@ -25,22 +25,27 @@
 namespace emb {
 namespace {
 
-// A miss whose slot takes part in a swap.
+// What a swap does with the slot of a miss.
 struct Move {
-  int64_t slot;
-  int64_t out, in;  // numbers of the demoted row and of the stored row, -1 for none
+  int64_t slot;  // -1 for none
+  int64_t out;   // number of the demoted row that leaves the slot, -1 for none
+  int64_t in;    // number of the stored row that enters it, -1 for none
 };
 
-// The arguments of `tier_swap_`, checked, and its results.
+// The arguments of `tier_swap_`, checked, and its results. `demoted` and `demoted_rows` are
+// allocated but not written.
 struct SwapCall {
   static constexpr const char* kOp = "tier_swap_";
 
   PackedRows table;
-  int64_t n, num_found;
-  const int64_t *evicted, *found;
-  const char* rows;
+  int64_t n, num_found;           // misses; misses whose row is in the store
+  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the evicted entry
+  const int64_t* found;           // [num_found], the misses whose row is in the store
+  const char* rows;               // [num_found, row_bytes], these rows
   std::vector<Move> moves;        // by miss
-  std::vector<int64_t> evicting;  // misses
+  std::vector<int64_t> evicting;  // the misses that evict a key, ascending
+  // int64 [n], uint8 [n], int64 [3, k], uint8 [k, row_bytes] for k evicted keys, int64 [r] for r
+  // refused misses, int64 [num_found].
   Tensor slots, status, demoted, demoted_rows, refused, found_slots;
 
   SwapCall(const std::vector<Tensor>& buffers, const Tensor& slots_in, const Tensor& status_in,
@@ -60,8 +65,8 @@ struct SwapCall {
                     ": first_overflow must be in [0, ", table.slots, "], got ", first_overflow);
     slots = allocate_words(slots_in, {n});
     status = allocate(status_in, {n});
-    place(slot_of, static_cast<const uint8_t*>(status_in.const_data_ptr()), first_overflow);
-    add_found();
+    assign_slots(slot_of, static_cast<const uint8_t*>(status_in.const_data_ptr()), first_overflow);
+    add_stored_rows();
     for (Move& move : moves) {
       if (move.out >= 0) evicting.push_back(&move - moves.data());
     }
@@ -72,7 +77,7 @@ struct SwapCall {
 
  private:
   // Write slots and status of the misses; those that were refused get overflow rows in order.
-  void place(const int64_t* slot_of, const uint8_t* status_of, int64_t first_overflow) {
+  void assign_slots(const int64_t* slot_of, const uint8_t* status_of, int64_t first_overflow) {
     int64_t* slot = slots.mutable_data_ptr<int64_t>();
     auto* state = static_cast<uint8_t*>(status.mutable_data_ptr());
     std::vector<int64_t> without_slot;
@@ -96,8 +101,8 @@ struct SwapCall {
     std::copy(without_slot.begin(), without_slot.end(), refused.mutable_data_ptr<int64_t>());
   }
 
-  // Add the rows that are in the store: their misses count as hits.
-  void add_found() {
+  // Add the rows that are in the store to the moves; their misses count as hits.
+  void add_stored_rows() {
     found_slots = allocate_words(slots, {num_found});
     int64_t* found_slot = found_slots.mutable_data_ptr<int64_t>();
     auto* state = static_cast<uint8_t*>(status.mutable_data_ptr());
@@ -112,7 +117,8 @@ struct SwapCall {
   }
 };
 
-// Copy the rows of evicted keys out of their slots, and write rows of the store to theirs.
+// Copy the rows of evicted keys out of their slots, and write rows of the store to those of their
+// keys. See SwapCall.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
     std::vector<Tensor> buffers, const Tensor& slots, const Tensor& status, const Tensor& evicted,
     const Tensor& found, const Tensor& rows, int64_t first_overflow) {
@@ -143,7 +149,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
 }
 
-// Read the records of those slots that are not -1.
+// Read the records in those of `slots`, int64 [n], that are not -1. Return their positions, int64
+// [m], words, int64 [num_words, m], and rows, uint8 [m, row_bytes].
 std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Tensor& slots_in,
                                              int64_t row_bytes) {
   const char* op = "tier_read";
@@ -179,7 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   return {positions, words_out, values};
 }
 
-// Write records to slots, which are distinct; -1 is none.
+// Write records to `slots`, int64 [n], which are distinct or -1 for none: words, int64 [num_words,
+// n], and rows, uint8 [n, row_bytes].
 void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_in,
                  const Tensor& values_in) {
   const char* op = "tier_write_";
@@ -228,7 +236,7 @@ struct HostStore {
                     ": a store evicts by stamps or by counts of uses");
   }
 
-  static constexpr int64_t kHeadWords = 2;
+  static constexpr int64_t kHeadWords = 2;  // stamp and score
 
   // Read the record in a slot: stamp and score to `head`, the row to `row`.
   void read(int64_t slot, int64_t* head, char* row) const {
@@ -236,6 +244,7 @@ struct HostStore {
     std::memcpy(head, record, records.head_bytes());
     std::memcpy(row, record + records.head_bytes(), records.stride - records.head_bytes());
   }
+  // Write the record in a slot.
   void write(int64_t slot, const int64_t* head, const char* row) const {
     char* record = records.at(slot);
     std::memcpy(record, head, records.head_bytes());
@@ -255,8 +264,10 @@ struct HostStore {
   }
 };
 
-// Return the entries and rows that have no record after `entries` were put: those that were evicted
-// and those that found no slot. `first` is the entry of each miss.
+// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that have no record after the n
+// `entries` with their `rows` were put: those that were evicted, whose records are still in their
+// slots, and those that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted` are
+// results of hash_insert_, by miss.
 std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
                                         const char* rows, int64_t n, const int64_t* slots,
                                         const int64_t* miss_slots, const uint8_t* status,

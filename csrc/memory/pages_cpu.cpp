@@ -36,7 +36,7 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 17;  // minimum number of bytes that a thread sums
 
-// Return a contiguous uint8 vector's bytes.
+// Return the data of the argument `name`; throw unless it is a contiguous uint8 vector.
 unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -44,7 +44,7 @@ unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor
   return static_cast<unsigned char*>(tensor.mutable_data_ptr());
 }
 
-// Return a contiguous int64 vector's numbers.
+// Return the data of the argument `name`; throw unless it is a contiguous int64 vector.
 const int64_t* number_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -59,8 +59,9 @@ Tensor as_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
   return tensor;
 }
 
-using Crc = uint32_t (*)(const unsigned char*, int64_t);
+using Crc = uint32_t (*)(const unsigned char* data, int64_t size);
 
+// Return the fastest of crc32.h's functions that the processor and EMBLIB_ISA (core/isa.h) allow.
 Crc pick_crc() {
 #if defined(EMB_X86)
   if (cpu_isa() != Isa::kBaseline && __builtin_cpu_supports("pclmul")) return crc32_by_folding;
@@ -68,7 +69,7 @@ Crc pick_crc() {
   return crc32_by_tables;
 }
 
-// Return the CRC-32 of pages of `data`; the last page may be short.
+// Return the CRC-32 of pages of `data`, uint8 [n, 4]; the last page of `data` may be short.
 Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
   const char* op = "page_crc32";
   const unsigned char* data = byte_array(op, "data", data_in);
@@ -95,10 +96,13 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
   return sums;
 }
 
-// The bytes of rows of one width, and their pages.
+// The bytes of rows of one width, and their pages: row r has the bytes from first_byte + r * width
+// on.
 struct RowPages {
-  const int64_t* rows;
-  int64_t n, width, first_byte, page_bytes;
+  const int64_t* rows;  // [n], negative for no row
+  int64_t n;
+  int64_t width;                   // bytes per row
+  int64_t first_byte, page_bytes;  // byte at which row 0 begins; bytes per page
 
   RowPages(const char* op, const Tensor& rows_in, int64_t width_in, int64_t first_byte_in,
            int64_t page_bytes_in)
@@ -121,13 +125,15 @@ struct RowPages {
     }
   }
 
+  // The other functions are for an entry of `rows` that has bytes.
   bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
   int64_t begin(int64_t i) const { return first_byte + rows[i] * width; }
   int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
   int64_t last_page(int64_t i) const { return (begin(i) + width - 1) / page_bytes; }
 };
 
-// Return those pages of rows whose mark is 0, in order; a page of several rows may repeat.
+// Return those pages of rows whose mark is 0, int64 [m], in the order of `rows`; a page of several
+// rows may repeat. Pages after the last mark are left out.
 Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t width,
                           int64_t first_byte, int64_t page_bytes) {
   const char* op = "pages_without_mark";
@@ -147,7 +153,8 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   return as_tensor(rows_in, unmarked);
 }
 
-// Set the marks of all pages of rows to 1, in every vector of marks.
+// Set the marks of all pages of rows to 1, in every vector of marks. Throws, before it writes, for
+// a page without a mark.
 void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
@@ -171,8 +178,8 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
   }
 }
 
-// Return the entry of `file_slots` for every slot of an index; -1 for none and where `is_hidden`
-// marks the entry.
+// Return file_slots[slot] for every slot of an index, int64 [n]: -1 for slot -1, and for a file
+// slot that `is_hidden`, uint8 by file slot, marks.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
@@ -207,7 +214,7 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 
 // The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
-constexpr int64_t kProbes = 16;  // rows whose pages are looked for in memory
+constexpr int64_t kProbes = 16;  // rows, spread evenly, whose pages are looked for in memory
 
 // Whole pages of memory.
 struct PageRange {

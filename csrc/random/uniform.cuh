@@ -4,6 +4,7 @@
 #include "core/dtype.h"
 #include "core/half.h"
 #include "core/random.h"
+#include "core/row_slice.cuh"
 #include "core/simt.cuh"
 #include "random/args.h"
 
@@ -12,8 +13,8 @@ namespace emb::cuda {
 // Fill a tensor of dtype T, grid-stride over counters.
 template <class T>
 __global__ void fill_uniform_kernel(UniformArgs fill) {
-  const int64_t counters = (fill.numel + 3) / 4, stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < counters; i += stride) {
+  const int64_t counters = (fill.numel + 3) / 4;
+  for (int64_t i = simt::global_thread(); i < counters; i += simt::threads_in_grid()) {
     const Random4 random = philox(fill.seed, stream_counter(static_cast<uint64_t>(i)));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -30,9 +31,8 @@ template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtype type) {
   if (fill.numel == 0) return;
   constexpr int kThreads = 256;
-  const int64_t needed = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);
-  const int64_t max_blocks = launcher.blocks(8);
-  const auto blocks = static_cast<unsigned>(needed < max_blocks ? needed : max_blocks);
+  const unsigned blocks =
+      blocks_for(fill.numel, 4 * kThreads, launcher.blocks(kResidentThreads / kThreads));
   if (type == Dtype::kFloat) {
     launcher(fill_uniform_kernel<float>, blocks, kThreads, fill);
   } else if (type == Dtype::kHalf) {

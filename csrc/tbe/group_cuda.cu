@@ -53,7 +53,7 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
                   const GroupArrays& arrays, const StepCount& step) {
   const int64_t n = batch.bags.num_lookups;
   const auto limit = static_cast<Key>(batch.total_rows);
-  SortBuffers<Key> sort{nullptr, nullptr, nullptr, arrays.sorted_lookups, nullptr, n, limit};
+  SortBuffers<Key> sort{{nullptr, nullptr, nullptr, arrays.sorted_lookups, n, limit}, nullptr};
   BatchCheck check{};
   int32_t* bag_of = nullptr;
   char* sort_scratch = nullptr;
@@ -70,9 +70,7 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
   if (n > 0) scratch.add(&sort_scratch, sort_scratch_bytes(n, limit));
   scratch.allocate(like);
   launch_lookup_keys(launcher, lookup_keys(batch, bag_of), check, sort);
-  const SortPairs<Key> pairs{sort.keys, sort.sorted_keys, sort.positions, arrays.sorted_lookups, n,
-                             limit};
-  if (n > 0) sort_pairs(launcher, pairs, sort_scratch);
+  if (n > 0) sort_pairs<Key>(launcher, sort, sort_scratch);
   launch_groups(launcher, sort, group_output(arrays, bag_of, step));
 }
 

@@ -167,7 +167,7 @@ extern "C" const char* simt_hash_expire(const int64_t* call) {
 // address and dtype of every array
 extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
-    InitialRows rows{};
+    DeviceInitialRows rows{};
     rows.layout = words.pointer<const emb::InitialLayout>();
     rows.rules = words.pointer<const emb::InitialRule>();
     rows.ids = words.pointer<const int64_t>();

@@ -27,15 +27,12 @@ class HostSort {
   // `sorted_positions` is the op's output; everything else is scratch.
   HostSort(int64_t n, uint64_t limit, int32_t* sorted_positions)
       : keys_(n), sorted_keys_(n), positions_(n), range_counts_(2 * kMaxRanges) {
-    buffers = {keys_.data(),           sorted_keys_.data(),  positions_.data(),
-               sorted_positions,       range_counts_.data(), n,
-               static_cast<Key>(limit)};
+    buffers = {{keys_.data(), sorted_keys_.data(), positions_.data(), sorted_positions, n,
+                static_cast<Key>(limit)},
+               range_counts_.data()};
   }
 
-  void run() {
-    host_sort(SortPairs<Key>{buffers.keys, buffers.sorted_keys, buffers.positions,
-                             buffers.sorted_positions, buffers.n, buffers.limit});
-  }
+  void run() { host_sort<Key>(buffers); }
 
   SortBuffers<Key> buffers;
 
