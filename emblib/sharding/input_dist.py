@@ -35,7 +35,7 @@ from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
 _MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
-_MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
+MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
 _MIN_SAVED = 1 << 16  # elements of rows; dropping fewer costs more work on indices than it saves
 
 
@@ -454,7 +454,7 @@ class InputDist(nn.Module):
             return lengths, None, unit_bags
         count = int(droppable.count_nonzero())
         saved = (droppable.numel() - count) * self._mean_columns
-        if count > _MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
+        if count > MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if whole_units:

@@ -142,7 +142,7 @@ def _all_choices(option: Option, loads: RankCosts) -> Iterator[PlacedOption]:
 def _exists(planner: Planner, works: Sequence[TableWorkload]) -> bool:
     """By trying everything."""
     model = planner.model(works)
-    loads = RankCosts(model, planner.free_memory(), weighted=False)
+    loads = RankCosts(model, planner.free_memory(), is_weighted=False)
     choices = [
         [c for option in options_of(work, model) for c in _all_choices(option, loads)]
         for work in works
@@ -162,7 +162,7 @@ def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
     """Else the search for any plan would try one of two nodes and give up."""
     model = planner_of(Topology(6, 2, memory=MB)).model(random_works(0, 2))
     rooms = [MemoryBytes(MB * device) for device in (4, 1, 4, 3, 4, 1)]
-    search = _Search(RankCosts(model, rooms, weighted=False), [], [[0.0] * 4])
+    search = _Search(RankCosts(model, rooms, is_weighted=False), [], [[0.0] * 4])
     members = (Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(10, 10)),) * 2
     assert list(search._targets(Unit(Domain.NODE, members), [])) == [0, 1]
     assert list(search._targets(Unit(Domain.RANK, members[:1]), [])) == [0, 1, 2, 3]
@@ -239,7 +239,7 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
             for w in works
         ]
         model = planner_of(topology).model(limited)
-        loads = RankCosts(model, topology.capacity(), weighted=False)
+        loads = RankCosts(model, topology.capacity(), is_weighted=False)
         shardings = {}
         for t, work in enumerate(limited):
             options = [o for o in options_of(work, model) if o.type is sharding_type]
@@ -255,7 +255,9 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
         told = predict(limited, plan, model, topology.capacity())
         assert told.step_s == pytest.approx(loads.step_s())
         for r, rank in enumerate(told.ranks):
-            assert rank.nbytes.combining == pytest.approx(loads.nbytes[0][r] + loads.common[0])
+            assert rank.nbytes.combining == pytest.approx(
+                loads.nbytes[0][r] + loads.common_nbytes[0]
+            )
 
 
 def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:

@@ -544,7 +544,7 @@ def test_a_table_is_planned_once() -> None:
     whole, costs = TableSlice.whole(large.config), own.model([item])
     for cost in (
         costs.shard_load,
-        lambda workload, shard, share: costs.replicated(workload, shard),
+        lambda workload, shard, share: costs.replicated_cost(workload, shard),
     ):
         together, alone = cost(large, whole, 1.0), cost(replace(large, readers=()), whole, 1.0)
         assert 0 < together.nbytes.device - alone.nbytes.device < 1 << 20

@@ -34,14 +34,15 @@ class Calibration:
         source: origin of the figures, shown in reports.
         lookup_near: ns to add one row to its bag, by bytes per row, where the table is in cache.
         lookup_far: the same for a table much larger than the cache.
-        update_near: ns of backward per id, by bytes of the row and its optimizer state.
+        update_near: ns of backward to update the row of one id, by bytes of the row and its
+            optimizer state.
         update_far: the same for a table much larger than the cache.
         bag: ns to initialise and write one pooled row, by its bytes.
         bag_gradient: ns to read the gradient of one pooled row, by its bytes.
         near_bytes: size up to which a table is in cache.
-        unit_s: seconds per shard that a rank looks up, forward and backward.
-        route_ns: ns to sort one id by destination.
-        arrange_ns: ns per byte of pooled rows to be reordered, forward or backward.
+        unit_s: seconds per feature of a shard that a rank looks up, forward and backward together.
+        route_ns: ns to sort one id (or 8 bytes of lengths or weights) by destination.
+        arrange_ns: ns per byte read or written to reorder rows; a copied byte counts twice.
         pack_ns: ns per bag and block of rows to find the bags without ids for the block, which are
             not sent if they are many.
         uneven_ns: additional ns per bag, forward and backward, of a lookup whose features differ in
@@ -53,10 +54,14 @@ class Calibration:
         link_bytes_per_s: rate at which a rank sends within its node while all ranks send.
         network_bytes_per_s: rate at which a rank sends to other nodes.
         exchange_s: seconds of an empty all-to-all between two ranks.
-        message_s: additional seconds per further rank.
+        message_s: additional seconds of an empty all-to-all per further rank.
         copies_s: additional seconds of a step with replicated tables.
         blocks_s: additional seconds of a step with tables that are cut by rows.
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
+
+    Raises:
+        ValueError: a constant is negative, not finite, or a rate below 1 byte per second; a curve
+            has no points, or they do not ascend.
     """
 
     source: str
@@ -90,9 +95,11 @@ class Calibration:
             if f.name == "source":
                 continue
             if isinstance(value, int | float):
-                least = 1.0 if f.name.endswith("bytes_per_s") else 0.0
-                if not least <= value < math.inf:
-                    raise ValueError(f"{f.name} must be a finite number >= {least}, got {value!r}")
+                minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
+                if not minimum <= value < math.inf:
+                    raise ValueError(
+                        f"{f.name} must be a finite number >= {minimum}, got {value!r}"
+                    )
                 object.__setattr__(self, f.name, float(value))
             else:
                 object.__setattr__(self, f.name, _checked_curve(f.name, value))
@@ -141,7 +148,11 @@ class Calibration:
 
 
 def interpolate(curve: Curve, nbytes: float) -> float:
-    """Interpolate a curve, in ns; constant before its first point, the last slope beyond."""
+    """Interpolate a curve, in ns, at a size in bytes.
+
+    It is constant before the first point, continues the last slope beyond the last, and is never
+    negative.
+    """
     first, last = curve[0], curve[-1]
     if nbytes <= first[0] or len(curve) == 1:
         return first[1]
@@ -151,6 +162,7 @@ def interpolate(curve: Curve, nbytes: float) -> float:
 
 
 def _checked_curve(name: str, points: Any) -> Curve:
+    """Return points as a curve; raise ValueError if they are none."""
     curve = tuple((float(x), float(y)) for x, y in points)
     ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
     if not curve or not ascending or not all(0 <= v < math.inf for point in curve for v in point):
@@ -161,25 +173,28 @@ def _checked_curve(name: str, points: Any) -> Curve:
 
 
 def _streamed(bytes_per_s: float, *, times: float) -> Curve:
-    """Return the curve of rows limited by memory bandwidth: `times` sectors of 32 bytes each."""
+    """Return the curve of rows limited by memory bandwidth, of which each byte moves `times`.
+
+    It begins at 32 bytes, one sector of GPU memory, which the smallest row costs too.
+    """
     return tuple((float(n), times * n / bytes_per_s * 1e9) for n in (32, 4096))
 
 
-_HBM, _L2 = 3.35e12, 5.5e12
+_HBM_BYTES_PER_S, _L2_BYTES_PER_S = 3.35e12, 5.5e12
 
 CUDA = Calibration(
     source="data sheet of an H100 SXM5, not measured",
-    lookup_near=_streamed(_L2, times=1),
-    lookup_far=_streamed(_HBM, times=1),
+    lookup_near=_streamed(_L2_BYTES_PER_S, times=1),
+    lookup_far=_streamed(_HBM_BYTES_PER_S, times=1),
     # Read and write of the row and its state, and the gradient of its bag.
-    update_near=_streamed(_L2, times=3),
-    update_far=_streamed(_HBM, times=3),
-    bag=_streamed(_HBM, times=1),
-    bag_gradient=_streamed(_HBM, times=1),
+    update_near=_streamed(_L2_BYTES_PER_S, times=3),
+    update_far=_streamed(_HBM_BYTES_PER_S, times=3),
+    bag=_streamed(_HBM_BYTES_PER_S, times=1),
+    bag_gradient=_streamed(_HBM_BYTES_PER_S, times=1),
     near_bytes=50e6,
     unit_s=1e-6,
     route_ns=0.05,
-    arrange_ns=3 / 3350,
+    arrange_ns=3 / 3350,  # a third of the memory bandwidth, a guess
     pack_ns=0.02,
     uneven_ns=0.1,
     hash_ns=0.1,

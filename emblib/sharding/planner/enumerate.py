@@ -12,6 +12,7 @@ from emblib.sharding.planner.estimate import (
     CommonCost,
     CostModel,
     Load,
+    ShardShape,
     share_of_bags_with_ids,
 )
 from emblib.sharding.planner.topology import MemoryNeed, Topology
@@ -20,11 +21,11 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, Shard
 from emblib.specs import Choice
 from emblib.storage import Storage, TableSlice
 
-_BY_COLUMNS = frozenset(
+_COLUMN_TYPES = frozenset(
     {ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID}
 )
-_OF_KEYED = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
-_ASKED_FOR = frozenset({ShardingType.GRID})
+_KEYED_TYPES = (ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE)
+_TYPES_ON_REQUEST = frozenset({ShardingType.GRID})
 
 
 class Domain(Choice):
@@ -37,15 +38,19 @@ class Domain(Choice):
 
 @dataclass(frozen=True)
 class Unit:
-    """A group of shards placed together: one load per rank of its domain, in rank order.
+    """A group of shards placed together.
 
-    For the domain WORLD, `Option.common_cost` has the cost that all ranks share; `members` are the
-    additional costs (negative for less) of the ranks from `first` on.
+    Attributes:
+        domain: what the unit is placed on.
+        members: one load per rank: of the domain RANK one, of NODE those of its ranks in order. Of
+            WORLD they are the costs of the ranks from `first_rank` on, in addition to
+            `Option.common_cost`; negative for less.
+        first_rank: rank of the first member in the domain WORLD; else unused.
     """
 
     domain: Domain
     members: tuple[Load, ...]
-    first: int = 0
+    first_rank: int = 0
 
     @property
     def seconds(self) -> float:
@@ -60,7 +65,7 @@ class Option:
     Attributes:
         type: sharding type.
         storage: storage of the table; None for the configured one.
-        units: groups of shards to place.
+        units: groups of shards to place; none for a replicated table.
         common_cost: cost that all ranks have.
         penalty: 0 for the configured storage, n for the n-th alternative.
         custom_shards: shards of an option whose units cannot be placed elsewhere.
@@ -85,7 +90,7 @@ class Option:
     def seconds(self, world_size: int) -> float:
         """Return the seconds of all ranks together."""
         units_s = sum(unit.seconds for unit in self.units)
-        return units_s + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange)
+        return units_s + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange_s)
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""
@@ -98,7 +103,7 @@ class Option:
     def sharding(
         self, workload: TableWorkload, topology: Topology, targets: Sequence[int]
     ) -> ParameterSharding:
-        """Return the sharding, given the rank or node of each unit."""
+        """Return the sharding, given the rank or node of each unit (0 for the domain WORLD)."""
         shape = shape_of(workload.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
         return ParameterSharding(sharding.type, sharding.shards, self.storage)
@@ -124,7 +129,7 @@ class Option:
 
 
 def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
-    """Return all allowed options, those of the configured storage first.
+    """Return all allowed options, those of the configured storage first; never an empty list.
 
     Raises:
         ValueError: the constraints allow no option.
@@ -160,11 +165,11 @@ def allowed_types(
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
     if with_storage(workload.config, storage).storage.is_keyed:
-        types = [t for t in types if t in _OF_KEYED]
+        types = [t for t in types if t in _KEYED_TYPES]
     if requested_types is None:
-        types = [t for t in types if t not in _ASKED_FOR]
+        types = [t for t in types if t not in _TYPES_ON_REQUEST]
         if not cuts_columns_exactly(workload):
-            types = [t for t in types if t not in _BY_COLUMNS]
+            types = [t for t in types if t not in _COLUMN_TYPES]
         if topology.num_nodes == 1 or topology.local_world_size == 1:
             # With one node, or one rank per node, these are the same as ROW_WISE and COLUMN_WISE
             # or TABLE_WISE.
@@ -176,15 +181,21 @@ def allowed_types(
 
 
 class ShardCosts:
-    """Compute the cost of shards of one table with one storage; equal shapes are computed once."""
+    """Compute the cost of shards of one table with one storage; equal shapes are computed once.
+
+    `storage` is None for the configured one.
+    """
 
     def __init__(self, workload: TableWorkload, model: CostModel, storage: Storage | None) -> None:
         self.workload, self.model, self.storage = workload, model, storage
         self.config = with_storage(workload.config, storage)
         self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
-    def shares(self, shards: Sequence[Shard]) -> list[float]:
-        """Return each shard's share of the ids: by rows, or equal where keys select the block."""
+    def id_shares(self, shards: Sequence[Shard]) -> list[float]:
+        """Return each shard's share of the ids: of the rows, or equal where keys select the block.
+
+        `shards` are all shards of the table.
+        """
         if self.config.storage.is_keyed:
             return [1.0 / len({shard.rows for shard in shards})] * len(shards)
         return [shard.shape[0] / self.config.num_embeddings for shard in shards]
@@ -193,28 +204,28 @@ class ShardCosts:
         """Return a shard as a slice of the table."""
         return TableSlice(self.config, shard.rows, shard.columns)
 
-    def summed(self, shards: Sequence[Shard]) -> list[bool]:
+    def are_summed(self, shards: Sequence[Shard]) -> list[bool]:
         """Return whether the node of each shard sums its rows, see `layout.sum_in_nodes`."""
         local = self.model.topology.local_world_size
         if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
+        # By range of columns.
         ranks: dict[tuple[int, int], set[int]] = {}
-        rows: dict[tuple[int, int], float] = {}
-        for shard, share in zip(shards, self.shares(shards), strict=True):
+        rows_per_bag: dict[tuple[int, int], float] = {}
+        for shard, share in zip(shards, self.id_shares(shards), strict=True):
             ranks.setdefault(shard.columns, set()).add(shard.rank)
-            rows[shard.columns] = rows.get(shard.columns, 0.0) + share_of_bags_with_ids(
-                self.workload, share
-            )
+            bag_share = share_of_bags_with_ids(self.workload, share)
+            rows_per_bag[shard.columns] = rows_per_bag.get(shard.columns, 0.0) + bag_share
         # Sums save nothing if each bag has ids in one block only: the other blocks send no row.
         return [
             len(ranks[shard.columns]) == local
             and len({rank // local for rank in ranks[shard.columns]}) == 1
-            and rows[shard.columns] > 1.0 + 1e-9
+            and rows_per_bag[shard.columns] > 1.0 + 1e-9  # shares are rounded
             for shard in shards
         ]
 
     def load(self, shard: Shard, share: float, *, is_summed: bool = False) -> Load:
-        """Return the cost of a shard for the rank that holds it."""
+        """Return the cost of a shard for the rank that stores it, see `CostModel.shard_load`."""
         key = (*shard.shape, share, is_summed)
         if key not in self._loads:
             self._loads[key] = self.model.shard_load(
@@ -225,12 +236,12 @@ class ShardCosts:
     def common_cost(self, shards: Sequence[Shard]) -> CommonCost:
         """Return the cost of the shards for every rank."""
         columns = (shard.shape[1] for shard in shards)
-        shard_costs = zip(columns, self.shares(shards), self.summed(shards), strict=True)
-        return self.model.common_cost(self.workload, shard_costs)
+        shapes = map(ShardShape, columns, self.id_shares(shards), self.are_summed(shards))
+        return self.model.common_cost(self.workload, shapes)
 
-    def replicated(self) -> CommonCost:
+    def replicated_cost(self) -> CommonCost:
         """Return the cost of a replicated table for every rank."""
-        return self.model.replicated(self.workload, TableSlice.whole(self.config))
+        return self.model.replicated_cost(self.workload, TableSlice.whole(self.config))
 
 
 def _options(
@@ -243,7 +254,7 @@ def _options(
     """Yield the options of one sharding type with one storage."""
     shard_costs, topology = ShardCosts(workload, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
-        yield Option(sharding_type, storage, (), shard_costs.replicated(), penalty)
+        yield Option(sharding_type, storage, (), shard_costs.replicated_cost(), penalty)
         return
     for rule, domain in _rules(workload, topology, sharding_type):
         shards = rule(shape_of(workload.config, storage), topology.world).shards
@@ -261,12 +272,23 @@ def option_of(
     domain: Domain,
     penalty: int,
 ) -> Option:
-    """Build an option from shards; units with the domain RANK or NODE can be placed again."""
+    """Build an option from shards.
+
+    Args:
+        shard_costs: costs of shards of the table.
+        sharding_type: type of the option.
+        shards: all shards of the table. With the domain RANK or NODE only their grouping by rank or
+            node counts, with WORLD also on which ranks they are.
+        domain: what each unit of the option is placed on.
+        penalty: see `Option`.
+    """
     topology = shard_costs.model.topology
-    summed = shard_costs.summed(shards)
+    summed = shard_costs.are_summed(shards)
     loads = [
         shard_costs.load(shard, share, is_summed=is_summed)
-        for shard, share, is_summed in zip(shards, shard_costs.shares(shards), summed, strict=True)
+        for shard, share, is_summed in zip(
+            shards, shard_costs.id_shares(shards), summed, strict=True
+        )
     ]
     common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
@@ -301,7 +323,11 @@ def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[
 
 
 def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
-    """Split loads into the cost that all ranks share and a unit of the last ranks' differences."""
+    """Split loads by rank into the cost that all ranks share, and a unit of the differences.
+
+    Equal blocks of rows have equal loads, save the last ones, which may be smaller or empty. If the
+    loads before those differ, all are in the unit and the common cost is nothing.
+    """
     common, index = members[0], len(members)
     while index > 0 and members[index - 1] != common:
         index -= 1
@@ -349,8 +375,6 @@ def _units(
         return
     local = topology.local_world_size
     for node in dict.fromkeys(shard.rank // local for shard in shards):
-        numbers = [i for i, shard in enumerate(shards) if shard.rank // local == node]
-        yield Unit(
-            domain,
-            tuple(_by_rank([shards[i] for i in numbers], [loads[i] for i in numbers], local)),
-        )
+        indices = [i for i, shard in enumerate(shards) if shard.rank // local == node]
+        members = _by_rank([shards[i] for i in indices], [loads[i] for i in indices], local)
+        yield Unit(domain, tuple(members))

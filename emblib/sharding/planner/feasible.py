@@ -1,4 +1,8 @@
-"""Plans for tables that hardly fit: any feasible plan, and shards sized by free memory."""
+"""Plans for tables that hardly fit, and the error if none does.
+
+`any_plan` searches all placements for one that fits, however slow. `cut_to_fit` cuts tables into
+blocks of rows that fill the free memory of each rank. Both ignore time.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -12,114 +16,135 @@ from emblib.sharding.planner.enumerate import (
     allowed_types,
     option_of,
 )
+from emblib.sharding.planner.estimate import ShardShape
 from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCosts, place
 from emblib.sharding.planner.topology import MemoryNeed, refuse_old_names
 from emblib.sharding.planner.workloads import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
-_STEPS = 200_000  # maximum number of placements of the search for any plan
+_MAX_STEPS = 200_000  # placements of the search for any plan, to bound its time; not measured
 _MAX_UNITS = 400  # with more units there is no such search, which is for few large tables
+_FLOAT_BYTES = 4
 
 
 def any_plan(problem: Problem) -> Plan:
     """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    The search is exhaustive unless it reaches its step limit, which problems of a few tables do
-    not. Ranks with equal free memory are tried once.
+    The search is exhaustive up to `_MAX_STEPS` placements, which problems of a few tables do not
+    reach. Ranks with equal free memory are tried once. Above `_MAX_UNITS` units nothing is tried.
     """
     world = problem.model.topology.world_size
-    pieces = sum(max(len(o.units) for o in options) for options in problem.options)
-    if pieces > _MAX_UNITS:
+    num_units = sum(max(len(o.units) for o in options) for options in problem.options)
+    if num_units > _MAX_UNITS:
         return []
-    loads = problem.loads()
+    rank_costs = problem.empty_costs()
     options = [
         sorted(table_options, key=lambda o: (o.penalty, max(o.nbytes(world))))
         for table_options in problem.options
     ]
-    # Place the table whose smallest piece is largest first: fewest ranks have memory for it.
-    order = sorted(range(len(options)), key=lambda t: (-min(map(_largest, options[t])), t))
-    smallest = [
-        [min(column) for column in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
+    # First the table whose largest shard is largest, by the option where it is smallest: fewest
+    # ranks have memory for it.
+    order = sorted(range(len(options)), key=lambda t: (-min(map(_largest_nbytes, options[t])), t))
+    min_nbytes = [
+        [min(pool) for pool in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
         for t in order
     ]
-    remaining = [
-        [sum(row[pool] for row in smallest[i:]) for pool in range(len(MemoryNeed._fields))]
-        for i in range(len(smallest) + 1)
+    min_remaining_nbytes = [
+        [sum(pools[pool] for pools in min_nbytes[i:]) for pool in range(len(MemoryNeed._fields))]
+        for i in range(len(min_nbytes) + 1)
     ]
-    search = _Search(loads, [options[t] for t in order], remaining)
-    if not search.table(0):
+    search = _Search(rank_costs, [options[t] for t in order], min_remaining_nbytes)
+    if not search.place_from(0):
         return []
-    targets_by_table = dict(zip(order, search.placed, strict=True))
-    return [targets_by_table[t] for t in sorted(targets_by_table)]
+    choices = dict(zip(order, search.choices, strict=True))
+    return [choices[t] for t in sorted(choices)]
 
 
-def _largest(option: Option) -> float:
-    loads = [max(load.nbytes) for unit in option.units for load in unit.members]
-    return max(loads, default=0.0) + max(option.common_cost.nbytes)
+def _largest_nbytes(option: Option) -> float:
+    """Return the bytes of the largest shard, with those that every rank needs for the table."""
+    member_nbytes = [max(load.nbytes) for unit in option.units for load in unit.members]
+    return max(member_nbytes, default=0.0) + max(option.common_cost.nbytes)
 
 
 class _Search:
-    """A depth-first search over tables, options, and targets of units."""
+    """A depth-first search over tables, options, and targets of units.
+
+    Args:
+        rank_costs: costs of an empty plan; those of the plan afterwards.
+        options: options of each table.
+        min_remaining_nbytes: lower bounds of the bytes that the tables from each one on need on all
+            ranks together, by field of `MemoryNeed`; one more than tables.
+
+    Attributes:
+        choices: the placements of the tables so far.
+        num_steps: placements of units that were tried.
+    """
 
     def __init__(
         self,
-        loads: RankCosts,
+        rank_costs: RankCosts,
         options: Sequence[Sequence[Option]],
-        remaining: Sequence[Sequence[float]],
+        min_remaining_nbytes: Sequence[Sequence[float]],
     ) -> None:
-        self.loads, self.options, self.remaining = loads, options, remaining
-        self.placed: list[PlacedOption] = []
-        self.steps = 0
+        self.rank_costs, self.options = rank_costs, options
+        self.min_remaining_nbytes = min_remaining_nbytes
+        self.choices: list[PlacedOption] = []
+        self.num_steps = 0
 
-    def table(self, number: int) -> bool:
+    def place_from(self, number: int) -> bool:
         """Place table `number` and the following ones; return whether all were placed."""
         if number == len(self.options):
             return True
         if any(
-            needed_nbytes > free_nbytes + 1.0
-            for needed_nbytes, free_nbytes in zip(self.remaining[number], self._free(), strict=True)
+            needed_nbytes > free_nbytes + 1.0  # free bytes are rounded
+            for needed_nbytes, free_nbytes in zip(
+                self.min_remaining_nbytes[number], self._free_nbytes(), strict=True
+            )
         ):
             return False
         for option in self.options[number]:
-            self.loads.add_common(option)
-            if self._units(number, option, []):
+            self.rank_costs.add_common(option)
+            if self._place_units(number, option, []):
                 return True
-            self.loads.add_common(option, -1)
+            self.rank_costs.add_common(option, -1)
         return False
 
-    def _units(self, number: int, option: Option, targets: list[int]) -> bool:
-        """Place the other units of an option, then the following tables; undo what fails."""
+    def _place_units(self, number: int, option: Option, targets: list[int]) -> bool:
+        """Place the units after `targets`, then the following tables; undo what fails.
+
+        Returns whether all were placed.
+        """
         if len(targets) == len(option.units):
-            if not self.loads.common_fits():
+            if not self.rank_costs.common_fits():
                 return False
-            self.placed.append(PlacedOption(option, tuple(targets)))
-            if self.table(number + 1):
+            self.choices.append(PlacedOption(option, tuple(targets)))
+            if self.place_from(number + 1):
                 return True
-            self.placed.pop()
+            self.choices.pop()
             return False
         unit = option.units[len(targets)]
         for target in self._targets(unit, targets):
-            self.steps += 1
-            if self.steps > _STEPS:
+            self.num_steps += 1
+            if self.num_steps > _MAX_STEPS:
                 return False
-            self.loads.move(unit, target, 1)
+            self.rank_costs.move(unit, target, 1)
             targets.append(target)
-            if self._units(number, option, targets):
+            if self._place_units(number, option, targets):
                 return True
             targets.pop()
-            self.loads.move(unit, target, -1)
+            self.rank_costs.move(unit, target, -1)
         return False
 
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
-        """Yield targets with memory for a unit, one of those that are alike."""
+        """Yield the unused targets with memory for a unit, one of those that are alike."""
         tried_keys = set()
-        for target in range(self.loads.num_targets(unit)):
+        for target in range(self.rank_costs.num_targets(unit)):
             if target in used_targets:
                 continue
             if unit.domain is not Domain.WORLD:
                 key = self._free_memory_key(unit, target)
-                if key in tried_keys or not self.loads.fits(unit, target):
+                if key in tried_keys or not self.rank_costs.fits(unit, target):
                     continue
                 tried_keys.add(key)
             yield target
@@ -130,27 +155,31 @@ class _Search:
         For a node it is the free memory of its ranks; for a rank its own and, in any order, that of
         the other ranks of its node.
         """
-        local, rank = self.loads.topology.local_world_size, self.loads.first_rank(unit, target)
+        local, rank = (
+            self.rank_costs.topology.local_world_size,
+            self.rank_costs.first_rank(unit, target),
+        )
         node = rank // local * local
-        ranks = [self._free_of(r) for r in range(node, node + local)]
+        ranks = [self._free_nbytes_of(r) for r in range(node, node + local)]
         if unit.domain is Domain.NODE:
             return tuple(ranks)
-        return self._free_of(rank), tuple(sorted(ranks))
+        return self._free_nbytes_of(rank), tuple(sorted(ranks))
 
-    def _free_of(self, rank: int) -> tuple[float, ...]:
-        """Return the free bytes of a rank, by kind of memory."""
-        free_memory = self.loads.free_memory[rank]
+    def _free_nbytes_of(self, rank: int) -> tuple[float, ...]:
+        """Return the free bytes of a rank by field of `MemoryNeed`; common costs count as free."""
+        free_memory = self.rank_costs.free_memory[rank]
         return tuple(
-            round(r - used[rank]) for r, used in zip(free_memory, self.loads.nbytes, strict=True)
+            round(free - used[rank])
+            for free, used in zip(free_memory, self.rank_costs.nbytes, strict=True)
         )
 
-    def _free(self) -> list[float]:
-        """Return the free bytes of all ranks together."""
-        world = len(self.loads.totals)
-        free_by_pool = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
+    def _free_nbytes(self) -> list[float]:
+        """Return the free bytes of all ranks together, by field of `MemoryNeed`."""
+        world = len(self.rank_costs.totals)
+        free_by_pool = zip(*(self._free_nbytes_of(rank) for rank in range(world)), strict=True)
         return [
             sum(of_ranks) - world * common
-            for of_ranks, common in zip(free_by_pool, self.loads.common, strict=True)
+            for of_ranks, common in zip(free_by_pool, self.rank_costs.common_nbytes, strict=True)
         ]
 
 
@@ -160,25 +189,24 @@ class _Search:
 def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
-    Tables that must not be cut are placed first, then the others, the largest first.
+    Tables that must not be cut are placed first, then the others, each group the largest first.
     """
     world = problem.model.topology.world_size
-    size = {
-        table: min(max(o.nbytes(world)) for o in opts) for table, opts in enumerate(problem.options)
-    }
+    nbytes = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
     order = sorted(
-        size, key=lambda table: (_can_cut(problem, workloads[table]), -size[table], table)
+        range(len(nbytes)),
+        key=lambda table: (_can_cut(problem, workloads[table]), -nbytes[table], table),
     )
-    loads, plan = problem.loads(), dict[int, PlacedOption]()
+    rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
         by_bytes = sorted(problem.options[table], key=lambda o: (o.penalty, max(o.nbytes(world))))
-        placements = (place(loads, option) for option in by_bytes)
+        placements = (place(rank_costs, option) for option in by_bytes)
         choice = next((c for c in placements if c is not None), None)
         if choice is None and _can_cut(problem, workloads[table]):
-            choice = _cut_into_blocks(loads, workloads[table], problem)
+            choice = _cut_into_blocks(rank_costs, workloads[table], problem)
         if choice is None:
             return []
-        loads.add(choice)
+        rank_costs.add(choice)
         plan[table] = choice
     return [plan[table] for table in sorted(plan)]
 
@@ -191,11 +219,15 @@ def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
 
 
 def _cut_into_blocks(
-    loads: RankCosts, workload: TableWorkload, problem: Problem
+    rank_costs: RankCosts, workload: TableWorkload, problem: Problem
 ) -> PlacedOption | None:
-    """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
+    """Cut a table into blocks of rows sized by the free memory of each rank, the largest first.
+
+    Returns None if the table does not fit. `rank_costs` are those of the other tables.
+    """
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
-    world, unit = problem.model.topology.world_size, shape.row_unit
+    world = problem.model.topology.world_size
+    unit = shape.row_unit  # blocks of rows are multiples of it
 
     def shard(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
@@ -203,32 +235,34 @@ def _cut_into_blocks(
     def nbytes(rows: int) -> float:
         return shard_costs.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
 
-    def free(rank: int) -> float:
-        used = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
-        return loads.free_memory[rank][0] - max(used)
+    def free_nbytes(rank: int) -> float:
+        # Device memory at its two peaks, `combining` and `updating`.
+        used = (rank_costs.nbytes[pool][rank] + rank_costs.common_nbytes[pool] for pool in (0, 1))
+        return rank_costs.free_memory[rank][0] - max(used)
 
-    # The memory of every rank for a table cut into `world` blocks, without its rows: at most one
-    # row of each block per bag.
-    equal_cost = problem.model.common_cost(workload, [(shape.columns, 1.0 / world, False)] * world)
+    # An upper bound of the memory of every rank for a table cut into `world` blocks, without its
+    # rows. A rank receives at most one row per bag and block, with 4 floats of bookkeeping.
+    equal_cost = problem.model.common_cost(
+        workload, [ShardShape(shape.columns, 1.0 / world, False)] * world
+    )
     rows_sent = sum(
         lookup.batch_size * max(lookup.num_features, lookup.ids_per_example)
         for lookup in workload.by_reader
     )
-    pieces = world * rows_sent * (shape.columns + 4) * 4
-    common_nbytes = equal_cost.nbytes.device + equal_cost.positions + pieces
-    first_bytes, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
-    slope = max((all_rows - first_bytes) / max(shape.rows - unit, 1), 1e-9)
+    received_nbytes = world * rows_sent * (shape.columns + 4) * _FLOAT_BYTES
+    common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
+    # The bytes of a shard are nearly linear in its rows: estimate the rows, then correct them.
+    unit_nbytes, table_nbytes = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
+    nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - unit, 1), 1e-9)
     shards: list[Shard] = []
     begin = 0
-    for rank in sorted(range(world), key=lambda r: (-free(r), r)):
-        free_memory = free(rank) - common_nbytes
-        rows = (
-            unit + int((free_memory - first_bytes) / slope) // unit * unit
-            if free_memory >= first_bytes
-            else 0
-        )
+    for rank in sorted(range(world), key=lambda r: (-free_nbytes(r), r)):
+        available_nbytes = free_nbytes(rank) - common_nbytes
+        rows = 0
+        if available_nbytes >= unit_nbytes:
+            rows = unit + int((available_nbytes - unit_nbytes) / nbytes_per_row) // unit * unit
         rows = min(rows, shape.rows - begin)
-        while rows > 0 and nbytes(rows) > free_memory:
+        while rows > 0 and nbytes(rows) > available_nbytes:
             rows -= unit if rows % unit == 0 else rows % unit
         if rows > 0:
             shards.append(shard(rank, begin, rows))
@@ -238,10 +272,10 @@ def _cut_into_blocks(
     if begin < shape.rows:
         return None
     option = option_of(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
-    return place(loads, option)
+    return place(rank_costs, option)
 
 
-_MAX_NAMES = 5
+_MAX_NAMES = 5  # tables that a message names
 
 
 class PlanError(ValueError):
@@ -280,15 +314,16 @@ def format_bytes(nbytes: float) -> str:
 
 
 def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
-    """Build the error for a problem without a plan."""
+    """Build the error for a problem without a plan; `workloads` are its tables."""
     world = problem.model.topology.world_size
+    # Bytes per table on all ranks together, by its smallest option.
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
     order = sorted(range(len(workloads)), key=lambda t: (-needs[t], t))
     free_memory = [max(0.0, pool.device) for pool in problem.free_memory]
     too_large = [t for t in order if not _fits_alone(problem, t)]
     free_nbytes, needed_nbytes = sum(free_memory), sum(needs)
     if too_large:
-        missing = max(_short_alone(problem, t) for t in too_large)
+        missing = max(_missing_alone(problem, t) for t in too_large)
         verb = "fits" if len(too_large) == 1 else "fit"
         subject = (
             f"{_describe_tables(workloads, needs, too_large)} {verb} "
@@ -320,19 +355,20 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
 
 
 def _fits_alone(problem: Problem, table: int) -> bool:
-    loads = problem.loads()
-    return any(place(loads, option) is not None for option in problem.options[table])
+    """Return whether a table fits if no other is placed."""
+    rank_costs = problem.empty_costs()
+    return any(place(rank_costs, option) is not None for option in problem.options[table])
 
 
-def _short_alone(problem: Problem, table: int) -> float:
+def _missing_alone(problem: Problem, table: int) -> float:
     """Return the bytes by which the best option of a table exceeds the ranks with most memory."""
     missing_by_option: list[float] = []
     free_by_rank = sorted((pool.device for pool in problem.free_memory), reverse=True)
     for option in problem.options[table]:
         common_nbytes = option.common_cost.nbytes.device
-        pieces = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
-        pieces += [0.0] * (len(free_by_rank) - len(pieces))
-        pairs = zip(sorted(pieces, reverse=True), free_by_rank, strict=False)
+        shards = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
+        shards += [0.0] * (len(free_by_rank) - len(shards))
+        pairs = zip(sorted(shards, reverse=True), free_by_rank, strict=False)
         missing_by_option.append(
             sum(
                 max(0.0, shard_nbytes + common_nbytes - free_nbytes)
@@ -357,10 +393,18 @@ def _remedies(
     problem: Problem,
     workloads: Sequence[TableWorkload],
     tables: Sequence[int],
-    missing: float,
-    free_memory: float,
+    missing_nbytes: float,
+    rank_nbytes: float,
 ) -> list[str]:
-    """Return changes that would make the tables fit, one sentence each."""
+    """Return changes that would make the tables fit, one sentence each.
+
+    Args:
+        problem: the problem without a plan.
+        workloads: its tables.
+        tables: tables that the message is about, the largest first.
+        missing_nbytes: bytes that are missing; 0 if unknown.
+        rank_nbytes: free bytes of the rank with most.
+    """
     topology = problem.model.topology
     largest = workloads[tables[0]]
     remedies = []
@@ -368,8 +412,8 @@ def _remedies(
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
         remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    if missing > 0 and free_memory > 0:
-        more = -(-int(missing) // int(free_memory))
+    if missing_nbytes > 0 and rank_nbytes > 0:
+        more = -(-int(missing_nbytes) // int(rank_nbytes))
         remedies.append(
             f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
         )

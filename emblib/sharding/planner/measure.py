@@ -1,4 +1,4 @@
-"""Measure the constants of the cost model on this machine.
+"""Measure the constants of the cost model on this machine: `calibrate`.
 
 Times are the minimum over several rounds, to exclude other load on the machine; a rank with one CPU
 thread is measured in processor time, on which other programs have no effect.
@@ -50,23 +50,34 @@ _FEW_IDS, _MANY_IDS = 1, 13  # ids per bag: the cost of an id is the slope betwe
 _CACHED_BYTES = 1 << 19  # bytes of a table that is in cache
 _NUM_BATCHES = 6  # batches used in turn, so that none finds its own rows in cache
 _NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that none stays in cache
+_COPY_ACCESSES = 2  # bytes read or written per byte copied
 _EXTRA_TABLES = 64  # tables whose steps, compared with that of one, give the cost of a table
 _TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
-_MIN_NEAR_FRACTION = 0.02  # of a quarter of the large table, so that the cache is not empty
+_MIN_NEAR_FRACTION = 0.02  # of the middle table, so that the cache is not empty
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the tables that exceed the cache; smaller ones are faster and less exact."""
+    """How much is measured; less is faster and less exact.
+
+    Attributes:
+        large_bytes: bytes of the largest table, which must exceed the cache. A quarter of it, the
+            middle table, must not be much smaller than the cache.
+        rounds: rounds whose fastest counts.
+    """
 
     large_bytes: int = 1 << 27
     rounds: int = _ROUNDS
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds per call of a computation: the minimum over rounds of `_ROUND_S`."""
+    """Return the seconds per call of a computation: the minimum over rounds of `_ROUND_S` each.
+
+    Calls it once to warm up, and waits for the device before and after each round.
+    """
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
@@ -79,7 +90,7 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
         return (clock() - start) / times
 
     once(1)
-    times = max(1, round(_ROUND_S / max(once(1), 1e-7)))
+    times = max(1, round(_ROUND_S / max(once(1), 1e-7)))  # the clock may not have moved
     return min(once(times) for _ in range(rounds))
 
 
@@ -96,7 +107,7 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     """Measure the constants of one rank; those of links keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
     table_overhead = _one_table(device, sizes.rounds)
-    step, unit = _units(device, sizes.rounds)
+    step_s, unit_s = _units(device, sizes.rounds)
     near_rows, middle_rows, far_rows = (
         _Rows(device, nbytes, sizes.rounds, table_overhead)
         for nbytes in (_CACHED_BYTES, sizes.large_bytes // 4, sizes.large_bytes)
@@ -104,6 +115,8 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     far_update_ns, middle_update_ns, near_update_ns = (
         rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
     )
+    # A part of the middle table, as large as the cache, costs as in the near table, the other part
+    # as in the far one.
     near_fraction = min(
         1.0,
         max(
@@ -122,8 +135,8 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
         bag=near_rows.bags(),
         bag_gradient=near_rows.bag_gradients(),
         near_bytes=near_fraction * sizes.large_bytes / 4,
-        unit_s=unit,
-        step_s=step,
+        unit_s=unit_s,
+        step_s=step_s,
         route_ns=route_ns,
         arrange_ns=arrange_ns,
         pack_ns=measure_packing(device, sizes.rounds),
@@ -154,7 +167,11 @@ class _Costs:
 class _Rows:
     """Measure lookups and updates in one table of a given size.
 
-    `overhead_s`: seconds of forward and of backward that do not depend on the batch.
+    Args:
+        device: device of the table.
+        nbytes: bytes of rows and optimizer state, at any dim.
+        rounds: see `Sizes`.
+        overhead_s: seconds of forward and of backward that do not depend on the batch.
     """
 
     def __init__(
@@ -164,10 +181,14 @@ class _Rows:
         self._costs: dict[tuple[int, str], _Costs] = {}
 
     def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
-        """Measure rows of `dim` columns."""
+        """Measure rows of `dim` float32 columns, once per dim and type of optimizer.
+
+        A step of `_MANY_IDS` ids per bag less one of `_FEW_IDS` gives the cost of an id; the rest
+        is that of bags.
+        """
         key = dim, type(optimizer).__name__
         if key not in self._costs:
-            rows = max(self.nbytes // row_bytes(optimizer, dim, 4), 32)
+            rows = max(self.nbytes // row_bytes(optimizer, dim, _FLOAT_BYTES), 32)
             table = TableBatchedEmbeddingBags(
                 [TableSpec(rows, dim)],
                 optimizer,
@@ -175,19 +196,21 @@ class _Rows:
                 device=self.device,
             )
             few_s, many_s = self._step(table, rows, _FEW_IDS), self._step(table, rows, _MANY_IDS)
-            ids = [
-                (b - a) / _BAGS / (_MANY_IDS - _FEW_IDS) for a, b in zip(few_s, many_s, strict=True)
+            # Of forward and of backward.
+            id_s = [
+                (many - few) / _BAGS / (_MANY_IDS - _FEW_IDS)
+                for few, many in zip(few_s, many_s, strict=True)
             ]
-            bags = [
-                (seconds - overhead) / _BAGS - _FEW_IDS * per_id_s
-                for seconds, overhead, per_id_s in zip(few_s, self.overhead_s, ids, strict=True)
+            bag_s = [
+                (few - overhead) / _BAGS - _FEW_IDS * per_id
+                for few, overhead, per_id in zip(few_s, self.overhead_s, id_s, strict=True)
             ]
-            ns = [max(_NS_PER_S * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
+            ns = [max(_NS_PER_S * s, 0.0) for s in (id_s[0], bag_s[0], id_s[1], bag_s[1])]
             self._costs[key] = _Costs(*ns)
         return self._costs[key]
 
     def _step(self, table: TableBatchedEmbeddingBags, rows: int, ids: int) -> tuple[float, float]:
-        """Measure the seconds of forward, and of backward with the update."""
+        """Measure the seconds of forward, and of backward with the update; `ids` are per bag."""
         offsets = torch.arange(_BAGS + 1, device=self.device) * ids
         batches = cycle(
             [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_NUM_BATCHES)]
@@ -204,7 +227,9 @@ class _Rows:
         points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
         for d in _ADAM_DIMS:
             optimizer = Adam(0.1)
-            points[float(row_bytes(optimizer, d, 4))] = self.costs(d, optimizer).update_ns
+            points[float(row_bytes(optimizer, d, _FLOAT_BYTES))] = self.costs(
+                d, optimizer
+            ).update_ns
         return _line(points)
 
     def bags(self) -> Curve:
@@ -217,9 +242,10 @@ class _Rows:
 
 
 def _line(points: dict[float, float]) -> Curve:
-    """Fit a straight line that neither falls nor begins below 0.
+    """Fit a straight line that neither falls nor is negative at 0 bytes; return its two ends.
 
-    The fit minimises relative distances: small rows cost little and count as much.
+    `points` are ns by bytes. The fit minimises relative distances: small rows cost little and count
+    as much.
     """
     weights = {x: 1.0 / max(y, 1.0) ** 2 for x, y in points.items()}
     total = sum(weights.values())
@@ -268,14 +294,14 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
     return one_s, max(many_s - one_s, 0.0) / _EXTRA_TABLES
 
 
-class Tiny(NamedTuple):
-    """A collection with minimal lookups, and the gradient of its output."""
+class TinyStep(NamedTuple):
+    """A step of minimal lookups: `forward` of a collection, and the gradient of its output."""
 
     forward: Callable[[], Tensor]
     gradient: Tensor
 
 
-def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
+def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> TinyStep:
     """Build a step with one id for each of several small tables, sharded by the rules in turn."""
     names = [f"t{t}" for t in range(tables)]
     source = EmbeddingBagCollection(
@@ -291,7 +317,7 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
     lengths = torch.ones(tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
     gradient = torch.ones(1, _TINY.columns * tables, device=ranks.device)
-    return Tiny(lambda: collection(batch).values(), gradient)
+    return TinyStep(lambda: collection(batch).values(), gradient)
 
 
 def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
@@ -299,16 +325,19 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
     rows, bags, width = 1 << 20, 1 << 15, 64
     ids = torch.randint(rows, (bags,), device=device)
     offsets = torch.arange(bags + 1, device=device)
-    quarters = [(k * rows // 4, k, 1) for k in range(4)]
-    routing_arrays = (
-        *([0, bags], [[0, 4, rows, 0]], quarters, [0, 1, 2, 3]),
-        [k * bags for k in range(5)],
+    num_blocks = 4  # of one feature, each with one unit
+    routing = route.Routing(
+        first_bags=torch.tensor([0, bags], device=device),
+        features=torch.tensor([[0, num_blocks, rows, 0]], device=device),
+        blocks=torch.tensor(
+            [(k * rows // num_blocks, k, 1) for k in range(num_blocks)], device=device
+        ),
+        copies=torch.arange(num_blocks, device=device),
+        units=torch.arange(num_blocks + 1, device=device) * bags,
     )
-    routing = [torch.tensor(part, device=device) for part in routing_arrays]
-    num_bags = 4 * bags
 
     def send() -> None:
-        lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_bags)
+        lengths = route.route_lengths(ids, offsets, *routing, num_bags=num_blocks * bags)
         starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
@@ -325,16 +354,17 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
     # `arrange_ns` is per byte that is read or written, `route_ns` per received id.
     return (
         timed(send, device, rounds) / bags * _NS_PER_S,
-        timed(arrange, device, rounds) / (2 * sources[0].nbytes) * _NS_PER_S,
+        timed(arrange, device, rounds) / (_COPY_ACCESSES * sources[0].nbytes) * _NS_PER_S,
     )
 
 
 def measure_packing(device: torch.device, rounds: int) -> float:
     """Measure the ns per bag to drop bags without ids, as `InputDist` does."""
-    lengths = torch.randint(0, 2, (16 * _BAGS,), device=device)
+    num_units = 16
+    lengths = torch.randint(0, 2, (num_units * _BAGS,), device=device)
 
     def pack() -> None:
-        has_ids = (lengths > 0).view(16, -1)
+        has_ids = (lengths > 0).view(num_units, -1)
         number_bags(has_ids)
         lengths[has_ids.view(-1)]
 
@@ -384,17 +414,22 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
     return seconds * _NS_PER_S / _BAGS / multiply_adds(spec)
 
 
-_EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-_MESSAGE_FLOATS = (
-    1 << 21
-)  # elements to each rank: larger than caches, like the rows of large batches
+# What ranks exchange
+
+_NUM_EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
+# Elements to each rank: larger than caches, like the rows of large batches.
+_MESSAGE_FLOATS = 1 << 21
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
     """Measure the constants of this machine and of the links between `ranks`; a collective.
 
     With one rank, the links keep the defaults, as do host memory behind a GPU and disks; replace
-    them with `dataclasses.replace` where you know better figures.
+    them with `dataclasses.replace` where you know better figures. Returns the same on all ranks.
+
+    Args:
+        ranks: the processes, whose devices are measured; by default this one alone.
+        sizes: how much is measured; by default `Sizes()`.
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
@@ -440,14 +475,14 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
     replicated_s = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
-    message_s = max(synchronised_s - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
+    message_s = max(synchronised_s - step_s, 1e-6) / _NUM_EXCHANGES / (ranks.size - 1)
     row_cut_s = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds
     )
     return message_s, max(replicated_s - synchronised_s, 0.0), max(row_cut_s - synchronised_s, 0.0)
 
 
-def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
+def _synchronised(ranks: RankGroup, step: TinyStep, rounds: int) -> float:
     """Measure the seconds of a step that all ranks make together."""
 
     def once() -> None:
@@ -457,7 +492,10 @@ def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
 
 
 def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, rounds: int) -> float:
-    """Return the seconds per call on all ranks: the minimum over rounds of `times` calls each."""
+    """Return the seconds per call that all ranks make together, after one round to warm up.
+
+    It is the minimum over rounds of `times` calls each, on this rank's clock.
+    """
 
     def once() -> float:
         ranks.barrier()
@@ -487,12 +525,15 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
             costs.append(0.0)
             continue
         seconds = _exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
-        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE_FLOATS * 4))
+        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE_FLOATS * _FLOAT_BYTES))
     return tuple(costs)
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
-    """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
+    """Measure the seconds of an all-to-all of `count` floats with each of `peers`.
+
+    All ranks call it at once; peers must be mutual.
+    """
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     is_large = count > 1
     outgoing = cycle(

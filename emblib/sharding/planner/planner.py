@@ -57,7 +57,9 @@ class Planner:
         self.reservation = Reservation() if reservation is None else reservation
         self.max_trials = check_count("max_trials", max_trials)
         self.comm_precision = comm_precision
-        self._sent = FLOATS if comm_precision is None else BytesPerFloat.by(comm_precision)
+        self._bytes_per_float = (
+            FLOATS if comm_precision is None else BytesPerFloat.of_codecs(comm_precision)
+        )
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for all collections of a model.
@@ -69,14 +71,24 @@ class Planner:
         return self.solve(module).plan
 
     def solve(self, module: nn.Module) -> Prediction:
-        """Return the plan and its prediction, which `str()` formats as a report."""
+        """Return the plan and its prediction, which `str()` formats as a report.
+
+        Raises as `plan` does.
+        """
         workloads = workloads_of(module, self.batch_size, self.constraints)
         return self.solve_workloads(workloads, dense_bytes(module))
 
     def solve_workloads(
         self, workloads: Sequence[TableWorkload], dense_nbytes: int = 0
     ) -> Prediction:
-        """Return the plan and its prediction for tables that belong to no model."""
+        """Return the plan and its prediction for tables that belong to no model.
+
+        `dense_nbytes` is the size of the dense parameters.
+
+        Raises:
+            PlanError: no plan fits.
+            ValueError: no sharding type satisfies the constraints of a table.
+        """
         free_memory = self.free_memory(dense_nbytes)
         check_free_memory(free_memory, dense_nbytes)
         model = self.model(workloads)
@@ -85,10 +97,14 @@ class Planner:
         plan = self._search(problem, workloads)
         if not plan:
             raise no_plan(problem, workloads)
-        return predict(workloads, self._effective_plan(workloads, plan), model, free_memory)
+        return predict(workloads, self._sharding_plan(workloads, plan), model, free_memory)
 
     def predict(self, module: nn.Module, plan: ShardingPlan) -> Prediction:
-        """Predict a step under any plan."""
+        """Predict a step under any plan, whether or not it fits.
+
+        Raises:
+            ValueError: the plan is for another world, or lacks a table.
+        """
         workloads = workloads_of(module, self.batch_size, self.constraints)
         return predict(
             workloads, plan, self.model(workloads), self.free_memory(dense_bytes(module))
@@ -96,10 +112,10 @@ class Planner:
 
     def model(self, workloads: Sequence[TableWorkload]) -> CostModel:
         """Return the cost model for these tables."""
-        return CostModel(self.topology, self._sent, self.reservation.batches, workloads)
+        return CostModel(self.topology, self._bytes_per_float, self.reservation.batches, workloads)
 
     def free_memory(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
-        """Return the memory for tables and batches, by rank."""
+        """Return the memory for tables and batches, by rank; negative if more is reserved."""
         capacity = self.topology.capacity()
         return [self.reservation.left(pool, dense_nbytes) for pool in capacity]
 
@@ -111,15 +127,18 @@ class Planner:
         free_memory: Sequence[MemoryBytes],
     ) -> Problem:
         """Return the problem that the search solves."""
-        weighted = any(
+        is_weighted = any(
             lookup.is_weighted for workload in workloads for lookup in workload.by_reader
         )
-        return Problem(model, free_memory, options, weighted, self.max_trials)
+        return Problem(model, free_memory, options, is_weighted, self.max_trials)
 
     def _search(self, problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
-        """Search with the configured storages; add alternatives only if no plan fits."""
+        """Search with the configured storages; add alternatives only if no plan fits.
+
+        Returns an empty plan if that fails too.
+        """
         configured = [[o for o in options if not o.penalty] for options in problem.options]
-        alternatives = any(
+        has_alternatives = any(
             len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
         )
         configured_problem = self._make_problem(
@@ -134,13 +153,13 @@ class Planner:
             ]
         if plans:
             return best_of(configured_problem, plans)
-        if not alternatives:
+        if not has_alternatives:
             return []
         plans = starts(problem) or [p for p in (any_plan(problem),) if p]
         return best_of(problem, plans) if plans else []
 
-    def _effective_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
-        """Convert the found plan to one of modules and tables."""
+    def _sharding_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
+        """Convert choices by workload to a plan by module and table."""
         modules: dict[str, dict[str, object]] = {}
         for workload, choice in zip(workloads, plan, strict=True):
             sharding = choice.option.sharding(workload, self.topology, choice.targets)
@@ -150,10 +169,13 @@ class Planner:
 
 
 def collective_plan(module: nn.Module, planner: Planner, ranks: "RankGroup") -> ShardingPlan:
-    """Plan on rank 0 and return the plan on all ranks; an error is raised on all ranks."""
+    """Plan on rank 0 and return the plan on all ranks; an error is raised on all ranks.
+
+    A collective: all ranks wait for rank 0.
+    """
     from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 
-    def planned() -> str:
+    def plan_as_json() -> str:
         return planner.plan(module).to_json()
 
-    return ShardingPlan.from_json(invoke_on_rank_and_broadcast_result(ranks, 0, planned))
+    return ShardingPlan.from_json(invoke_on_rank_and_broadcast_result(ranks, 0, plan_as_json))

@@ -22,13 +22,13 @@ class RankPrediction(NamedTuple):
         seconds: seconds by phase, with the work that all ranks do.
         nbytes: memory that the tables and batches need.
         free_memory: memory for them, after the reservation.
-        tables: number of table shards.
+        num_shards: number of table shards, replicas among them.
     """
 
     seconds: tuple[float, ...]
     nbytes: MemoryNeed
     free_memory: MemoryBytes
-    tables: int
+    num_shards: int
 
 
 class TablePrediction(NamedTuple):
@@ -38,7 +38,7 @@ class TablePrediction(NamedTuple):
         workload: the table and its lookups.
         sharding: sharding of the table in the plan.
         nbytes: bytes on all ranks together.
-        step_s: seconds on the slowest rank.
+        step_s: seconds on the rank that it costs most.
     """
 
     workload: TableWorkload
@@ -53,9 +53,11 @@ class Prediction:
 
     Attributes:
         plan: the plan.
-        phases: seconds of `PHASES` until the slowest rank is done, "arrange" for work that every
-            rank does whatever the plan, and "overhead"; they add up to `step_s`.
-        ranks, tables: predictions of each rank and table.
+        phases: seconds of `PHASES` until the slowest rank is done, "arrange" for the ids and rows
+            that every rank orders whatever shards it has, and "overhead" for what does not depend
+            on the batch; they add up to `step_s`.
+        ranks: prediction of each rank.
+        tables: prediction of each table, in the order of the workloads.
         source: origin of the constants.
     """
 
@@ -99,7 +101,9 @@ def option_for(workload: TableWorkload, sharding: ParameterSharding, model: Cost
     """Return the option of a given sharding, which may be any tiling."""
     shard_costs = ShardCosts(workload, model, sharding.storage)
     if sharding.is_replicated:
-        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), shard_costs.replicated())
+        return Option(
+            ShardingType.DATA_PARALLEL, sharding.storage, (), shard_costs.replicated_cost()
+        )
     return option_of(shard_costs, sharding.type, sharding.shards, Domain.WORLD, 0)
 
 
@@ -109,7 +113,13 @@ def predict(
     model: CostModel,
     free_memory: Sequence[MemoryBytes],
 ) -> Prediction:
-    """Predict a step under a plan.
+    """Predict a step under a plan, whether or not it fits.
+
+    Args:
+        workloads: the tables and their lookups.
+        plan: the sharding of each table; other tables in it are ignored.
+        model: cost model for the workloads and a topology.
+        free_memory: memory for tables and batches, by rank.
 
     Raises:
         ValueError: the plan is for another world, or lacks a table.
@@ -118,17 +128,17 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    weighted = any(lookup.is_weighted for workload in workloads for lookup in workload.by_reader)
-    loads = RankCosts(model, free_memory, weighted=weighted)
+    is_weighted = any(lookup.is_weighted for workload in workloads for lookup in workload.by_reader)
+    rank_costs = RankCosts(model, free_memory, is_weighted=is_weighted)
     tables = []
     for workload in workloads:
         sharding = plan.modules.get(workload.path, {}).get(workload.config.name)
         if sharding is None:
             raise ValueError(f"the plan says nothing of table {workload.name}")
         option = option_for(workload, sharding, model)
-        loads.add(PlacedOption(option, (0,) * len(option.units)))
+        rank_costs.add(PlacedOption(option, (0,) * len(option.units)))
         tables.append(_predict_table(workload, sharding, option, model.topology.world_size))
-    return _prediction(plan, loads, tuple(tables), model)
+    return _prediction(plan, rank_costs, tuple(tables), model)
 
 
 def _predict_table(
@@ -136,22 +146,23 @@ def _predict_table(
 ) -> TablePrediction:
     """Predict the bytes and seconds of one table."""
     members = [load for unit in option.units for load in unit.members]
+    # Members of the domain WORLD are differences from the common cost, negative ones too.
     units_s = max((sum(load.seconds) for load in members), default=0.0)
-    common_s = sum(option.common_cost.seconds) + option.common_cost.arrange
+    common_s = sum(option.common_cost.seconds) + option.common_cost.arrange_s
     slowest = max(units_s, 0.0) + common_s
     return TablePrediction(workload, sharding, option.nbytes(world_size), slowest)
 
 
 def _prediction(
-    plan: ShardingPlan, loads: RankCosts, tables: tuple[TablePrediction, ...], model: CostModel
+    plan: ShardingPlan, rank_costs: RankCosts, tables: tuple[TablePrediction, ...], model: CostModel
 ) -> Prediction:
     """Return the prediction of a plan from the costs of all ranks."""
     topology = model.topology
     # Work of all ranks takes as many times longer as there are ranks per core.
     ranks_per_core = topology.local_world_size / topology.ranks_at_once
-    phases = {name: loads.phase(number) for number, name in enumerate(PHASES)}
-    phases["arrange"] = loads.arrange_s * ranks_per_core
-    phases["overhead"] = loads.overhead_s
+    phases = {name: rank_costs.phase_s(number) for number, name in enumerate(PHASES)}
+    phases["arrange"] = rank_costs.arrange_s * ranks_per_core
+    phases["overhead"] = rank_costs.overhead_s
     num_shards = [0] * topology.world_size
     for table in tables:
         for rank in table.sharding.ranks or range(topology.world_size):
@@ -160,10 +171,17 @@ def _prediction(
         RankPrediction(
             tuple(
                 seconds[r] + common
-                for seconds, common in zip(loads.seconds, loads.common_seconds, strict=True)
+                for seconds, common in zip(
+                    rank_costs.seconds, rank_costs.common_seconds, strict=True
+                )
             ),
-            MemoryNeed(*(used[r] + c for used, c in zip(loads.nbytes, loads.common, strict=True))),
-            MemoryBytes(*loads.free_memory[r][1:]),
+            MemoryNeed(
+                *(
+                    used[r] + c
+                    for used, c in zip(rank_costs.nbytes, rank_costs.common_nbytes, strict=True)
+                )
+            ),
+            MemoryBytes(*rank_costs.free_memory[r][1:]),  # device memory is in it twice
             num_shards[r],
         )
         for r in range(topology.world_size)
@@ -171,8 +189,7 @@ def _prediction(
     return Prediction(plan, phases, ranks, tables, topology.costs.source)
 
 
-_MAX_TABLES = 40
-_MAX_RANKS = 16
+_MAX_TABLES, _MAX_RANKS = 40, 16  # rows of a report, so that it fits on a screen or two
 
 
 def report(prediction: Prediction) -> str:
@@ -246,8 +263,8 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
     """Return a row of text per rank, the slowest ones if there are many."""
-    used = [i for i in (2, 3) if any(rank.nbytes[i] for rank in prediction.ranks)]
-    heads = ["rank", "tables", "memory", "of", *(MemoryNeed._fields[i] for i in used)]
+    fields = [f for f in ("host", "disk") if any(getattr(r.nbytes, f) for r in prediction.ranks)]
+    heads = ["rank", "tables", "memory", "of", *fields]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
     order = list(range(len(prediction.ranks)))
     if len(order) > _MAX_RANKS:
@@ -255,15 +272,13 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
         order = sorted(order[:_MAX_RANKS])
     for r in order:
         rank = prediction.ranks[r]
-        host_and_disk = [format_bytes(rank.nbytes[i]) for i in used]
+        host_and_disk = [format_bytes(getattr(rank.nbytes, f)) for f in fields]
         rows.append(
             [
-                *(
-                    str(r),
-                    str(rank.tables),
-                    format_bytes(rank.nbytes.device),
-                    format_bytes(rank.free_memory.device),
-                ),
+                str(r),
+                str(rank.num_shards),
+                format_bytes(rank.nbytes.device),
+                format_bytes(rank.free_memory.device),
                 *host_and_disk,
                 *map(_format_ms, rank.seconds),
             ]

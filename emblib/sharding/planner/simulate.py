@@ -55,7 +55,14 @@ def simulate(
 ) -> list[Simulated]:
     """Predict steps of a model in other worlds of the same machines.
 
-    Each world is planned separately, or with all tables sharded as `sharding`.
+    Each world is planned separately. All arguments are as they were on return.
+
+    Args:
+        planner: planner of the measured world, whose settings are used.
+        module: model to plan.
+        world_sizes: numbers of ranks.
+        scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal.
+        sharding: sharding type of all tables; None lets the planner choose.
 
     Raises:
         ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide the batch.
@@ -75,18 +82,18 @@ def _simulate_world(
     sharding: ShardingType | None,
 ) -> Simulated:
     """Plan the model for one world size; return the prediction with its batch size."""
-    batch = planner.batch_size
+    batch_size = planner.batch_size
     if scaling is Scaling.STRONG:
-        global_batch = batch * planner.topology.world_size
+        global_batch = batch_size * planner.topology.world_size
         if global_batch % world_size:
             raise ValueError(
                 f"{world_size} ranks must divide the batch of all together = {global_batch}; "
                 "choose others, or Scaling.WEAK"
             )
-        batch = global_batch // world_size
+        batch_size = global_batch // world_size
     constraints = dict(planner.constraints)
     if sharding is not None:
-        for workload in workloads_of(module, batch, constraints):
+        for workload in workloads_of(module, batch_size, constraints):
             for lookup in workload.by_reader:
                 constraint = constraints.get(lookup.name, constraints.get(lookup.config.name))
                 constraints[lookup.name] = replace(
@@ -94,29 +101,34 @@ def _simulate_world(
                 )
     planner_of_size = Planner(
         planner.topology.of_size(world_size),
-        batch,
+        batch_size,
         constraints,
         reservation=planner.reservation,
         comm_precision=planner.comm_precision,
         max_trials=planner.max_trials,
     )
-    return Simulated(world_size, batch, planner_of_size.solve(module))
+    return Simulated(world_size, batch_size, planner_of_size.solve(module))
 
 
 def format_simulated(simulated: Sequence[Simulated]) -> str:
     """Format worlds as lines: ranks, examples per rank, predicted step, exchange, and rate."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
-    for world_size, batch, prediction in simulated:
-        rate = world_size * batch / prediction.step_s
+    for world in simulated:
         rows.append(
             (
-                *(str(world_size), str(batch), f"{prediction.step_s * 1e3:.3f}"),
-                *(f"{prediction.exchange_s * 1e3:.3f}", f"{rate:,.0f}"),
+                str(world.world_size),
+                str(world.batch_size),
+                f"{world.prediction.step_s * 1e3:.3f}",
+                f"{world.prediction.exchange_s * 1e3:.3f}",
+                f"{world.examples_per_s:,.0f}",
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([*lines, "Predicted, not measured."])
+
+
+_WARM_UP_ROUNDS = 2
 
 
 class Point(NamedTuple):
@@ -151,7 +163,7 @@ def compare(
         module: model whose collections are measured; it stays as it is.
         plans: plans by the names of their points.
         ranks: the ranks that measure.
-        rounds: measured rounds, after two that warm up; in each, the plans take turns.
+        rounds: measured rounds, after `_WARM_UP_ROUNDS`; in each, the plans take turns.
         seed: seed of the ids, to which each rank adds its number.
 
     Raises:
@@ -162,10 +174,10 @@ def compare(
     for name, plan in plans.items():
         steps[name] = _steps(planner, module, plan, ranks, seed)
     samples: dict[str, list[float]] = {name: [] for name in plans}
-    for number in range(rounds + 2):
+    for number in range(_WARM_UP_ROUNDS + rounds):
         for name, step in steps.items():
             seconds = _step_s(step, ranks)
-            if number >= 2:  # the first ones warm up
+            if number >= _WARM_UP_ROUNDS:
                 samples[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
     return [Point(name, predicted[name], tuple(measured)) for name, measured in samples.items()]
@@ -175,7 +187,8 @@ def rank_correlation(points: Sequence[Point]) -> float:
     """Return Spearman's rank correlation of predictions with measurements, -1 to 1.
 
     Raises:
-        statistics.StatisticsError: there are fewer than two points, or all are equal.
+        statistics.StatisticsError: there are fewer than two points, or all predictions or all
+            measurements are equal.
     """
     predicted = _mean_ranks([point.predicted_s for point in points])
     measured = _mean_ranks([point.measured_s for point in points])
@@ -188,12 +201,11 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
     The ids of a feature of several tables are valid in all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows: dict[str, int] = {}  # of the smallest table that a feature reads
+    min_rows: dict[str, int] = {}  # of the tables that a feature reads
     for workload in workloads:
         for key in workload.config.feature_names:
-            rows[key] = min(
-                rows.get(key, workload.config.num_embeddings), workload.config.num_embeddings
-            )
+            num_rows = workload.config.num_embeddings
+            min_rows[key] = min(min_rows.get(key, num_rows), num_rows)
     keys, values, lengths = [], [], []
     for workload in workloads:
         ids_per_feature = workload.ids_per_example / workload.num_features
@@ -204,7 +216,7 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
-            values.append(torch.randint(rows[key], size, generator=generator))
+            values.append(torch.randint(min_rows[key], size, generator=generator))
     ids = torch.cat(values)
     weights = (
         torch.ones(ids.numel()) if any(workload.is_weighted for workload in workloads) else None
@@ -212,10 +224,10 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
     return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
 
 
-def _lengths(mean: float, batch: int, generator: torch.Generator) -> Tensor:
-    """Return bag lengths with the given mean: its floor, and one more for some bags."""
+def _lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
+    """Return int64 bag lengths with the given mean: its floor, and one more for some bags."""
     floor = int(mean)
-    has_one_more = torch.rand(batch, generator=generator) < mean - floor
+    has_one_more = torch.rand(batch_size, generator=generator) < mean - floor
     return floor + has_one_more.long()
 
 

@@ -26,10 +26,15 @@ def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes needed of a `Pool`; of device memory at the two peaks of a step.
+    """Bytes that a rank needs, whole numbers; of device memory at the two peaks of a step.
 
-    `combining` is the peak when returned rows are combined, `updating` the peak when gradients have
-    been sent and rows are updated; each must fit.
+    Code of the search refers to fields by number, in this order.
+
+    Attributes:
+        combining: device memory while returned rows are combined into the output.
+        updating: device memory when gradients have been sent and rows are updated.
+        host: host memory behind a GPU; the memory of a CPU counts as device memory.
+        disk: disk.
     """
 
     combining: float
@@ -47,9 +52,6 @@ class MemoryNeed(NamedTuple):
         return MemoryNeed(*(a + factor * b for a, b in zip(self, other, strict=True)))
 
 
-_GIB = 1 << 30
-
-
 @dataclass(frozen=True)
 class Topology:
     """Ranks, their memory, and the constants of the cost model.
@@ -65,12 +67,16 @@ class Topology:
         device: "cpu" or "cuda".
         processors: ranks of a node that compute at the same time; by default all of them. Fewer
             where several ranks share a core.
-        calibration: the constants; by default those of the device.
+        calibration: the constants; by default those of the device, `calibration.CPU` or `CUDA`.
+
+    Raises:
+        ValueError: a count is below 1 (`host_memory` and `disk`: below 0), nodes are not equal,
+            `memory` has another length than there are ranks, or the device is unknown.
     """
 
     world_size: int
     local_world_size: int = 0
-    memory: int | tuple[int, ...] = field(default=32 * _GIB, kw_only=True)
+    memory: int | tuple[int, ...] = field(default=32 << 30, kw_only=True)
     host_memory: int = field(default=0, kw_only=True)
     disk: int = field(default=0, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
@@ -109,7 +115,7 @@ class Topology:
 
     @property
     def world(self) -> World:
-        """Return the `World`, for sharding rules."""
+        """Return the number of ranks and of those per node, for sharding rules."""
         return World(self.world_size, self.local_world_size)
 
     @property
@@ -138,7 +144,11 @@ class Topology:
         return [MemoryBytes(device, self.host_memory, self.disk) for device in memory_per_rank]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
-        """Return the topology of another number of equal machines, by default with equal nodes."""
+        """Return the topology of another number of ranks like these.
+
+        Nodes keep their size, or are one node of fewer ranks. Ranks get the smallest memory of
+        these.
+        """
         local = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
         return replace(self, world_size=world_size, local_world_size=local, memory=memory)
@@ -155,7 +165,8 @@ class Topology:
         """Describe this machine, and assume that the other ranks have equal ones.
 
         Memory is that of the current GPU, or the host's (or its container's limit) divided by the
-        ranks per node. Disk is 0: set `disk=` to use it.
+        ranks per node. Ranks of a CPU compute at the same time if each has cores for all its
+        threads. Disk is 0: set `disk=` with `dataclasses.replace` to use it.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,12 +183,12 @@ class Topology:
                 calibration=calibration,
             )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        at_a_time = max(1, (cores or 1) // torch.get_num_threads())
-        return cls(world_size, local, memory=host, processors=at_a_time, calibration=calibration)
+        processors = max(1, (cores or 1) // torch.get_num_threads())
+        return cls(world_size, local, memory=host, processors=processors, calibration=calibration)
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine, or the limit of its container."""
+    """Return the bytes of memory of this machine, or the limit of its container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

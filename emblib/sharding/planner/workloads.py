@@ -79,7 +79,7 @@ class TableWorkload:
         batch_size: examples per rank.
         ids_per_example: mean ids of an example in all features of the table together.
         constraints: limits on the sharding of the table.
-        readers: lookups of a shared table by other collections.
+        readers: lookups of a shared table by other collections, which have no readers themselves.
     """
 
     path: str
@@ -142,9 +142,10 @@ class Reservation:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory for tables and batches; negative if the reservation is too large.
+        """Return the memory of a rank for tables and batches, given all its memory.
 
-        Of host memory and disk only `share` is reserved.
+        Negative if the reservation is too large. Of host memory and disk only `share` is reserved.
+        `dense_bytes` is the size of the dense parameters.
         """
         memory = capacity.times(1.0 - self.share)
         return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
@@ -158,9 +159,14 @@ def tables_of(collection: Any) -> Sequence[TableConfig]:
 def workloads_of(
     module: nn.Module, batch_size: int, constraints: Mapping[str, TableConstraints]
 ) -> list[TableWorkload]:
-    """Return the workloads of a model's tables; constraints are by table name or `path.name`.
+    """Return the workloads of a model's tables, in the order of its collections.
 
     A shared table is one workload, that of the first collection, with the others as `readers`.
+
+    Args:
+        module: the model, which has unsharded collections.
+        batch_size: examples per rank, where constraints have no other.
+        constraints: constraints by table name, or by `path.name`, which wins.
 
     Raises:
         ValueError: the model has no collections, constraints name an unknown table, or those of a
@@ -168,7 +174,7 @@ def workloads_of(
             `pooling_factor` has another length than the table has features.
     """
     workloads: list[TableWorkload] = []
-    numbers: dict[int, int] = {}
+    numbers: dict[int, int] = {}  # of workloads of shared tables, by id() of the table
     names = set()
     for path, collection in collections_of(module).items():
         source: Any = collection
@@ -185,8 +191,8 @@ def workloads_of(
                 number = numbers.setdefault(id(shared[config.name]), number)
                 _check_shared(workload, workloads[number] if number < len(workloads) else workload)
             if number < len(workloads):
-                first_work = workloads[number]
-                workloads[number] = replace(first_work, readers=(*first_work.readers, workload))
+                first_reader = workloads[number]
+                workloads[number] = replace(first_reader, readers=(*first_reader.readers, workload))
             else:
                 workloads.append(workload)
     if not workloads:
@@ -202,9 +208,9 @@ def workloads_of(
     return workloads
 
 
-def _check_shared(workload: TableWorkload, first: TableWorkload) -> None:
+def _check_shared(workload: TableWorkload, first_reader: TableWorkload) -> None:
     """Raise ValueError for constraints that a shared table does not support."""
-    constraints, first_constraints = workload.constraints, first.constraints
+    constraints, first_constraints = workload.constraints, first_reader.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
             f"storages of the shared table {workload.name} must be Dense(placement) each, got "
@@ -213,8 +219,9 @@ def _check_shared(workload: TableWorkload, first: TableWorkload) -> None:
     for name in ("sharding_types", "storages", "min_partition"):
         if getattr(constraints, name) != getattr(first_constraints, name):
             raise ValueError(
-                f"{first.name} and {workload.name} are one shared table, but their constraints "
-                f"have {name} {getattr(first_constraints, name)} and {getattr(constraints, name)}: "
+                f"{first_reader.name} and {workload.name} are one shared table, but their "
+                f"constraints have {name} {getattr(first_constraints, name)} and "
+                f"{getattr(constraints, name)}: "
                 f"give them the same, or one constraint for {workload.config.name!r}"
             )
 
@@ -230,14 +237,14 @@ def _workload_of(
             f"{features}, got {len(factors)}"
         )
     ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
-    weighted = getattr(collection, "is_weighted", None)
+    is_weighted = getattr(collection, "is_weighted", None)  # collections of bags have it
     return TableWorkload(
         path,
         config,
         config.optimizer
         if config.optimizer is not None
         else getattr(collection, "optimizer", None),
-        bool(weighted()) if callable(weighted) else False,
+        bool(is_weighted()) if callable(is_weighted) else False,
         constraints.batch_size or batch_size,
         float(ids),
         constraints,
@@ -246,7 +253,11 @@ def _workload_of(
 
 def dense_bytes(module: nn.Module) -> int:
     """Return the bytes of parameters and buffers outside collections."""
-    sparse = {
+    tensors_of_tables = {
         id(t) for c in collections_of(module).values() for t in (*c.parameters(), *c.buffers())
     }
-    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in sparse)
+    return sum(
+        t.nbytes
+        for t in (*module.parameters(), *module.buffers())
+        if id(t) not in tensors_of_tables
+    )
