@@ -231,6 +231,8 @@ class EmbeddingCollectionContext(EmbeddingBagCollectionContext):
 def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, dict):
+        return _tensors_in(list(value.values()))
     if isinstance(value, tuple | list):
         return [tensor for item in value for tensor in _tensors_in(item)]
     return []
@@ -373,7 +375,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 
     @property
     def _input_dists(self) -> list[Any]:
-        return list(self.classes)
+        return list(self.by_shape)
 
     _lookups = _output_dists = _input_dists
 

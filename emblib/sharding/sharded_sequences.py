@@ -1,15 +1,20 @@
 """The sharded embedding collection: one vector per id.
 
-The counterpart of `emblib.sharding.sharded_bags` for unpooled rows. Tables of one dim share
-messages: `SequenceTables` returns each vector to the position of its id.
-`ShardedEmbeddingCollection` has one `SequenceTables` per combination of dim and slice width.
+The counterpart of `emblib.sharding.sharded_bags` for unpooled rows. A *vector* is the row of an id.
+It is sent in *slices* of `width` columns, because a shard may have only some of its columns.
+`SequenceTables` are the tables of one dim and one width, which share messages; each slice returns
+to the position of its id. `ShardedEmbeddingCollection` has one `SequenceTables` per such pair.
+
+Ids are sent rank by rank, for each rank unit by unit (see `emblib.sharding.layout`), and vectors
+return in the same order. Ids of replicated tables may be sent too, for the update, as the last
+units of each rank; their vectors are looked up where the batch is and are not sent.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +59,13 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
 from emblib.tables.graph_break import graph_break
 
+# Vectors that this rank looked up for all ranks, in the order of the received ids; and those of
+# replicated tables for its own batch, `[n, dim]`, None without such tables.
 Rows = tuple[Tensor, Tensor | None]
 
 
 class VectorFormat(NamedTuple):
-    """Format of sent vectors: their codecs, in slices of `width` columns."""
+    """Format of sent vectors: their codecs, and the number of columns of a slice."""
 
     comm_precision: CommPrecision
     width: int
@@ -66,31 +73,39 @@ class VectorFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class _SequenceRoute:
-    """One batch between its two all-to-alls, as indices of pieces of vectors, int64.
+    """Route of the vectors of one batch. Tensors are int64; slices have `width` columns.
 
     Attributes:
-        order: `[pieces looked up]`, which sorts unit-major pieces (slices of `width` columns) by
-            rank.
-        index: `[returned pieces]`, the position of each in the output.
-        copies: `[n]`, which selects the vectors of replicated tables; None without such tables.
-        copies_order: order of those of all ranks, rank-major, by unit.
-        sent, num_received: pieces to and from each rank.
-        copied: vectors of replicated tables for each rank.
-        total: number of ids of the batch.
+        send_order: `[slices sent]`, numbers of the slices that this rank looked up, unit by unit,
+            in the order of sending, rank by rank.
+        output_slices: `[slices received]`, number of each received slice in the output, which has
+            `L * dim / width`.
+        replica_positions: `[n]`, positions in the batch of the ids of replicated tables; None
+            without such tables.
+        replica_order: numbers of the replicated tables' vectors of all ranks, rank by rank, in the
+            order of `ReplicatedTables.gradient_sink`, unit by unit.
+        num_sent: slices to each rank.
+        num_received: slices from each rank.
+        num_replica_rows: vectors of replicated tables in the batch of each rank, where their ids
+            were sent; else 0.
+        num_ids: number of ids of the batch, `L`.
     """
 
-    order: Tensor
-    index: Tensor
-    copies: Tensor | None
-    copies_order: Tensor
-    sent: list[int]
+    send_order: Tensor
+    output_slices: Tensor
+    replica_positions: Tensor | None
+    replica_order: Tensor
+    num_sent: list[int]
     num_received: list[int]
-    copied: list[int]
-    total: int
+    num_replica_rows: list[int]
+    num_ids: int
 
 
 class SequenceTables(ShardedTables):
-    """Tables of one dim, sharded in blocks of columns that are multiples of one width."""
+    """Tables of one dim, sharded in blocks of columns that are multiples of one width.
+
+    Arguments are those of `ShardedTables`; `vector_format` has the width.
+    """
 
     def __init__(
         self,
@@ -101,7 +116,7 @@ class SequenceTables(ShardedTables):
         *,
         optimizer: Optimizer | None,
         gradients: GradientReduction,
-        format: VectorFormat,
+        vector_format: VectorFormat,
         shared: Shared,
     ) -> None:
         super().__init__(
@@ -114,35 +129,42 @@ class SequenceTables(ShardedTables):
             gradients=gradients,
             shared=shared,
         )
-        self.format = format
+        self.vector_format = vector_format
         self.dim = configs[0].embedding_dim
         all_units = [unit for rank in self.layout.ranks for unit in rank.all_units]
-        width, device = format.width, ranks.device
-        self._pieces = [unit.columns // width for unit in self._layout_here.units]
+        width = vector_format.width
+        self._num_slices_here = [unit.columns // width for unit in self._layout_here.units]
         self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
-        tables = {
-            "first": torch.tensor(
-                [u.shard.columns[0] // width for u in all_units], dtype=torch.int64
-            ),
-            "pieces": torch.tensor([u.columns // width for u in all_units], dtype=torch.int64),
+        by_unit = {
+            "unit_first_slice": [unit.shard.columns[0] // width for unit in all_units],
+            "unit_num_slices": [unit.columns // width for unit in all_units],
+            "unit_is_sharded": [
+                i < len(rank.units)
+                for rank in self.layout.ranks
+                for i in range(len(rank.all_units))
+            ],
         }
-        for name, tensor in tables.items():
-            self.register_buffer(name, tensor.to(device), persistent=False)
+        for name, values in by_unit.items():
+            tensor = torch.tensor(values, dtype=torch.int64, device=ranks.device)
+            self.register_buffer(name, tensor, persistent=False)
 
-    first: Tensor  # int64 `[units]`, first piece of a vector that a unit has
-    pieces: Tensor  # int64 `[units]`, pieces of a vector that a unit has
+    # Int64 `[units of all ranks]`: the slices of a vector that each unit has, and 1 for units that
+    # return them; 0 for units of replicated tables, the last ones of each rank.
+    unit_first_slice: Tensor
+    unit_num_slices: Tensor
+    unit_is_sharded: Tensor
 
     def compute(self, received: IncomingBatch) -> Rows:
         """Return vectors of this rank's units, and of replicated tables for this rank's batch."""
-        copies = None if self.replicated is None else self.replicated(received.inputs)
+        replica_rows = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
         if not self._layout_here.units:
-            rows = rows.new_empty(0, self.format.width)
-        return rows, copies
+            rows = rows.new_empty(0, self.vector_format.width)
+        return rows, replica_rows
 
     def output(self, rows: Rows, received: IncomingBatch) -> OutputStep | Tensor:
         """Return the lookup of a batch; its output is `[L, dim]` in the order of the batch."""
-        local, copies = rows
+        local, replica_rows = rows
         if received.sent is None:
             return self._local_output(local, received)
         vector_route = in_grad_mode(self._route, enabled=False)(received)
@@ -153,10 +175,16 @@ class SequenceTables(ShardedTables):
             and torch.is_grad_enabled()
         ):
             gradient_sink = self.replicated.gradient_sink(
-                received, (sum(vector_route.copied), self.dim)
+                received, (sum(vector_route.num_replica_rows), self.dim)
             )
-        is_small = received.merges_rows
-        return _SequenceStep(local, copies, gradient_sink, vector_route, self, is_small=is_small)
+        return _SequenceStep(
+            local,
+            replica_rows,
+            gradient_sink,
+            vector_route,
+            self,
+            is_small=received.merges_rows,
+        )
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Reorder vectors that were not sent from the modules' order to that of the batch."""
@@ -164,57 +192,63 @@ class SequenceTables(ShardedTables):
         if order == sorted(order):
             return local
         num_ids = received.inputs.num_ids()
-        pieces = local.split([num_ids[f] for f in order])
-        return torch.cat([pieces[order.index(f)] for f in range(len(order))])
+        by_unit = local.split([num_ids[f] for f in order])
+        return torch.cat([by_unit[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         """Return how the vectors of a batch are sent, and where the received ones go."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         units = len(self._layout_here.units)
-        counts, replica_grads = received.segments[:, :units], received.segments[:, units:]
-        index = self._input_dist.positions(received)
-        if self._has_equal_widths and self.dim == self.format.width:
+        counts, replica_counts = received.segments[:, :units], received.segments[:, units:]
+        output_slices = self._input_dist.positions(received)
+        if self._has_equal_widths and self.dim == self.vector_format.width:
+            # Every vector is one slice.
             num_sent = received.num_ids
             num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
-            counts = counts * counts.new_tensor(self._pieces)
+            counts = counts * counts.new_tensor(self._num_slices_here)
             num_sent = counts.sum(1).tolist()
-            index, num_received = self._pieces_of(index, received)
+            output_slices, num_received = self._slices_of(output_slices, received)
         return _SequenceRoute(
-            _transposed(counts.t(), sum(num_sent)),
-            index,
-            self._copies_index(received),
-            _transposed(replica_grads, received.num_replicated_ids),
-            num_sent,
-            num_received,
-            replica_grads.sum(1).tolist(),
-            inputs.ids.numel(),
+            send_order=_transposed(counts.t(), sum(num_sent)),
+            output_slices=output_slices,
+            replica_positions=self._replica_positions(received),
+            replica_order=_transposed(replica_counts, received.num_replicated_ids),
+            num_sent=num_sent,
+            num_received=num_received,
+            num_replica_rows=replica_counts.sum(1).tolist(),
+            num_ids=inputs.ids.numel(),
         )
 
-    def _pieces_of(self, index: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
-        """Return the targets of the vector slices of ids at `index`, and the slices per rank."""
+    def _slices_of(self, positions: Tensor, received: IncomingBatch) -> tuple[Tensor, list[int]]:
+        """Return the output slices of the ids sent, in the order of sending, and their counts.
+
+        Slice k of a unit's ids at position i of the batch is the output slice
+        `i * (dim / width) + unit_first_slice[unit] + k`.
+
+        Args:
+            positions: int64, position in the batch of each id sent, without replicated tables.
+            received: the batch.
+        """
         sent = received.sent
         assert sent is not None
-        starts = torch.as_tensor(sent.unit_starts, device=index.device)
-        ids = starts.diff().long()
-        ends, copies = [0], self.layout.ranks[0].replicated_units
-        is_own = torch.zeros_like(ids, dtype=torch.bool)
-        for rank in self.layout.ranks:
-            is_own[ends[-1] : ends[-1] + len(rank.units)] = True
-            ends.append(ends[-1] + len(rank.units) + len(copies))
-        ids = ids * is_own
-        first = torch.repeat_interleave(self.first, ids)
-        pieces = torch.repeat_interleave(self.pieces, ids)
-        begin = index * (self.dim // self.format.width) + first
-        ends_of = pieces.cumsum(0)
-        piece_in_id = torch.arange(int(pieces.sum()), device=index.device)
-        piece_in_id -= torch.repeat_interleave(ends_of - pieces, pieces)
-        by_unit = (ids * self.pieces).tolist()
-        num_received = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
-        return torch.repeat_interleave(begin, pieces) + piece_in_id, num_received
+        ids_per_unit = torch.as_tensor(sent.unit_starts, device=positions.device).diff().long()
+        ids_per_unit *= self.unit_is_sharded
+        slices_per_unit = (ids_per_unit * self.unit_num_slices).tolist()
+        unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
+        num_received = [sum(slices_per_unit[a:b]) for a, b in pairwise(unit_bounds)]
+        # Per id: its first slice in the output, and the slices of it that come.
+        first_slice = torch.repeat_interleave(self.unit_first_slice, ids_per_unit)
+        first_slice += positions * (self.dim // self.vector_format.width)
+        num_slices = torch.repeat_interleave(self.unit_num_slices, ids_per_unit)
+        slices_before = num_slices.cumsum(0) - num_slices
+        # Per slice: its number among all, less that of the first slice of its id.
+        slice_in_id = torch.arange(sum(num_received), device=positions.device)
+        slice_in_id -= torch.repeat_interleave(slices_before, num_slices)
+        return torch.repeat_interleave(first_slice, num_slices) + slice_in_id, num_received
 
-    def _copies_index(self, received: IncomingBatch) -> Tensor | None:
+    def _replica_positions(self, received: IncomingBatch) -> Tensor | None:
         """Return the positions of the ids of replicated tables, int64; None without any."""
         if self.replicated is None:
             return None
@@ -224,7 +258,11 @@ class SequenceTables(ShardedTables):
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
-    """Return the order that makes `total` rows in A-major segments, `counts` `[A, B]`, B-major."""
+    """Return the order, int64 `[total]`, that transposes segments of rows.
+
+    The rows lie in segments (0, 0), (0, 1), ...; segment (a, b) has `counts[a, b]` rows, `total` in
+    all. In the order returned, (1, 0) follows (0, 0).
+    """
     num_rows, num_columns = counts.shape
     starts = running_sums(counts.reshape(-1).long())
     order = (
@@ -237,101 +275,110 @@ def _transposed(counts: Tensor, total: int) -> Tensor:
 
 
 class _SequenceStep(OutputStep):
-    """The vectors of a batch, which return to the positions of their ids."""
+    """The vectors of a batch, which return to the positions of their ids; see `OutputStep`."""
 
     def __init__(
         self,
         local: Tensor,
-        copies: Tensor | None,
+        replica_rows: Tensor | None,
         gradient_sink: Tensor | None,
         vector_route: _SequenceRoute,
         tables: SequenceTables,
         *,
         is_small: bool,
     ) -> None:
-        copied = [n * tables.dim for n in vector_route.copied]
-        super().__init__(local, copies, gradient_sink, copied, is_small=is_small)
+        replica_sizes = [n * tables.dim for n in vector_route.num_replica_rows]
+        super().__init__(local, replica_rows, gradient_sink, replica_sizes, is_small=is_small)
         self._route, self._tables = vector_route, tables
-        width = tables.format.width
-        self._sent = [n * width for n in vector_route.sent]
+        # Elements to and from each rank.
+        width = tables.vector_format.width
+        self._num_sent = [n * width for n in vector_route.num_sent]
         self._num_received = [n * width for n in vector_route.num_received]
-        self._local_grads: Tensor | None = None  # gradients that no rank sends
+        # Gradients of this rank's own vectors, from `backward` to `local_gradient`, not sent.
+        self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
         """Return the rows to send, in the order of the ids that were received."""
         assert self.local is not None
-        rows = self.local.detach().reshape(-1, self._tables.format.width)
-        sent = rows.index_select(0, self._route.order).view(-1)
-        codec = self._tables.format.comm_precision.forward
-        return Values(sent, self._sent, self._num_received, codec)
+        rows = self.local.detach().reshape(-1, self._tables.vector_format.width)
+        sent = rows.index_select(0, self._route.send_order).view(-1)
+        codec = self._tables.vector_format.comm_precision.forward
+        return Values(sent, self._num_sent, self._num_received, codec)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
-        width, dim = self._tables.format.width, self._tables.dim
-        out = torch.empty(self._route.total, dim, device=received.values.device)
-        index, pieces = self._route.index, out.view(-1, width)
+        width, dim = self._tables.vector_format.width, self._tables.dim
+        out = torch.empty(self._route.num_ids, dim, device=received.values.device)
+        output_slices, slices = self._route.output_slices, out.view(-1, width)
         if received.local is not None:
             # This rank's own vectors, which were not sent.
             begin = received.local_begin // width
             part = LocalPart(begin, begin + received.local.numel() // width)
-            pieces.index_copy_(0, part.of(index), received.local.view(-1, width).float())
-            index = part.others(index)
-        pieces.index_copy_(0, index, received.values.view(-1, width).float())
-        if replica_rows is not None and self._route.copies is not None:
-            out.index_copy_(0, self._route.copies, replica_rows.detach().float())
+            local_slices = received.local.view(-1, width).float()
+            slices.index_copy_(0, part.of(output_slices), local_slices)
+            output_slices = part.others(output_slices)
+        slices.index_copy_(0, output_slices, received.values.view(-1, width).float())
+        if replica_rows is not None and self._route.replica_positions is not None:
+            out.index_copy_(0, self._route.replica_positions, replica_rows.detach().float())
         return out
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
         return self._gradients(torch.empty(0)).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
-        codec = self._tables.format.comm_precision.backward
-        return Values(flat, self._num_received, self._sent, codec)
+        codec = self._tables.vector_format.comm_precision.backward
+        return Values(flat, self._num_received, self._num_sent, codec)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of vectors to send, and those of replicated tables' vectors."""
         scale, grad = self._tables.scale, grad.contiguous()
-        width, ranks = self._tables.format.width, self._tables.ranks
-        sent = grad.view(-1, width).index_select(0, self._route.index)
+        width, ranks = self._tables.vector_format.width, self._tables.ranks
+        slice_grads = grad.view(-1, width).index_select(0, self._route.output_slices)
         if scale != 1.0:
-            sent.mul_(scale)
-        copies = None
+            slice_grads.mul_(scale)
+        replica_grads = None
         if self.replica_shape is not None:
-            assert self._route.copies is not None
-            copies = grad.index_select(0, self._route.copies)
+            assert self._route.replica_positions is not None
+            replica_grads = grad.index_select(0, self._route.replica_positions)
             # Without a sink DistributedDataParallel averages these gradients.
             if self.sink_shape is not None and scale != 1.0:
-                copies.mul_(scale)
-            copies = copies.view(-1)
-        codec = self._tables.format.comm_precision.backward
+                replica_grads.mul_(scale)
+            replica_grads = replica_grads.view(-1)
+        codec = self._tables.vector_format.comm_precision.backward
         part = None
         if keeps_local and codec.is_identity:
             part = local_part(self._route.num_received, ranks)
         if part is None:
-            return self._gradients(sent.view(-1)), copies
-        self._local_grads = part.of(sent)
+            return self._gradients(slice_grads.view(-1)), replica_grads
+        self._local_grads = part.of(slice_grads)
         values = Values(
-            part.others(sent).view(-1),
+            part.others(slice_grads).view(-1),
             without_local(self._num_received, ranks),
-            without_local(self._sent, ranks),
+            without_local(self._num_sent, ranks),
             codec,
         )
-        return values, copies
+        return values, replica_grads
 
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of the local lookup, from the received gradients, flat."""
-        grads, order = received.view(-1, self._tables.format.width), self._route.order
-        rows = grads.new_empty((order.numel(), grads.size(1)))
-        local, self._local_grads = self._local_grads, None
-        if local is not None:
-            part = local_part(self._route.sent, self._tables.ranks)
+        """Return the gradient of the local lookup, from the received gradients, flat.
+
+        Called once after each `backward`, whose unsent gradients it uses up.
+        """
+        grads, send_order = (
+            received.view(-1, self._tables.vector_format.width),
+            self._route.send_order,
+        )
+        local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
+        own_grads, self._local_grads = self._local_grads, None
+        if own_grads is not None:
+            part = local_part(self._route.num_sent, self._tables.ranks)
             assert part is not None
-            rows.index_copy_(0, part.of(order), local)
-            order = part.others(order)
-        return rows.index_copy_(0, order, grads).view(self.local_shape)
+            local_grads.index_copy_(0, part.of(send_order), own_grads)
+            send_order = part.others(send_order)
+        return local_grads.index_copy_(0, send_order, grads).view(self.local_shape)
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
-        return gathered.view(-1, self._tables.dim).index_select(0, self._route.copies_order)
+        return gathered.view(-1, self._tables.dim).index_select(0, self._route.replica_order)
 
 
 class ShardedEmbeddingCollection(StateOfTables):
@@ -363,8 +410,8 @@ class ShardedEmbeddingCollection(StateOfTables):
         True
     """
 
-    handles_name = "embeddings"
-    sent_ahead: SentAhead | None = None
+    handles_name = "embeddings"  # attribute with the `ShardParameters`, see `StateOfTables`
+    sent_ahead: SentAhead | None = None  # set by a model that sends batches before their forward
 
     def __init__(
         self,
@@ -394,11 +441,11 @@ class ShardedEmbeddingCollection(StateOfTables):
         self.configs, self.plan = settings.configs, settings.plan
         self.comm_precision, self.gradients = settings.comm_precision, settings.gradients
         self._need_indices = source.need_indices()
-        classes: dict[tuple[int, int], list[Config]] = {}
+        by_shape: dict[tuple[int, int], list[Config]] = {}  # by dim and width
         for config in self.configs:
             key = config.embedding_dim, _width(config, self.plan[config.name])
-            classes.setdefault(key, []).append(config)
-        self.classes = nn.ModuleList(
+            by_shape.setdefault(key, []).append(config)
+        self.by_shape = nn.ModuleList(
             SequenceTables(
                 source,
                 configs,
@@ -406,26 +453,26 @@ class ShardedEmbeddingCollection(StateOfTables):
                 self.ranks,
                 optimizer=settings.optimizer,
                 gradients=self.gradients,
-                format=VectorFormat(self.comm_precision, width),
+                vector_format=VectorFormat(self.comm_precision, width),
                 shared=self.shared,
             )
-            for (_, width), configs in classes.items()
+            for (_, width), configs in by_shape.items()
         )
         handles = [handle for tables in self._sequence_tables() for handle in tables.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
         self._outputs = self._find_outputs()
 
-    def _find_outputs(self) -> list[tuple[int, int, str]]:
-        """Return (class, number of the feature in it, name) of each output, by configuration."""
+    def _find_outputs(self) -> list["_FeatureOutput"]:
+        """Return the outputs in the order of the configurations and their features."""
         order = {config.name: t for t, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
         outputs = []
-        for c, tables in enumerate(self._sequence_tables()):
+        for index, tables in enumerate(self._sequence_tables()):
             for f, feature in enumerate(tables.layout.features):
                 table = tables.configs[feature.table].name
                 name = f"{feature.key}@{table}" if keys.count(feature.key) > 1 else feature.key
-                outputs.append((order[table], f, c, name))
-        return [(c, f, name) for _, f, c, name in sorted(outputs)]
+                outputs.append((order[table], f, _FeatureOutput(index, f, feature.key, name)))
+        return [output for _, _, output in sorted(outputs)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -434,11 +481,11 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     @property
     def groups(self) -> TableGroups:
-        """Return the table groups of the first class; all classes have the same optimizer."""
+        """Return the table groups of the first dim and width; all have the same optimizer."""
         return self._sequence_tables()[0].groups
 
     def _sequence_tables(self) -> list["SequenceTables"]:
-        return [tables for tables in self.classes if isinstance(tables, SequenceTables)]
+        return [tables for tables in self.by_shape if isinstance(tables, SequenceTables)]
 
     def embedding_configs(self) -> tuple[Any, ...]:
         """Return the configurations of the tables."""
@@ -450,7 +497,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        return [part for tables in self._sequence_tables() for part in tables.local_shards()]
+        return [shard for tables in self._sequence_tables() for shard in tables.local_shards()]
 
     def storage_config(self, table: str) -> Config:
         """Return the configuration of a table with the storage that the plan selects."""
@@ -472,38 +519,44 @@ class ShardedEmbeddingCollection(StateOfTables):
             features, repeated = _without_repeats(features, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
         requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
-        return Inputs(requests, partial(_Received, repeated=repeated))
+        return Inputs(requests, partial(_SequenceBatch, repeated=repeated))
 
     def _features(self) -> list[str]:
         """Return the features of all tables, each once."""
         return list(dict.fromkeys(key for c in self.configs for key in c.feature_names))
 
-    def prefetch(self, received: Sequence[IncomingBatch]) -> None:
+    def prefetch(self, received: "_SequenceBatch") -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
-        for tables, batch in zip(self._sequence_tables(), received, strict=True):
+        for tables, batch in zip(self._sequence_tables(), received.batches, strict=True):
             tables.prefetch(batch)
 
-    def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
-        """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
+    def compute(self, received: "_SequenceBatch") -> list[Rows]:
+        """Return vectors looked up for all ranks, and replicated tables' vectors of this batch.
+
+        There is one entry per `SequenceTables`.
+        """
         return [
             tables.compute(batch)
-            for tables, batch in zip(self._sequence_tables(), received, strict=True)
+            for tables, batch in zip(self._sequence_tables(), received.batches, strict=True)
         ]
 
     def output_dist(
-        self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
+        self, rows: Sequence[Rows], received: "_SequenceBatch"
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Start to return the rows."""
         return start_output_dist(self, rows, received)
 
     def compute_and_output_dist(
-        self, received: Sequence[IncomingBatch]
+        self, received: "_SequenceBatch"
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Look up the received ids and start the output all-to-all."""
         return self.output_dist(self.compute(received), received)
 
-    def outputs(self, rows: Sequence[Rows], received: Sequence[IncomingBatch]) -> Outputs:
-        """Return the lookups of a batch, by class; their output is a jagged tensor by feature."""
+    def outputs(self, rows: Sequence[Rows], received: "_SequenceBatch") -> Outputs:
+        """Return the lookups of a batch, one per `SequenceTables`, and how their outputs join.
+
+        Together they are a `JaggedTensor` per feature.
+        """
 
         def join(
             outputs: list[Awaitable[Tensor]],
@@ -513,7 +566,9 @@ class ShardedEmbeddingCollection(StateOfTables):
 
         steps = [
             tables.output(vectors, batch)
-            for tables, vectors, batch in zip(self._sequence_tables(), rows, received, strict=True)
+            for tables, vectors, batch in zip(
+                self._sequence_tables(), rows, received.batches, strict=True
+            )
         ]
         return Outputs(steps, join)
 
@@ -524,24 +579,39 @@ class ShardedEmbeddingCollection(StateOfTables):
         return look_up(self, features)
 
     def _output(
-        self, pending: Sequence[Awaitable[Tensor]], received: Sequence[IncomingBatch]
+        self, pending: Sequence[Awaitable[Tensor]], received: "_SequenceBatch"
     ) -> dict[str, JaggedTensor]:
         """Wait for the vectors, and return them by feature."""
         vectors = [awaitable.wait() for awaitable in pending]
-        split = [
-            _by_feature(values, batch) for values, batch in zip(vectors, received, strict=True)
+        by_feature = [
+            _by_feature(values, batch)
+            for values, batch in zip(vectors, received.batches, strict=True)
         ]
         result = {}
-        repeated = getattr(received, "repeated", None)
-        layouts = [tables.layout.features for tables in self._sequence_tables()]
-        for c, f, name in self._outputs:
-            values, lengths, ids = split[c][f]
-            if repeated is not None:
-                values, lengths, ids = repeated[layouts[c][f].key].expand(values)
+        for tables_index, feature, key, name in self._outputs:
+            values, lengths, ids = by_feature[tables_index][feature]
+            if received.repeated is not None:
+                values, lengths, ids = received.repeated[key].expand(values)
             result[name] = JaggedTensor(
                 values, lengths=lengths, weights=ids if self._need_indices else None
             )
         return result
+
+
+class _FeatureOutput(NamedTuple):
+    """An output of the collection.
+
+    Attributes:
+        tables_index: index of the `SequenceTables` that look it up.
+        feature: index of the feature in their layout.
+        key: key of its ids in a batch.
+        name: name of the output, which differs from the key if several tables read it.
+    """
+
+    tables_index: int
+    feature: int
+    key: str
+    name: str
 
 
 class _RepeatedIds(NamedTuple):
@@ -568,20 +638,24 @@ class _RepeatedIds(NamedTuple):
         return nn.functional.embedding(self.inverse, vectors), self.lengths, self.ids
 
 
-class _Received(list[IncomingBatch]):
-    """The batches of all classes of tables, and the ids of this rank before `dedup`."""
+class _SequenceBatch(NamedTuple):
+    """The received batches of a collection.
 
-    def __init__(
-        self, batches: Sequence[IncomingBatch], repeated: Mapping[str, _RepeatedIds] | None
-    ) -> None:
-        super().__init__(batches)
-        self.repeated = repeated
+    Attributes:
+        batches: one batch per `SequenceTables`.
+        repeated: the ids of this rank before `dedup`, by feature; None without it.
+    """
+
+    batches: list[IncomingBatch]
+    repeated: Mapping[str, _RepeatedIds] | None
 
 
 def _without_repeats(
     features: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
-    """Return a batch with each feature's distinct ids in one bag, and the data to expand results.
+    """Return a batch with each feature's distinct ids in one bag, and what expands the results.
+
+    The batch has the features `keys`, in this order, and no weights. Synchronises with the device.
 
     Raises:
         KeyError: the batch lacks a feature.
@@ -590,17 +664,17 @@ def _without_repeats(
     distinct, repeated = [], {}
     for key in keys:
         jagged = batch[key]
-        ids, inverse, uses = jagged.values().unique(return_inverse=True, return_counts=True)
+        ids, inverse, counts = jagged.values().unique(return_inverse=True, return_counts=True)
         distinct.append(ids)
-        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, uses)
-    counts = [ids.numel() for ids in distinct]
-    lengths = torch.tensor(counts, device=batch.device())
+        repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, counts)
+    num_ids = [ids.numel() for ids in distinct]
+    lengths = torch.tensor(num_ids, device=batch.device())
     values = torch.cat(distinct) if distinct else batch.values()[:0]
-    return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=counts), repeated
+    return KeyedJaggedTensor(keys, values, lengths=lengths, length_per_key=num_ids), repeated
 
 
 def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return vectors, lengths of bags and ids of each feature."""
+    """Return vectors `[L, dim]`, lengths of bags and ids of each feature; `values` are of all."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bags)
     counts = inputs.num_ids()

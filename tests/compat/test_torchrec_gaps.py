@@ -101,7 +101,7 @@ def _ids_received(ranks: RankGroup) -> tuple[int, int]:
             dedup=dedup,
         )
         received = made.input_dist(repeated(ranks.rank)).wait().wait()
-        counts.append(sum(one.ids.numel() for one in received))
+        counts.append(sum(one.ids.numel() for one in received.batches))
     return counts[0], counts[1]
 
 
@@ -234,6 +234,20 @@ def _deduplicated_model(ranks: RankGroup) -> bool:
 
 def test_a_model_takes_the_sharders_deduplication() -> None:
     assert all(worlds.run(2, _deduplicated_model))
+
+
+def test_a_context_keeps_the_ids_before_deduplication(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"x": sharding.table_wise(0), "y": sharding.table_wise(0)}
+    single = RankGroup.single()
+    sharded = sharding.ShardedEmbeddingCollection(sequences(), plan, single, dedup=True)
+    context = torchrec.EmbeddingCollectionContext()
+    context.received = sharded.input_dist(repeated(0)).wait().wait()
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    context.record_stream(None)
+    tensors = [tensor for ids in context.received.repeated.values() for tensor in ids]
+    assert tensors
+    assert all(any(tensor is one for one in recorded) for tensor in tensors)
 
 
 def _all_to_all(ranks: RankGroup) -> KeyedJaggedTensor:

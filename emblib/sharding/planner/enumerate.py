@@ -41,7 +41,7 @@ class Unit:
     """A group of shards placed together.
 
     Attributes:
-        domain: what the unit is placed on.
+        domain: target that the unit is placed on.
         members: one load per rank: of the domain RANK one, of NODE those of its ranks in order. Of
             WORLD they are the costs of the ranks from `first_rank` on, in addition to
             `Option.common_cost`; negative for less.
@@ -279,8 +279,8 @@ def option_of(
         sharding_type: type of the option.
         shards: all shards of the table. With the domain RANK or NODE only their grouping by rank or
             node counts, with WORLD also on which ranks they are.
-        domain: what each unit of the option is placed on.
-        penalty: see `Option`.
+        domain: target that each unit of the option is placed on.
+        penalty: penalty of the storage, see `Option`.
     """
     topology = shard_costs.model.topology
     summed = shard_costs.are_summed(shards)

@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 class ShardShape(NamedTuple):
-    """What the cost of sending a shard's rows depends on.
+    """Shape of a shard, as far as the cost of sending its rows depends on it.
 
     Attributes:
         columns: number of columns.

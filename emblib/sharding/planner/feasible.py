@@ -400,7 +400,7 @@ def _remedies(
 
     Args:
         problem: the problem without a plan.
-        workloads: its tables.
+        workloads: tables of the problem.
         tables: tables that the message is about, the largest first.
         missing_nbytes: bytes that are missing; 0 if unknown.
         rank_nbytes: free bytes of the rank with most.

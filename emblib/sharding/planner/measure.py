@@ -61,7 +61,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; less is faster and less exact.
+    """Sizes of what is measured; less is faster and less exact.
 
     Attributes:
         large_bytes: bytes of the largest table, which must exceed the cache. A quarter of it, the
@@ -170,7 +170,7 @@ class _Rows:
     Args:
         device: device of the table.
         nbytes: bytes of rows and optimizer state, at any dim.
-        rounds: see `Sizes`.
+        rounds: number of rounds, see `Sizes`.
         overhead_s: seconds of forward and of backward that do not depend on the batch.
     """
 
