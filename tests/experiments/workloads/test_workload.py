@@ -46,6 +46,14 @@ def test_permute_is_a_bijection(rows: int) -> None:
     assert sorted(ids.tolist()) == list(range(rows))
 
 
+@pytest.mark.parametrize("rows", [1, 17, 300, 4096])
+def test_few_rows_are_permuted_as_many_are(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = np.arange(rows, 0, -1)
+    of_table = distributions.permute(ranks, rows, seed=3)
+    monkeypatch.setattr(distributions, "_MAX_TABLE_ROWS", 0)
+    assert (distributions.permute(ranks, rows, seed=3) == of_table).all()
+
+
 def test_permute_depends_on_the_seed_and_scatters_popular_rows() -> None:
     ranks = np.arange(1, 101)
     first, second = (distributions.permute(ranks, 1_000_000, seed) for seed in (1, 2))
