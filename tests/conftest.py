@@ -16,7 +16,7 @@ import torch
 
 from tests import nightly
 
-pytest_plugins = ["tests.light_hooks", "tests.whole_files"]
+pytest_plugins = ["tests.light_hooks", "tests.quick_close", "tests.whole_files"]
 
 # With "cuda:1" the current device is another: code without a device guard fails.
 CUDA = os.environ.get("EMBLIB_TEST_CUDA", "cuda")

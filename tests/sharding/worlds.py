@@ -317,11 +317,14 @@ def main(folder: str, number: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     import torch
 
+    from tests import quick_close
+
     if ON_GPUS:
         importlib.import_module("tests.pretend.plugin")  # before emblib is imported
     # Optimizers and DDP import dynamo when they are first used: once here, or in each rank.
     for name in ("torch._dynamo", "pytest", "emblib.sharding", "emblib.collections"):
         importlib.import_module(name)
+    quick_close.install()
     torch.set_num_threads(1)
     gc.freeze()  # a collection of a rank would look through all that torch has loaded, and copy it
     door = socket.socket(fileno=int(number))
