@@ -4,7 +4,7 @@ The name of a file ends in a digest of what it is made of: the source and all he
 repository that it includes, however deep; flags; the versions of the compiler and of torch. Paths
 are relative to the repository, so that another checkout finds the same files. They are in
 $XDG_CACHE_HOME/emblib-tests, or ~/.cache/emblib-tests; those that no test has used for two weeks
-are removed.
+are removed. Files of Inductor are there too (conftest.py); they are removed after two weeks.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -128,9 +128,10 @@ def _locked(name: str) -> Iterator[None]:
     with (FOLDER / f"{name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         oldest = time.time() - _DAYS * 86_400
-        for path in FOLDER.iterdir():
-            if path.suffix != ".lock" and path.stat().st_mtime < oldest:
-                path.unlink(missing_ok=True)
+        for path in FOLDER.rglob("*"):
+            with suppress(FileNotFoundError):  # another process has removed it
+                if path.is_file() and path.suffix != ".lock" and path.stat().st_mtime < oldest:
+                    path.unlink()
         yield
 
 

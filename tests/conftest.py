@@ -14,7 +14,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 import torch
 
-from tests import nightly
+from tests import compile_cache, nightly
+
+# Keep what Inductor compiles by content: its first kernel takes ten seconds of processor time. Its
+# caches of graphs are off, because their digests leave out the code of emblib.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache.FOLDER / "inductor"))
+os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 
 pytest_plugins = ["tests.light_hooks", "tests.quick_close", "tests.whole_files"]
 
