@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from experiments import configure, kinds
 from experiments.config.schema import MULTIRUN, Config, DeviceKind, UsageError
 from experiments.kinds.base import Ranks
-from experiments.measure.process import end_with_parent
+from experiments.measure.process import request_signal_at_parent_end
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
 
@@ -381,8 +381,11 @@ def _run_job_process(words: Sequence[str], environment: dict[str, str], log: Pat
 
 
 def _prepare_job_process() -> None:
-    """Ignore submitit's signals, which SLURM sends to all processes of a job."""
-    end_with_parent()
+    """Ignore submitit's signals, which SLURM sends to all processes of a job.
+
+    If the launcher's process ends, SIGTERM lets the run report what it has measured.
+    """
+    request_signal_at_parent_end(signal.SIGTERM)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

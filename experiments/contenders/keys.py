@@ -28,28 +28,29 @@ class KeyTask:
         dim: float32 columns of a value.
         device: device of the table.
         resident: number of keys that the table will be filled with.
-        first: initial number of slots of a table that grows; 0 is `slots`, for one that does not.
+        initial_slots: slots of a growing table at first; 0: `slots`. Other tables ignore it.
     """
 
     slots: int
     dim: int
     device: torch.device
     resident: int
-    first: int = 0
+    initial_slots: int = 0
 
 
 class KeyTable(ABC):
     """A hash table, built for a KeyTask.
 
-    The operations named by `operations` are timed; `prepare`, `fill` and `erase` are not. Keys and
-    slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys have equal slots.
-    Values are float32 [keys, dim].
+    The operations named by `operations` are timed; `prepare`, `fill` and `erase` are not. An
+    operation takes what `prepare` returned, and may leave work on the GPU's current stream. Keys
+    and slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys have equal
+    slots. Values are float32 [keys, dim]. Results are on the table's device.
 
     Attributes:
         operations: names of the operations that the table has.
         erases: True if it has `erase`.
         period: number of calls after which its periodic work (an eviction) has happened once.
-        ceiling: True if it holds no keys, but shows what memory allows a table at best.
+        ceiling: True if it stores no keys, but shows what memory allows a table at best.
         absent: slot of a missing key.
     """
 
@@ -64,10 +65,13 @@ class KeyTable(ABC):
 
     @abstractmethod
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert new keys, as many as fit; called once or several times."""
+        """Insert keys from the host, as many as fit; called once or several times.
+
+        Keys are new, except that `measure.keys.fill` may repeat some to fill a table completely.
+        """
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
-        """Return a call's keys and values as the operations take them, on the device."""
+        """Return a call's keys and values, from the host, as the operations take them."""
         return keys.to(self.task.device), values.to(self.task.device)
 
     def reset_after_checks(self) -> None:  # noqa: B027 most tables need nothing
@@ -86,7 +90,10 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
-        """Return the values of keys; insert absent keys with the given values."""
+        """Return the values of keys; insert absent keys with the given values.
+
+        The value of a key for which a full table has no slot is unspecified.
+        """
         raise NotImplementedError
 
     def insert_or_assign(self, prepared: Any) -> None:
@@ -94,16 +101,16 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def insert_and_evict(self, prepared: Any) -> Tensor:
-        """Insert or assign keys with the given values; return the evicted keys."""
+        """Insert or assign keys with the given values; return the evicted keys, in any order."""
         raise NotImplementedError
 
     def erase(self, keys: Tensor) -> None:
-        """Erase keys; ignore absent ones."""
+        """Erase keys, int64 on the table's device; ignore absent ones."""
         raise NotImplementedError
 
+    @abstractmethod
     def size(self) -> int:
-        """Return the number of keys; those of the task if the table cannot tell."""
-        return self.task.resident
+        """Return the number of keys in the table; of a ceiling, the keys that `fill` had."""
 
     @abstractmethod
     def nbytes(self) -> int:
@@ -169,11 +176,11 @@ class EmblibHashTable(KeyTable):
 
 
 class GrowingHashTable(EmblibHashTable):
-    """emblib.HashTable that starts with `first` slots and grows."""
+    """emblib.HashTable that starts with `initial_slots` slots and grows."""
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(
-            self.task.slots, self.task.dim, initial_capacity=self.task.first or None
+            self.task.slots, self.task.dim, initial_capacity=self.task.initial_slots or None
         )
 
 
@@ -211,6 +218,9 @@ class SortedKeys(KeyTable):
         slots = torch.where(self.keys[nearest] == distinct, nearest, self.absent)
         return slots[inverse]
 
+    def size(self) -> int:
+        return len(self.keys) + sum(map(len, self.pending))
+
     def nbytes(self) -> int:
         return self.keys.nbytes
 
@@ -226,10 +236,13 @@ class RandomLines(KeyTable):
         if task.device.type != "cpu":
             raise Unsupported("the ceiling of random lines is measured on the CPU")
         self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
-        self.single_thread = torch.get_num_threads() == 1
+        self.num_filled = 0
+        # NumPy gathers faster than torch on one thread, but knows no threads.
+        self.gather = self.lines.take if torch.get_num_threads() == 1 else self.lines.read
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Ignore the keys: no table is held."""
+        """Count the keys, which are not stored."""
+        self.num_filled += len(keys)
 
     def prepare(self, keys: Tensor, values: Tensor) -> Tensor:
         """Return the word to read per key, int64 [keys]."""
@@ -237,7 +250,10 @@ class RandomLines(KeyTable):
 
     def find_slots(self, prepared: Tensor) -> Tensor:
         """Read from each line its number, which stands for a slot."""
-        return self.lines.take(prepared) if self.single_thread else self.lines.read(prepared)
+        return self.gather(prepared)
+
+    def size(self) -> int:
+        return self.num_filled
 
     def nbytes(self) -> int:
         return int(self.lines.words.nbytes)

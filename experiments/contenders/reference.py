@@ -12,6 +12,8 @@ from experiments.contenders.torch_bag import Prepared, TableByTable
 from experiments.contenders.tt import expect_tt, tt_specs
 from experiments.workloads.workload import Batch
 
+STEP = 1  # element of `Optimizer.hyperparams` with the number of the step
+
 
 class ReferenceTT(TableByTable):
     """Tensor trains by torch.bmm on the gathered slices of each lookup, for all tables."""
@@ -57,7 +59,7 @@ class ReferenceTT(TableByTable):
         _, gradient_of_output = prepared
         gradients = torch.autograd.grad(self._lookup(prepared), leaves, gradient_of_output)
         states = [s for table in self.states for s in table]
-        self.hyperparams[1] += 1  # the number of the step, as in `Optimizer.hyperparams`
+        self.hyperparams[STEP] += 1
         with torch.no_grad():
             for core, state, gradient in zip(leaves, states, gradients, strict=True):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)

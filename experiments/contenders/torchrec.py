@@ -298,5 +298,9 @@ class ManagedCollisions(KeyTable):
         remapped: PreparedIds = self.module(prepared)
         return remapped[FEATURE].values()
 
+    def size(self) -> int:
+        """Return the number of keys that `fill` had: the module does not count its ids."""
+        return sum(map(len, self.pending))
+
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.module.state_dict().values())

@@ -149,10 +149,8 @@ def expect_tt(
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
         count = len(spec.row_factors)
-        leaves, remaining_cores = (
-            [c.clone().requires_grad_() for c in remaining_cores[:count]],
-            remaining_cores[count:],
-        )
+        leaves = [c.clone().requires_grad_() for c in remaining_cores[:count]]
+        remaining_cores = remaining_cores[count:]
         indices, offsets = batch.feature(f)
         pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())

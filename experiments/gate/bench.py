@@ -136,14 +136,16 @@ class Bench:
             pass
 
     def weigh(self, name: str) -> dict[str, float]:
-        """Measure what does not depend on time; less is better, except for hit rates."""
-        ready = self.ready[name]
-        weights: dict[str, float] = {f"{k}_bytes": v for k, v in ready.contender.nbytes().items()}
-        counters = ready.contender.counters
-        if counters():
-            pool, reset = self.setup.config.timing.pool, ready.contender.reset_counters
-            totals = counting_pass(ready.step, pool, reset, counters)
-            if totals.get("lookups"):
-                weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
+        """Measure what does not depend on time; less is better, except for hit rates.
+
+        The keys are those of `Contender.nbytes` with "_bytes"; with a cache "hit_rate", a share of
+        the lookups; and "peak_bytes" of a step where the system counts it.
+        """
+        ready, contender = self.ready[name], self.ready[name].contender
+        weights: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}
+        pool = self.setup.config.timing.pool
+        totals = counting_pass(ready.step, pool, contender.reset_counters, contender.counters)
+        if totals.get("lookups"):
+            weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
         peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
         return weights if peak is None else weights | {"peak_bytes": peak}

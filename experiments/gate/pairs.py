@@ -12,7 +12,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,16 +44,8 @@ class Side(Enum):
     head = "head"
 
 
-@dataclass(frozen=True)
-class Revisions:
-    """The folder of `emblib/` for each side; "" for the package that is imported by default."""
-
-    base: str = ""
-    head: str = ""
-
-    def of(self, side: Side) -> str:
-        """Return the folder of a side."""
-        return self.base if side is Side.base else self.head
+# The folder of `emblib/` for each side; "" for the package that is imported by default.
+SideFolders = Mapping[Side, str]
 
 
 @dataclass(frozen=True)
@@ -82,28 +74,24 @@ class PointSamples:
     """The samples of one point from one pair.
 
     Attributes:
-        base: seconds of base, [blocks][2]; a sample is the mean of `executions` calls.
-        head: seconds of head, the same.
+        seconds: samples of each side, [blocks][2]; a sample is the mean of `executions` calls.
         executions: calls per sample.
         warm: answers of `Bench.warm` by side.
         weight: answers of `Bench.weigh` by side; {} if the job did not ask for them.
     """
 
-    base: list[list[float]] = field(default_factory=list)
-    head: list[list[float]] = field(default_factory=list)
+    seconds: dict[Side, list[list[float]]] = field(
+        default_factory=lambda: {side: [] for side in Side}
+    )
     executions: int = 1
     warm: dict[str, Any] = field(default_factory=dict)
     weight: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def of(self, side: Side) -> list[list[float]]:
-        """Return the samples of one side."""
-        return self.base if side is Side.base else self.head
-
     @property
     def effect(self) -> float:
         """Return the median over the blocks of log(head / base), of the faster of two samples."""
-        head, base = (dict(enumerate(map(min, side))) for side in (self.head, self.base))
-        return statistics.process_effect(head, base)
+        fastest = {side: dict(enumerate(map(min, self.seconds[side]))) for side in Side}
+        return statistics.process_effect(fastest[Side.head], fastest[Side.base])
 
 
 @dataclass
@@ -128,7 +116,7 @@ def start_worker(seconds: float, side: Side, package: str) -> Child:
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
-def run_pair(job: PairJob, revisions: Revisions, start: WorkerFactory | None = None) -> PairResult:
+def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = None) -> PairResult:
     """Measure all points of the job, in as many pairs of processes as it takes.
 
     A crash costs only the point at which it happened: the others are measured by a new pair.
@@ -137,7 +125,7 @@ def run_pair(job: PairJob, revisions: Revisions, start: WorkerFactory | None = N
     start = start or partial(start_worker, job.config.timing.limit_seconds)
     while points:
         try:
-            _measure_pair(dataclasses.replace(job, points=points), revisions, start, outcome)
+            _measure_pair(dataclasses.replace(job, points=points), folders, start, outcome)
             break
         except WorkerLost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
@@ -156,7 +144,7 @@ class WorkerLost(Exception):
 
 
 def _measure_pair(
-    job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult
+    job: PairJob, folders: SideFolders, start: WorkerFactory, outcome: PairResult
 ) -> None:
     """Measure all points in one pair of processes, in random order; add them to `outcome`.
 
@@ -171,7 +159,7 @@ def _measure_pair(
         # The workers take turns, so one core serves both, and differences of cores cancel out.
         core = rng.choice(sorted(os.sched_getaffinity(0)))
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(start(side, revisions.of(side))) for side in order}
+        workers = {side: stack.enter_context(start(side, folders[side])) for side in order}
 
         def ask(side: Side, message: Any, point: str = "") -> Any:
             """Return a worker's answer; raise WorkerLost with the point at which it died."""
@@ -224,15 +212,15 @@ def _measure_point(
             ask(side, ("take_samples", name, batches, samples.executions), name)
             for side, batches in ((outer, pair[:1]), (inner, pair), (outer, pair[1:]))
         )
-        samples.of(outer).append([*first, *last])
-        samples.of(inner).append(list(middle))
+        samples.seconds[outer].append([*first, *last])
+        samples.seconds[inner].append(list(middle))
     if job.check:
         for side in Side:
             samples.weight[side.value] = ask(side, ("weigh", name), name)
     return samples
 
 
-Measure = Callable[[PairJob, Revisions], PairResult]
+Measure = Callable[[PairJob, SideFolders], PairResult]
 
 
 @dataclass
@@ -245,7 +233,7 @@ class Trial:
         attempt: 1, or more if earlier attempts at the trial had a failure and were dropped.
         evidence: effects of the pairs so far.
         failed: failures by point and side.
-        weights: numbers that do not depend on time, by point, side and name.
+        weights: numbers that do not depend on time, by point, side and name (`Bench.weigh`).
     """
 
     number: int = 0
@@ -288,7 +276,7 @@ class TrialRunner:
     device: torch.device
     points: Sequence[Point]
     rules: Rules
-    revisions: Revisions
+    folders: SideFolders
     store: RunStore
     display: Display
     measure: Measure = run_pair
@@ -314,7 +302,7 @@ class TrialRunner:
             check=first,
         )
         self.display.begin(f"{request.stage.value} set, {len(job.points)} points")
-        outcome = self.measure(job, self.revisions)
+        outcome = self.measure(job, self.folders)
         wall = round(time.monotonic() - started, 3)
         records = self._records(trial, request, job, outcome, wall)
         self.store.append(*records)
@@ -348,19 +336,12 @@ class TrialRunner:
                 "wall_s": wall,
             }
             for side, build_result in outcome.failed.get(point.name, {}).items():
-                lost = {
-                    "status": build_result.status,
-                    "reason": build_result.reason,
-                    "side": side.value,
-                }
-                records.append(shared | lost)
+                records.append(shared | dataclasses.asdict(build_result) | {"side": side.value})
             if point.name in outcome.taken and point.name not in outcome.failed:
                 taken = outcome.taken[point.name]
                 samples = {
-                    f"{side.value}_ns": [
-                        [round(1e9 * s) for s in block] for block in taken.of(side)
-                    ]
-                    for side in Side
+                    f"{side.value}_ns": [[round(1e9 * s) for s in block] for block in blocks]
+                    for side, blocks in taken.seconds.items()
                 }
                 records.append(
                     shared

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from experiments.config.schema import Config, UsageError
-from experiments.paths import ROOT
+from experiments.paths import ROOT, library_folders
 
 WORKTREE = "WORKTREE"
 PARTS = ("emblib", "csrc")
@@ -137,6 +137,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 def _sources_digest(root: Path, part: str = "") -> str:
+    """Return a digest of the names and contents of the sources whose paths begin with `part`."""
     digest = hashlib.blake2b(digest_size=6)
     for path in _sources(root):
         name = str(path.relative_to(root))
@@ -147,10 +148,8 @@ def _sources_digest(root: Path, part: str = "") -> str:
 
 def installed_libraries() -> list[Path]:
     """Return the native libraries that `import emblib` uses here."""
-    spec = importlib.util.find_spec("emblib")
-    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    libraries = {p.name: p for folder in reversed(folders) for p in folder.glob("libemblib_*.so")}
-    return list(libraries.values())
+    folders = reversed(library_folders())
+    return list({p.name: p for f in folders for p in f.glob("libemblib_*.so")}.values())
 
 
 Say = Callable[[str], object]  # prints a message before a step that takes long
@@ -159,14 +158,12 @@ Say = Callable[[str], object]  # prints a message before a step that takes long
 def provide_libraries(
     base: Revision, head: Revision, device: str, say: Say, home: Path = HOME
 ) -> None:
-    """Provide both revisions with native libraries; raise BuildError, which names the revision."""
-    natives = {r.sha: _sources_digest(r.folder, "csrc/") for r in (base, head)}
-    is_same = len(set(natives.values())) == 1
-    libraries = (
-        installed_libraries()
-        if is_same and natives[head.sha] == _sources_digest(ROOT, "csrc/")
-        else []
-    )
+    """Provide both revisions with native libraries; raise BuildError, which names the revision.
+
+    The installed libraries serve where both have the sources that these were built from.
+    """
+    natives = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
+    libraries = installed_libraries() if len(natives) == 1 else []
     for revision in (base, head):
         try:
             use = libraries or build(revision, home / "native", device, say)
@@ -195,12 +192,8 @@ def _build_key(revision: Revision, cuda: str) -> str:
     except OSError:
         compiler = ""
     torch = importlib.util.find_spec("torch")
-    words = [
-        _sources_digest(revision.folder, "csrc/"),
-        compiler,
-        str(torch and torch.origin),
-        *settings,
-    ]
+    digest = _sources_digest(revision.folder, "csrc/")
+    words = [digest, compiler, str(torch and torch.origin), *settings]
     return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
 
 
@@ -225,15 +218,8 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     with log.open("w") as out:
         for command in (
             [
-                "cmake",
-                "-S",
-                source,
-                "-B",
-                str(work),
-                "-G",
-                "Ninja",
-                "-DCMAKE_BUILD_TYPE=Release",
-                f"-DEMBLIB_CUDA={cuda}",
+                *("cmake", "-S", source, "-B", str(work), "-G", "Ninja"),
+                *("-DCMAKE_BUILD_TYPE=Release", f"-DEMBLIB_CUDA={cuda}"),
                 f"-DPython_EXECUTABLE={sys.executable}",
             ],
             ["cmake", "--build", str(work), "--parallel", os.environ.get("JOBS") or str(_jobs())],

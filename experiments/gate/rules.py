@@ -78,12 +78,9 @@ class Evidence:
     lost: set[str] = field(default_factory=set)
 
     def add(self, stage: Stage, point: str, effect: float) -> None:
-        """Add the effects of one pair."""
-        self.of(stage).setdefault(point, []).append(effect)
-
-    def of(self, stage: Stage) -> dict[str, list[float]]:
-        """Return the evidence of one set."""
-        return self.first if stage is Stage.first else self.second
+        """Add the effect of one pair, log(head ÷ base)."""
+        effects = self.first if stage is Stage.first else self.second
+        effects.setdefault(point, []).append(effect)
 
 
 @dataclass(frozen=True)
@@ -121,40 +118,28 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
         return Request(Stage.first, tuple(new))
     verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
     max_first_pairs = rules.max_pairs if rules.pairs >= statistics.MIN_PROCESSES else 0
-    unsure = [
-        p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < max_first_pairs
-    ]
-    if unsure:
-        return Request(Stage.first, tuple(unsure))
-    doubted = [
-        p
-        for p in points
-        if verdicts[p] in CHANGES and len(evidence.second.get(p, [])) < len(first[p])
-    ]
+    unsure = [p for p in points if verdicts[p] is Verdict.UNSURE]
+    if undecided := [p for p in unsure if len(first[p]) < max_first_pairs]:
+        return Request(Stage.first, tuple(undecided))
+    changed = [p for p in points if verdicts[p] in CHANGES]
+    doubted = [p for p in changed if len(evidence.second.get(p, [])) < len(first[p])]
     return Request(Stage.second, tuple(doubted)) if doubted else None
 
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
     """Decide every point that both sides could run."""
     measured_points = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
-    first_verdicts = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
-    confirmable = [
-        p for p in measured_points if first_verdicts[p] in CHANGES and evidence.second.get(p)
-    ]
+    screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
+    confirmable = [p for p in measured_points if screened[p] in CHANGES and evidence.second.get(p)]
     direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
-    chances = [
-        statistics.p_value(evidence.second[p], direction[first_verdicts[p]]) for p in confirmable
-    ]
+    chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in confirmable]
     adjusted = dict(zip(confirmable, statistics.holm(chances), strict=True))
     rulings = {}
     for point in measured_points:
-        margin, first = rules.margins[point], evidence.first[point]
-        second = evidence.second.get(point, []) if point in adjusted else []
-        verdict, confirmed = (
-            first_verdicts[point],
-            _verdict(second, margin) if second else Verdict.UNSURE,
-        )
-        if verdict in CHANGES and not (confirmed is verdict and adjusted[point] <= ALPHA):
+        margin, verdict, first = rules.margins[point], screened[point], evidence.first[point]
+        second = evidence.second[point] if point in adjusted else []
+        is_confirmed = adjusted.get(point, 1.0) <= ALPHA and _verdict(second, margin) is verdict
+        if verdict in CHANGES and not is_confirmed:
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
         rulings[point] = Ruling(
@@ -162,7 +147,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
             effect,
             margin,
             statistics.smallest_visible(effect, margin),
-            first_verdicts[point],
+            screened[point],
             tuple(first),
             tuple(second),
             adjusted.get(point, math.nan),

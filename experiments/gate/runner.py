@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from experiments.config.schema import Config
 from experiments.gate import instructions, pages, revisions, setup
 from experiments.gate.instructions import Counts
-from experiments.gate.pairs import Revisions, Side, Trial, TrialRunner
+from experiments.gate.pairs import Side, SideFolders, Trial, TrialRunner
 from experiments.gate.points import Setup, points_of
 from experiments.gate.revisions import BuildError
 from experiments.gate.rules import Rules
@@ -75,7 +75,7 @@ def _compare(
         base, head = revisions.checkout(name), revisions.checkout(start.config.gate.head)
         facts |= {"base": base.words, "head": head.words}
         revisions.provide_libraries(base, head, start.device.type, display.say)
-        folders = Revisions(str(base.folder), str(head.folder))
+        folders = {Side.base: str(base.folder), Side.head: str(head.folder)}
         runner = TrialRunner(
             start.config, start.device, start.points, rules, folders, store, display
         )
@@ -95,7 +95,7 @@ def _compare(
 
 
 def _count_instructions(
-    start: GateStart, folders: Revisions, display: Display
+    start: GateStart, folders: SideFolders, display: Display
 ) -> tuple[Counts, str]:
     """Count the instructions of all points; return the counts, and why there are none."""
     if reason := instructions.reason_not_to_count(
@@ -104,7 +104,7 @@ def _count_instructions(
         return {}, reason
     display.say("counting instructions under valgrind, both revisions at once")
     message = Setup(start.points, start.config, start.device.type, start.config.seed)
-    return instructions.count(message, {side.value: folders.of(side) for side in Side})
+    return instructions.count(message, {side.value: path for side, path in folders.items()})
 
 
 def _notices(start: GateStart) -> list[str]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from experiments.config.schema import Config, UsageError
 from experiments.gate import revisions
-from experiments.gate.pairs import Revisions
+from experiments.gate.pairs import Side, SideFolders
 from experiments.gate.points import Point, points_of
 from experiments.gate.rules import Rules
 from experiments.paths import ROOT
@@ -26,8 +26,7 @@ from experiments.run.runner import device_of
 from experiments.run.worker import survey
 from experiments.timing import statistics
 
-SCHEMA = 1
-
+SCHEMA = 1  # of noise.json; a floor of another schema is ignored
 
 # Spread of each point, from a file of gate.noise: `pairs`, `mad` (median |log ratio| of A against
 # A), `p95` and `effects`.
@@ -126,7 +125,7 @@ class GateStart:
     config: Config
     device: torch.device
     points: list[Point]
-    environment: dict[str, Any]
+    environment: dict[str, Any]  # content of environment.json
     floor: NoiseFloor | None  # the noise of this machine, where it was measured
 
     @property
@@ -179,24 +178,25 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
     folder = ROOT / start.config.report.folder / start.config.name
     config_text = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
-        run = path.parent
-        is_same_context = read_json(run, "environment.json").get("context_id")
-        if read_json(run, "run.json").get("status") == "finished":
-            continue
-        if path.read_text() == config_text and is_same_context == start.environment["context_id"]:
-            store = RunStore(run)
-            if store.claim():
-                return store, read_records(run)
+        store = RunStore(path.parent)
+        context_id = read_json(store.path, "environment.json").get("context_id")
+        if (
+            read_json(store.path, "run.json").get("status") != "finished"
+            and path.read_text() == config_text
+            and context_id == start.environment["context_id"]
+            and store.claim()
+        ):
+            return store, read_records(store.path)
     return None
 
 
-def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> Revisions:
+def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFolders:
     """Return a copy of head as both sides; raise UsageError where it does not build."""
     try:
         head = revisions.snapshot(start.config.gate.head, start.device.type, say)
     except revisions.BuildError as error:
         raise UsageError(str(error)) from error
-    return Revisions(str(head.folder), str(head.folder))
+    return dict.fromkeys(Side, str(head.folder))
 
 
 def heading(start: GateStart, activity: str) -> str:

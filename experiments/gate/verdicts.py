@@ -158,12 +158,9 @@ def _verdict_finding(
     base, head = (statistics.median(t) if t else math.nan for t in times)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
-    if ruling.verdict is Verdict.FASTER:  # more instructions that take less time are no regression
-        grown, has_instructions = (
-            [x for x in grown if ("instructions" in x) is has_instructions]
-            for has_instructions in (False, True)
-        )
-        shrunk = [*shrunk, *has_instructions]
+    if ruling.verdict is Verdict.FASTER:
+        shrunk += [x for x in grown if "instructions" in x]
+        grown = [x for x in grown if "instructions" not in x]
     counts = {
         key: {side: weight[key] for side, weight in weights.items()}
         for key in (TOTAL, NATIVE)
@@ -187,7 +184,10 @@ def advice(ruling: Ruling) -> str:
 def changed_counts(
     base: Mapping[str, float], head: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """Return deterministic numbers that became worse and better; bytes compare exactly."""
+    """Return a sentence per number of `Bench.weigh` that became worse, and per better one.
+
+    Bytes, except peak memory, compare exactly.
+    """
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):
         base_value, head_value = base[key], head[key]

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from experiments.config.schema import Distribution
 from experiments.config.sweep import SWEEP
 from experiments.kinds import trace
-from experiments.kinds.trace import TableNumbers, TraceRecord
+from experiments.kinds.trace import TraceRecord
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
@@ -26,6 +26,7 @@ from experiments.report.style import COLOURS, INK, Figure, Panel
 from experiments.report.tables import Column, Table, Value, count_value, number_value, percent_value
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
+from experiments.workloads.trace_analysis import TableNumbers
 
 NOTES = (
     "'Distinct' rows are those looked up at all. A batch's distinct share is its distinct rows ÷ "

@@ -16,27 +16,19 @@ import pandas as pd
 from experiments.config.schema import Config, Mode, UsageError
 from experiments.config.sweep import EXACT, IDEALS
 from experiments.contenders import registry
-from experiments.kinds.base import (
-    ArmRules,
-    Effort,
-    Kind,
-    Measurement,
-    Reporting,
-    Sort,
-    outcomes_line,
-)
+from experiments.kinds import base
 from experiments.results.store import Record
 
 
-class Cache(Kind):
+class Cache(base.Kind):
     """Answer which share of the lookups a cache of a given size serves."""
 
     name = "cache"
-    arms = ArmRules(computed=tuple(IDEALS), choices=tuple(EXACT), contenders=Sort.BOTH)
-    measurement = Measurement(
-        "experiments.measure.cache:cache_cell", effort=Effort.ONCE, modes=(Mode.hot,)
+    arms = base.ArmRules(computed=tuple(IDEALS), choices=tuple(EXACT), contenders=base.Sort.BOTH)
+    measurement = base.Measurement(
+        "experiments.measure.cache:cache_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
     )
-    reporting = Reporting(
+    reporting = base.Reporting(
         "experiments.kind_reports.cache",
         success="None: all {count} measurements ran, and what was timed agreed with the reference.",
     )
@@ -52,7 +44,7 @@ class Cache(Kind):
         sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
         middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
         shown = [r for r in records if r.get("cache_rows", middle_size) == middle_size]
-        return outcomes_line(
+        return base.outcomes_line(
             "% of lookups served", shown, lambda r: f"{100 * counted_hit_rates(r).lookups:.0f}"
         )
 

@@ -6,16 +6,16 @@ They lead their processes and write their reports themselves (`experiments/gate`
 from __future__ import annotations
 
 from experiments.config.schema import Config, require
-from experiments.kinds.base import TIME, CellKinds, Kind, Reporting
+from experiments.kinds import base
 
 
-class Gate(Kind):
+class Gate(base.Kind):
     """Answer whether one revision of emblib is slower than another."""
 
     name = "gate"
-    cell_kinds = CellKinds(sweep=TIME)
+    cell_kinds = base.CellKinds(sweep=base.TIME)
     leads = "experiments.gate.runner:run"
-    reporting = Reporting(rebuild="experiments.gate.runner:rebuild")
+    reporting = base.Reporting(rebuild="experiments.gate.runner:rebuild")
 
     def check(self, config: Config) -> None:
         """Raise UsageError for numbers of pairs and trials, or margins, that are out of range."""
@@ -34,7 +34,7 @@ class Noise(Gate):
 
     name = "noise"
     leads = "experiments.gate.noise:run"
-    reporting = Reporting(rebuild="experiments.gate.noise:write")
+    reporting = base.Reporting(rebuild="experiments.gate.noise:write")
 
 
 class Power(Gate):
@@ -42,4 +42,4 @@ class Power(Gate):
 
     name = "power"
     leads = "experiments.gate.power:run"
-    reporting = Reporting(rebuild="experiments.gate.power:write")
+    reporting = base.Reporting(rebuild="experiments.gate.power:write")

@@ -13,16 +13,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.schema import GROWTH_PHASE, OPERATIONS, Mode
-from experiments.kinds.base import (
-    KEYS,
-    ArmRules,
-    CellKinds,
-    Kind,
-    Measurement,
-    Reporting,
-    Sort,
-    median_of,
-)
+from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -30,12 +21,12 @@ from experiments.timing import statistics
 YARDSTICK = "find_slots"  # operation of the subject at the same load that ratios divide by
 
 
-class Keys(Kind):
+class Keys(base.Kind):
     """Answer how many keys per second each operation of a hash table processes."""
 
-    name = KEYS
-    measurement = Measurement("experiments.measure.keys:keys_cell")
-    reporting = Reporting("experiments.kind_reports.keys")
+    name = base.KEYS
+    measurement = base.Measurement("experiments.measure.keys:keys_cell")
+    reporting = base.Reporting("experiments.kind_reports.keys")
 
     def progress(self, records: Sequence[Record]) -> str:
         return " · ".join(_rate_of(record) for record in records)
@@ -49,10 +40,10 @@ class Growth(Keys):
     """Answer how long a growing hash table pauses, and how much memory it needs."""
 
     name = "growth"
-    cell_kinds = CellKinds(cases="growth")
-    arms = ArmRules(contenders=Sort.KEYED)
-    measurement = Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
-    reporting = Reporting("experiments.kind_reports.growth")
+    cell_kinds = base.CellKinds(cases="growth")
+    arms = base.ArmRules(contenders=base.Sort.KEYED)
+    measurement = base.Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
+    reporting = base.Reporting("experiments.kind_reports.growth")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return growth.csv: a row per table."""
@@ -64,7 +55,7 @@ def _rate_of(record: Record) -> str:
     if record["status"] != "ok":
         return f"{record['label']}: {record['status']}"
     name = next(iter(record["samples"]))
-    rate = record["lookups"] / median_of(record, name) / 1e6
+    rate = record["lookups"] / base.median_of(record, name) / 1e6
     return f"{record['label']} {name} {rate:.3g} M keys/s"
 
 
@@ -113,11 +104,11 @@ def _row(
     }
 
 
-def yardstick_as(base: Sequence[Record], phase: str) -> list[Record]:
+def yardstick_as(records: Sequence[Record], phase: str) -> list[Record]:
     """Return the records with the samples of the yardstick under the name of a phase."""
     return [
         r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
-        for r in base
+        for r in records
         if r["samples"].get(YARDSTICK)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.schema import Config, Mode, UsageError
-from experiments.kinds.base import TIME, CellKinds, Compared, Kind, Reporting
+from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record, RunStore
 
@@ -21,13 +21,13 @@ AXES = ("T", "E", "D", "B", "L", "rank", "optimizer", "slots")
 FAILED = re.compile(r"^(FAILED|ERROR) (\S+::.+?)(?: - (.*))?$")
 
 
-class Micro(Kind):
+class Micro(base.Kind):
     """Answer how long a call of each operation takes."""
 
     name = "micro"
-    cell_kinds = CellKinds(sweep=TIME)
+    cell_kinds = base.CellKinds(sweep=base.TIME)
     leads = "experiments.run.micro:run"
-    reporting = Reporting("experiments.kind_reports.micro", compared=Compared.MACHINES)
+    reporting = base.Reporting("experiments.kind_reports.micro", compared=base.Compared.MACHINES)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latency.csv: a row per benchmark."""

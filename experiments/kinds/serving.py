@@ -14,17 +14,7 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
-from experiments.kinds.base import (
-    AT_LEAST_ONE,
-    ArmRules,
-    Compared,
-    Kind,
-    Measurement,
-    OptionRule,
-    Reporting,
-    Sort,
-    outcomes_line,
-)
+from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
@@ -49,21 +39,21 @@ class ServingOptions:
     rounds: int = 4
 
 
-class Serving(Kind):
+class Serving(base.Kind):
     """Answer how long requests wait for read-only tables, and how many can be answered."""
 
     name = "serving"
     options = ServingOptions
-    option_rules: ClassVar[Mapping[str, OptionRule]] = {
-        "clients": AT_LEAST_ONE,
-        "loads": OptionRule("in (0, 1)", lambda load: 0 < load < 1, may_be_empty=True),
-        "rounds": AT_LEAST_ONE,
+    option_rules: ClassVar[Mapping[str, base.OptionRule]] = {
+        "clients": base.AT_LEAST_ONE,
+        "loads": base.OptionRule("in (0, 1)", lambda load: 0 < load < 1, may_be_empty=True),
+        "rounds": base.AT_LEAST_ONE,
     }
-    arms = ArmRules(contenders=Sort.SERVED)
-    measurement = Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
-    reporting = Reporting(
+    arms = base.ArmRules(contenders=base.Sort.SERVED)
+    measurement = base.Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
+    reporting = base.Reporting(
         "experiments.kind_reports.serving",
-        compared=Compared.NOTHING,
+        compared=base.Compared.NOTHING,
         success="None: all {count} measurements ran, and their sums agreed with float32 rows.",
     )
 
@@ -74,7 +64,7 @@ class Serving(Kind):
 
     def progress(self, records: Sequence[Record]) -> str:
         """Return the 99th percentile of the latency of each arm with its most clients."""
-        return outcomes_line("p99", records, lambda r: f"{1e3 * _last_p99(r):.3g} ms")
+        return base.outcomes_line("p99", records, lambda r: f"{1e3 * _last_p99(r):.3g} ms")
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latencies.csv and cold_starts.csv."""

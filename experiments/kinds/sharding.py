@@ -17,16 +17,7 @@ from experiments.config.schema import CaseConfig, Config, Mode, Scaling
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.registry import SHARDED
-from experiments.kinds.base import (
-    KEYS,
-    ArmRules,
-    Compared,
-    Effort,
-    Kind,
-    Measurement,
-    Ranks,
-    Reporting,
-)
+from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 
@@ -40,14 +31,14 @@ PARTS = {
 SAME_BATCH = ("T", "E", "D", "L", "s", "q")  # axes that are the same in every world
 
 
-class OverRanks(Kind):
+class OverRanks(base.Kind):
     """Base of kinds whose cells are measured in every world of `sharding.worlds`."""
 
-    arms = ArmRules(ranks=Ranks.OF_WORLDS)
+    arms = base.ArmRules(ranks=base.Ranks.OF_WORLDS)
 
     def kind_of_case(self, case: CaseConfig) -> str:
         """Return this kind, unless the case is about hash tables."""
-        return KEYS if case.keys.loads else self.name
+        return base.KEYS if case.keys.loads else self.name
 
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the cell in each world and scaling, which are the same on one rank.
@@ -87,8 +78,10 @@ class Sharding(OverRanks):
     """Answer what a step over ranks costs, and what the cost model predicts."""
 
     name = "sharding"
-    measurement = Measurement("experiments.measure.sharding:sharding_cell")
-    reporting = Reporting("experiments.kind_reports.sharding", compared=Compared.PROCESSES)
+    measurement = base.Measurement("experiments.measure.sharding:sharding_cell")
+    reporting = base.Reporting(
+        "experiments.kind_reports.sharding", compared=base.Compared.PROCESSES
+    )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return sharding.csv and predictions.csv."""
@@ -99,13 +92,13 @@ class Calibration(OverRanks):
     """Answer what lookups, updates and messages cost on this machine."""
 
     name = "calibration"
-    arms = ArmRules(only="constants", ranks=Ranks.OF_WORLDS)
-    measurement = Measurement(
-        "experiments.measure.sharding:calibration_cell", effort=Effort.ONCE, modes=(Mode.hot,)
+    arms = base.ArmRules(only="constants", ranks=base.Ranks.OF_WORLDS)
+    measurement = base.Measurement(
+        "experiments.measure.sharding:calibration_cell", effort=base.Effort.ONCE, modes=(Mode.hot,)
     )
-    reporting = Reporting(
+    reporting = base.Reporting(
         "experiments.kind_reports.calibration",
-        compared=Compared.MACHINES,
+        compared=base.Compared.MACHINES,
         success="None: the constants of {count} worlds were measured.",
     )
 
@@ -192,8 +185,12 @@ def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     ok_rows["compute_s"] = [compute.get(key, math.nan) for key in keys]
     ok_rows["communication_s"] = (ok_rows["median_s"] - ok_rows["compute_s"]).clip(lower=0.0)
     rows_of_one_rank = ok_rows[ok_rows["world_size"] == 1]
-    base = {_identity(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()}
-    ok_rows["base_s"] = [base.get(_identity(r, _batch(r)), math.nan) for _, r in ok_rows.iterrows()]
+    one_rank_s = {
+        _identity(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()
+    }
+    ok_rows["base_s"] = [
+        one_rank_s.get(_identity(r, _batch(r)), math.nan) for _, r in ok_rows.iterrows()
+    ]
     share = [
         1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
         for _, r in ok_rows.iterrows()

@@ -16,33 +16,13 @@ from experiments.config.schema import Config, Mode
 from experiments.config.sweep import Cell
 from experiments.kinds import base
 from experiments.results.store import Record
-from experiments.workloads.trace_analysis import SHARES
+from experiments.workloads.trace_analysis import SHARES, TableNumbers
 
 POLICIES = ("lru", "offline", "static_top")
 COLUMNS = (
     *("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "bag_max"),
     *("bags_empty", "once", "cache", "offline", "lru"),
 )
-
-
-class TableNumbers(TypedDict):
-    """The analysis of one table; shares are of 1."""
-
-    name: str
-    rows: int  # those stated, else those looked up
-    rows_known: bool  # whether the trace states them
-    lookups: int
-    distinct: int  # rows looked up
-    batch_distinct_share: float  # sum of the distinct rows of each batch ÷ lookups
-    bag_mean: float  # ids per bag
-    bag_max: int
-    bags_empty: float  # share of bags
-    once: float  # share of the distinct rows that are looked up once
-    rows_of: dict[str, int]  # fewest rows that have this share of the lookups
-    fit: dict[str, float] | None  # s, q, misfit of the nearest Zipf distribution
-    cache: float  # size of a cache of this table ÷ its distinct rows
-    offline: float  # hit rate per lookup of this cache, offline optimum
-    lru: float
 
 
 class TraceRecord(TypedDict):

@@ -70,10 +70,8 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
 def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
     """Measure a call by the counters of torch, of the driver and of NVML, see `measure`."""
     torch.cuda.synchronize(device)
-    bytes_before, free_before = (
-        torch.cuda.memory_allocated(device),
-        torch.cuda.mem_get_info(device)[0],
-    )
+    bytes_before = torch.cuda.memory_allocated(device)
+    free_before, _ = torch.cuda.mem_get_info(device)
     retries_before = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     torch.cuda.reset_peak_memory_stats(device)
     work()

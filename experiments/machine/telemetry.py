@@ -1,7 +1,7 @@
 """Watch the machine during a measurement: clocks, temperature, power, throttling, stolen time.
 
-A `Telemetry` watches one race. `check` returns why the machine was slowed since the last check, so
-that the race can repeat the affected samples; `summary` is for the record.
+A `Telemetry` watches one race, in a `with` statement. `check` returns why the machine was slowed
+since the last check, so that the race can repeat the affected samples; `summary` is for the record.
 """
 
 from __future__ import annotations
@@ -41,7 +41,17 @@ def telemetry_for(device: torch.device) -> Telemetry:
 
 
 class Telemetry:
-    """Watch the machine between `start` and `stop`; this base class observes nothing."""
+    """Watch the machine between `start` and `stop`; this base class observes nothing.
+
+    As a context manager it starts and stops itself. `summary` and `flags` are for after `stop`.
+    """
+
+    def __enter__(self) -> Telemetry:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     def start(self) -> None:
         """Start watching."""
@@ -72,8 +82,9 @@ class CpuTelemetry(Telemetry):
         self.stolen: float | None = None  # stolen share of the system's time
         self.others: float | None = None  # cores of other processes
         self._throttled: int | None = None  # throttle counter at the last check
-        self._heat = False
-        self._sampled = 0.0
+        self._was_hot = False  # whether any check saw thermal throttling
+        self._sampled = 0.0  # time.monotonic() of the last sample
+        self._time = CpuTime()  # processor time since `start`
 
     def start(self) -> None:
         self._throttled, self._time = self.cpu.throttled(), CpuTime()
@@ -90,7 +101,7 @@ class CpuTelemetry(Telemetry):
             or self._throttled <= throttled_before
         ):
             return []
-        self._heat = True
+        self._was_hot = True
         return ["cpu_thermal"]
 
     def stop(self) -> None:
@@ -104,7 +115,7 @@ class CpuTelemetry(Telemetry):
             cpu_mhz=min_median_max(self.mhz),
             stolen=None if self.stolen is None else round(self.stolen, 4),
             cores_of_others=None if self.others is None else round(self.others, 2),
-            throttle=["cpu_thermal"] if self._heat else None,
+            throttle=["cpu_thermal"] if self._was_hot else None,
         )
 
     def flags(self) -> list[str]:
@@ -124,16 +135,17 @@ class CpuTelemetry(Telemetry):
 class NvmlTelemetry(Telemetry):
     """Sample a GPU in a thread, ten times per second, while a race runs.
 
-    `pause` is a function that waits for some seconds and returns True to end the thread.
+    The thread and the race share the samples and the reasons under a lock. `pause` is a function
+    that waits for some seconds and returns True to end the thread.
     """
 
     def __init__(self, nvml: Nvml, pause: Callable[[float], bool] | None = None) -> None:
         self.nvml = nvml
-        self.energy: float | None = None
+        self.energy: float | None = None  # joules from `start` to `stop`
         self._samples: dict[str, list[float]] = {}
         self._slowed: set[str] = set()  # reasons since the last check
         self._seen: set[str] = set()  # reasons since the start
-        self._joules: float | None = None
+        self._joules: float | None = None  # energy counter at `start`
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._pause = pause or self._stopped.wait

@@ -118,10 +118,8 @@ def _run_ideal(
     if name == "offline":
         samples = cache_bounds.counter_samples(trace, cache_bounds.offline(trace, size))
         return samples, {"most_lookup_hits": cache_bounds.max_lookup_hits(trace, size)}
-    samples, work = (
-        cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, size)),
-        cell.workload,
-    )
+    samples = cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, size))
+    work = cell.workload
     row_probabilities = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
     if not row_probabilities:
         return samples, {}

@@ -43,12 +43,8 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     space = KeySpace(cell.workload.order, session.seed)
     tables = build_arms(cell, outcomes, session, lambda arm: _build_table(cell, arm, session))
-    telemetry = telemetry_for(session.device)
-    telemetry.start()
-    try:
+    with telemetry_for(session.device) as telemetry:
         _fill_in_turns(cell, session, outcomes, tables, space)
-    finally:
-        telemetry.stop()
     records = []
     bytes_of = {key: table.nbytes() for key, table in tables.items()}
     tables.clear()
@@ -73,9 +69,10 @@ def call_sizes(cell: Cell) -> tuple[int, int]:
 
 def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
-    first = max(1, round(cell.keys.first * shape.rows))
-    slots = max(shape.rows, call_sizes(cell)[1])
-    task = KeyTask(slots, shape.dim, session.device, call_sizes(cell)[1], first)
+    initial_slots = max(1, round(cell.keys.first * shape.rows))
+    _, total = call_sizes(cell)
+    slots = max(shape.rows, total)
+    task = KeyTask(slots, shape.dim, session.device, total, initial_slots)
     return build_keyed(arm.contender, task)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, update_rounding
 from experiments.contenders.registry import Missing, Unsupported, Wrong
-from experiments.measure.process import Died, is_out_of_memory
+from experiments.measure.process import Died, describe_error, is_out_of_memory
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import UnsupportedMode
@@ -31,7 +30,9 @@ from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
 Built = TypeVar("Built")  # what is measured of an arm: a contender, a table
-RTOL = 1e-3  # tolerance ÷ largest element, for float32 sums of thousands of terms in another order
+MAX_ERROR = (
+    1e-3  # tolerance ÷ largest element, for float32 sums of thousands of terms in another order
+)
 ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight
 
 
@@ -62,7 +63,7 @@ def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) 
         )
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     error = (actual - expected).abs()
-    if not (error <= RTOL * scale + tolerance).all():  # also catches NaN
+    if not (error <= MAX_ERROR * scale + tolerance).all():  # also catches NaN
         worst = float(error.max())
         raise Wrong(f"{subject}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
     if not torch.isfinite(expected).all():
@@ -79,10 +80,10 @@ class Outcome:
         status: "ok", "missing", "unsupported", "wrong", "oom", "timeout" or "error".
         reason: message of the error; "" for "ok".
         measured: samples.
-        memory: bytes of a step, see `memory.measure`.
+        memory: bytes of a step, see `memory.measure`; {} if it was not measured.
         nbytes: bytes of parameters, see `Contender.nbytes`.
-        counters: counts of the cache over all batches.
-        flops: floating-point operations per phase.
+        counters: counts of the cache over all batches, see `Contender.counters`.
+        flops: floating-point operations per phase, mean over the batches.
     """
 
     arm: Arm
@@ -98,13 +99,9 @@ class Outcome:
     def fail(self, error: Exception) -> None:
         """Set status and reason by an error; an unexpected one gets its file and line."""
         self.status = status_of(error)
-        text = str(error).strip() or type(error).__name__
-        if self.status == "error" and not isinstance(error, Died):
-            tail = traceback.extract_tb(error.__traceback__)[-1:]
-            text = f"{type(error).__name__}: {text}" + "".join(
-                f" ({Path(f.filename).name}:{f.lineno})" for f in tail
-            )
-        self.reason = text
+        is_unexpected = self.status == "error" and not isinstance(error, Died)
+        message = str(error).strip() or type(error).__name__
+        self.reason = describe_error(error) if is_unexpected else message
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:

@@ -73,7 +73,7 @@ class Child:
         self, target: str, arguments: tuple[Any, ...] = (), *, limits: Limits = Limits()
     ) -> None:
         self.limits = limits
-        self._heard = False  # whether the child has sent a message
+        self._heard = False  # True once the child has sent a message
         # Shared memory, so that the note can be read after the child's death, and writing it needs
         # no system call, which would disturb a measurement.
         self._note = _context().RawArray("c", NOTE_BYTES)
@@ -106,9 +106,9 @@ class Child:
             watch: function that is called with the child's note now and then.
         """
         noted = self.note
-        loading = not (noted or self._heard)
-        first = max(self.limits.seconds, START_SECONDS if loading else 0.0)
-        deadline = time.monotonic() + first
+        is_loading = not (noted or self._heard)
+        limit = max(self.limits.seconds, START_SECONDS if is_loading else 0.0)
+        deadline = time.monotonic() + limit
         while not self._pipe.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.note != noted:
                 noted, deadline = self.note, time.monotonic() + self.limits.seconds
@@ -198,7 +198,7 @@ def _child_main(
     except (BrokenPipeError, EOFError):
         pass  # the parent has ended or closed the pipe
     except BaseException as error:
-        pipe.send(_Raised(_describe(error), is_out_of_memory(error)))
+        pipe.send(_Raised(describe_error(error), is_out_of_memory(error)))
         if not isinstance(error, Exception):
             raise
     finally:
@@ -222,7 +222,8 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error, its message, and the file and line that raised it."""
     tail = traceback.extract_tb(error.__traceback__)[-1:]
     location = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
     return f"{type(error).__name__}: {str(error).strip() or 'no message'}{location}"
@@ -235,8 +236,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error)
-    ways = ("can't allocate", "bad_alloc", "Cannot allocate memory", "out of memory")
-    return any(phrase in text for phrase in ways)
+    phrases = ("can't allocate", "bad_alloc", "Cannot allocate memory", "out of memory")
+    return any(phrase in text for phrase in phrases)
 
 
 def _limit_memory(limit: int | None) -> None:
@@ -255,19 +256,10 @@ def _limit_memory(limit: int | None) -> None:
     )
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def kill_with_parent() -> None:
-    """Request SIGKILL for this process when its parent ends (Linux); usable as `preexec_fn`."""
-    _signal_of_death(signal.SIGKILL)
-
-
-def end_with_parent() -> None:
-    """Request SIGTERM when the parent ends (Linux): a run then reports what it has measured."""
-    _signal_of_death(signal.SIGTERM)
-
-
-def _signal_of_death(number: signal.Signals) -> None:
+def request_signal_at_parent_end(number: signal.Signals) -> None:
+    """Request a signal to this process when its parent ends; Linux only, elsewhere none comes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -151,5 +151,5 @@ def _model_entries(trained: TrainedModel) -> Record:
         "epoch": trained.epoch,
         "weights_bytes": rows.trained_bytes,
         "served_bytes": rows.served_bytes,
-        "ranks": getattr(rows, "ranks", None) or None,
+        "ranks": rows.ranks or None,
     }

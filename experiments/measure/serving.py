@@ -44,6 +44,7 @@ SPIN_NS = 100_000  # a thread that sleeps wakes up about this late at worst
 HEAD_START_NS = 1_000_000  # from the start of a block to its first arrival: threads start meanwhile
 CHECKED_BAGS = 32  # bags per table that are compared with the reference
 ROUNDING = 1e-5  # error of float32 sums ÷ largest element
+MAX_STEPS_OFF = 0.6  # error of a quantised value ÷ the difference of two neighbouring values
 
 Request = Callable[[int], object]
 
@@ -96,7 +97,11 @@ class Load:
         self.offered.append(rate)
 
     def describe(self) -> Record:
-        """Return the entries of a record."""
+        """Return a point of the record: clients, load, requests, seconds of all blocks.
+
+        `offered` is the median rate of arrival per second, None for closed blocks; `latencies` are
+        [bucket, requests] pairs, see `timing.latencies`.
+        """
         counts = Counter(bucket_of(ns) for block in self.blocks for ns in block.latencies_ns)
         return {
             "clients": self.clients,
@@ -109,7 +114,11 @@ class Load:
 
 
 def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm; `seconds` is the budget for the requests of all arms."""
+    """Return a record per arm; `seconds` is the budget for the requests of all arms.
+
+    A record has `points` (`Load.describe`) and `cold_start` (`cold_start`); its samples are the
+    seconds per request of closed blocks.
+    """
     gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
@@ -118,13 +127,9 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     prepared = {
         key: [served.prepare(batch) for batch in pool.batches] for key, served in tables.items()
     }
-    telemetry = telemetry_for(session.device)
-    telemetry.start()
-    try:
+    with telemetry_for(session.device) as telemetry:
         requests = {key: _requests(tables[key], prepared[key]) for key in tables}
         loads = _serve(requests, cell.options, outcomes, session, seconds)
-    finally:
-        telemetry.stop()
     records = []
     for arm in cell.arms:
         outcome = outcomes[arm.key]
@@ -165,7 +170,7 @@ def _build(
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
     """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
 
-    A value may be off by three fifths of a step of its row: rounding to the nearest number takes a
+    A value may be off by MAX_STEPS_OFF steps of its row: rounding to the nearest number takes a
     half, the rounding of scale and offset to 16 bits the rest.
     """
     output, column = served.lookup(served.prepare(batch)).float(), 0
@@ -179,7 +184,7 @@ def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> No
         tolerances = ROUNDING * float(rows.abs().max()) * torch.ones(len(rows), 1)
         if served.bits < 32:
             steps = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
-            tolerances = tolerances + 0.6 * steps
+            tolerances = tolerances + MAX_STEPS_OFF * steps
         error, allowed = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
         if served_rows.shape != expected_rows.shape or not (error <= allowed).all():
             raise Wrong(
@@ -305,20 +310,15 @@ def _gather(
     """
     futures = [threads.submit(client, number) for number in range(clients)]
     wait(futures)
-    starts, ends, latencies = zip(
-        *(client_future.result() for client_future in futures), strict=True
-    )
-    return RequestBlock(
-        [ns for client_latencies in latencies for ns in client_latencies],
-        (max(ends) - min(starts)) / NS,
-    )
+    starts, ends, latencies = zip(*(future.result() for future in futures), strict=True)
+    return RequestBlock(list(itertools.chain(*latencies)), (max(ends) - min(starts)) / NS)
 
 
 # Cold start
 
 
 def cold_start(served: Served, prepared: Any) -> Record:
-    """Return the seconds from opening a file of the tables to the first answer.
+    """Return the `bytes` of a file of the tables, and the seconds from opening it to an answer.
 
     Once with the file in the system's page cache ("memory"), once after the system was asked to
     drop its pages ("disk"), which not every file system does.

@@ -127,9 +127,7 @@ def _measure_sizes(
 ) -> None:
     """Measure counters, memory and energy in separate passes after the timing."""
     step, pool, device = phases["step"], timing.pool, contender.task.device
-    if contender.counters():
-        reset, counters = contender.reset_counters, contender.counters
-        outcome.counters = counting_pass(step, pool, reset, counters)
+    outcome.counters = counting_pass(step, pool, contender.reset_counters, contender.counters)
     outcome.nbytes = contender.nbytes()
     outcome.memory = memory.measure(partial(step, 0), device)
     if timing.energy_seconds and (joules := energy(step, pool, device, timing.energy_seconds)):

@@ -46,7 +46,7 @@ class MethodTask:
     trained: Callable[[], Sequence[Tensor]] | None = None
 
     @property
-    def fewer(self) -> list[int]:
+    def permitted_rows(self) -> list[int]:
         """Return the number of rows per table that fit into the permitted bytes."""
         return [max(1, int(self.share * rows)) for rows in self.rows]
 
@@ -71,6 +71,7 @@ class Method(nn.Module):
         optimizers: optimizers of the parameters that backward does not update.
         trained_bytes: bytes of the parameters, without optimizer states.
         served_bytes: bytes of the parameters with dense rows quantised to 8 bits.
+        ranks: rank of each table's tensor train; [] for methods without trains.
     """
 
     def __init__(self, task: MethodTask) -> None:
@@ -79,23 +80,16 @@ class Method(nn.Module):
         self.optimizers: list[torch.optim.Optimizer] = []
         self.trained_bytes = 0
         self.served_bytes = 0
+        self.ranks: list[int] = []
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows `[B, K, dim]` of ids `[B, K]`."""
         raise NotImplementedError
 
-    def count(self, nbytes: int) -> None:
+    def count_bytes(self, nbytes: int) -> None:
         """Add bytes of parameters that are served as they are trained."""
         self.trained_bytes += nbytes
         self.served_bytes += nbytes
-
-
-def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
-    """Return the rows of ids `[B, K]`, one per sample and table; id -1 gives zeros."""
-    batch, fields = ids.shape
-    flat = ids.t().reshape(-1)
-    rows: Tensor = tables(flat, torch.arange(len(flat) + 1, device=ids.device))
-    return rows.view(batch, fields, -1)
 
 
 class StoredTables(Method):
@@ -114,7 +108,7 @@ class StoredTables(Method):
         """Count the bytes of a table, without optimizer states."""
         table_slice = storage.TableSlice.whole(config)
         nbytes = int(config.storage.nbytes(table_slice, _NO_STATES, "cpu").device)
-        self.count(nbytes)
+        self.count_bytes(nbytes)
         if isinstance(config.storage, storage.Dense):
             served = int(QUANTISED.nbytes(table_slice, None, "cpu").device)
             self.served_bytes += served - nbytes
@@ -177,7 +171,7 @@ def _width(task: MethodTask) -> int:
 
 def hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
     """Hash ids to fewer rows; `choices` are further arguments of `storage.Hashed`."""
-    return plain(task, table, storage=storage.Hashed(task.fewer[table], **choices))
+    return plain(task, table, storage=storage.Hashed(task.permitted_rows[table], **choices))
 
 
 def quotient_remainder(
@@ -211,7 +205,7 @@ def tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> Embedding
 def evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store rows by key in a hash table that evicts the least frequently used ids."""
     kind = storage.Hash(eviction=emblib.Eviction.LFU)
-    return EmbeddingBagConfig(task.fewer[table], task.dim, f"t{table}", storage=kind)
+    return EmbeddingBagConfig(task.permitted_rows[table], task.dim, f"t{table}", storage=kind)
 
 
 def train_from_plain(task: MethodTask) -> StoredTables:
@@ -264,12 +258,13 @@ class HotRows(Method):
     def __init__(self, task: MethodTask, rest: ConfigureTable) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
-        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
+        sizes = half.permitted_rows
+        tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(sizes)]
         self.hot, self.others = StoredTables(half, tables), build_stored(rest, half)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         hot_rows = []
-        for rows, hot, count in zip(task.rows, half.fewer, task.counts, strict=True):
+        for rows, hot, count in zip(task.rows, sizes, task.counts, strict=True):
             hot_row = torch.full((rows,), -1)
             hot_row[count.argsort(descending=True, stable=True)[:hot]] = torch.arange(hot)
             hot_rows.append(hot_row)
@@ -298,13 +293,15 @@ class CachedTensorTrain(Method):
         super().__init__(task)
         half = task.scaled(0.5)
         specs = [train_spec(half, t, PERMUTED) for t in range(len(task.rows))]
-        cache = emblib.TTCache(half.fewer, self.eviction, every=self.every)
+        cache = emblib.TTCache(half.permitted_rows, self.eviction, every=self.every)
         self.bags = emblib.CachedTTEmbeddingBags(specs, cache, task.optimizer())
         sizes = self.bags.nbytes()
-        self.count(sizes["weights"] + sizes["cache"])
+        self.count_bytes(sizes["weights"] + sizes["cache"])
 
     def forward(self, ids: Tensor) -> Tensor:
-        return look_up(self.bags, ids)
+        flat = ids.t().reshape(-1)  # table by table, a bag of one id per sample
+        rows: Tensor = self.bags(flat, torch.arange(len(flat) + 1, device=ids.device))
+        return rows.view(*ids.shape, -1)
 
 
 class DroppingTensorTrain(CachedTensorTrain):

@@ -164,7 +164,7 @@ def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
 def predict(model: Model, data: Clicks, part: slice) -> Tensor:
     """Return the log-odds of the samples of a part."""
     model.eval()
-    ids, numbers = (data.ids[part].split(CHUNK_SIZE), data.numbers[part].split(CHUNK_SIZE))
+    ids, numbers = data.ids[part].split(CHUNK_SIZE), data.numbers[part].split(CHUNK_SIZE)
     return torch.cat([model(i, n) for i, n in zip(ids, numbers, strict=True)])
 
 

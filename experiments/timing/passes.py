@@ -23,7 +23,12 @@ def counting_pass(
     reset: Callable[[], object],
     counters: Callable[[], Mapping[str, int]],
 ) -> dict[str, int]:
-    """Run every batch once; return the counts of the cache, which starts with its present rows."""
+    """Run every batch once; return the counts of the cache, which starts with its present rows.
+
+    Without a cache, where `counters` returns {}, nothing is run and {} returned.
+    """
+    if not counters():
+        return {}
     reset()
     for number in range(pool):
         phase(number)

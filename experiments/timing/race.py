@@ -27,6 +27,7 @@ from experiments.timing.warmup import Warm, warm_up
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
 MAX_EXPOSED_SHARE = 0.1  # share of samples with launches that raises the flag `launch_exposed`
 MAX_EXECUTIONS = 64  # maximum number of calls in a sample
+SLOW_MIN_ROUNDS = 3  # minimum number of rounds of a very slow contender
 MAX_RETRIES = 3  # maximum repetitions of a round in which the machine was throttled
 BACK_OFF_SECONDS, BACK_OFF_GROWTH = 0.05, 2.5  # wait before the first one; factor for the next
 
@@ -75,14 +76,11 @@ class Race:
                 self._guard(name, partial(self._warm_up, name))
                 self._guard(name, partial(self.warmed, name))
             self.spent = dict.fromkeys(self.arms, 0.0)
-            self.telemetry.start()
-            try:
+            with self.telemetry:
                 for number in range(self.timing.max_rounds):
                     self._round(number, rng)
                     if all(r.stop_reason for r in self.results.values()):
                         break
-            finally:
-                self.telemetry.stop()
         hardware, flags = self.telemetry.summary(), self.telemetry.flags()
         if self.throttled_rounds:
             hardware["throttled_rounds"] = self.throttled_rounds
@@ -110,7 +108,7 @@ class Race:
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, name)
         cap = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        # A cache that is still filling has times of its own. Smoke runs do not matter.
+        # A cache that is still filling has times of its own, so it may use the whole budget.
         if counters() and not timing.max_rows:
             cap = max(cap, timing.cell_seconds)
         warm = warm_up(phases, self.clock, timing, key=name, max_seconds=cap, counters=counters)
@@ -200,15 +198,14 @@ class Race:
     def _stop(self, rounds: int) -> None:
         """Set the stop reason of contenders that are precise or have used up their time.
 
-        All stop when the budget is used up, a contender that takes most of it earlier. A very slow
-        one may stop before min_rounds, but not before three rounds.
+        All stop when the budget is used up, a contender that takes half of it earlier. One that
+        takes twice the budget may stop before min_rounds, but not before SLOW_MIN_ROUNDS.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
         running = {name: r for name, r in self.results.items() if not r.stop_reason}
         budget = timing.cell_seconds
-        max_seconds_of_one = (
-            budget / 2 if has_min_rounds else (2 * budget if rounds >= 3 else math.inf)
-        )
+        slow_limit = 2 * budget if rounds >= SLOW_MIN_ROUNDS else math.inf
+        max_seconds_of_one = budget / 2 if has_min_rounds else slow_limit
         used_up = has_min_rounds and sum(self.spent[name] for name in running) > budget
         for name in list(running):
             if used_up or self.spent[name] > max_seconds_of_one:

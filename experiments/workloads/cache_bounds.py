@@ -18,7 +18,10 @@ import pandas as pd
 
 from experiments.workloads.distributions import Ids, Reals
 
-NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int64).max  # position of the next access to a row that has none
+# Subgradient steps of `max_lookup_hits`: step k moves by FIRST_STEP / (1 + k / DECAY) of Polyak's
+# length; chosen by trial, any values give a valid bound.
+FIRST_STEP, DECAY = 0.05, 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Hits:
 
 
 def hits_per_batch(trace: RowTrace, hit: Reals | Ids) -> Hits:
-    """Return the hits per counted batch; `hit` is 1 or 0 per access."""
+    """Return the hits per counted batch; `hit` is 1 or 0 per access of the whole trace."""
     pairs = [(hit[s], trace.lookups[s]) for s in trace.slices()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
 
@@ -117,6 +120,7 @@ def offline(trace: RowTrace, capacity: int) -> Hits:
 
 
 def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
+    """Return the `capacity` rows of lowest `value`, which is by row; rows of NEVER are dropped."""
     rows = rows[value[rows] != NEVER]
     if len(rows) <= capacity:
         return rows
@@ -159,7 +163,7 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
         norm = float((excess_rows * excess_rows).sum())
         if norm == 0.0:
             break
-        step = 0.05 / (1.0 + number / 20)
+        step = FIRST_STEP / (1.0 + number / DECAY)
         price = np.maximum(price + excess_rows * step * max(best, 1.0) / norm, 0.0)
     return best
 
@@ -187,6 +191,7 @@ def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[flo
     """Return the expected hit rates, per lookup and per distinct row, of the most likely rows.
 
     A batch has n = `lookups` independent draws, so it has a row with probability 1 - (1 - p)^n.
+    `probabilities`, [rows], are those of a draw; the `capacity` largest ones are cached.
     """
     descending = np.sort(probabilities)[::-1]
     batch_probability = -np.expm1(lookups * np.log1p(-np.minimum(descending, 1 - 1e-15)))

@@ -1,7 +1,7 @@
-"""Random row ids of a uniform or a Zipf-Mandelbrot law, in constant memory for any number of rows.
+"""Random row ids, uniform or Zipf-Mandelbrot, in constant memory for any number of rows.
 
 Rank r of `rows` has a probability proportional to (r + q)^-s. The draws follow it exactly, and the
-same generator gives the same ids. A permutation then says which row has which rank.
+same generator gives the same ids. A permutation (`permute`) then maps each rank to a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_TABLE_ROWS = 4096
 
 
 def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: float = 0.0) -> Ids:
-    """Draw `count` ranks in 1..rows with P(rank) ~ (rank + q)^-s; s = 0 is uniform.
+    """Draw `count` ranks in 1..rows, int64 [count], with P(rank) ~ (rank + q)^-s; s = 0 is uniform.
 
     Rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous density with the same
     exponent, round, and accept all but a few percent. Exact for s >= 0, O(1) memory in `rows`.
@@ -69,7 +69,8 @@ def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
 def permute(ranks: Ids, rows: int, seed: int) -> Ids:
     """Map ranks 1..rows to ids 0..rows-1 by a seeded bijection (a cycle-walked Feistel network).
 
-    A shuffled array would need 8 bytes per row; this needs no memory.
+    A shuffled array would need 8 bytes per row; this needs no memory. The network permutes the
+    numbers of 2 * `half` bits; those beyond the rows are mapped again until they are inside.
     """
     if rows <= _MAX_TABLE_ROWS:
         return _permutation(rows, seed)[ranks - 1]
@@ -98,6 +99,7 @@ def _network(rows: int, seed: int) -> tuple[int, NDArray[np.uint64]]:
 
 
 def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Permute numbers of 2 * `half` bits; each round mixes one half into the other by a key."""
     mask = np.uint64((1 << half) - 1)
     high_bits, low_bits = x >> np.uint64(half), x & mask
     for key in keys:

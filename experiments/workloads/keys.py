@@ -14,6 +14,7 @@ from experiments.workloads import distributions
 from experiments.workloads.distributions import Ids
 
 VALUE_BITS = 24  # bits of a key's hash in its value: the precision of a float32
+GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64  # multiplier of Fibonacci hashing, as an int64
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class KeySpace:
 
 def values_of(keys: Tensor, dim: int) -> Tensor:
     """Return values computed from the keys, float32 [keys, dim]; equal keys have equal values."""
-    base = (keys * -7046029254386353131 >> 40 & (1 << VALUE_BITS) - 1).float() / (1 << VALUE_BITS)
+    hashes = keys * GOLDEN_RATIO >> 64 - VALUE_BITS & (1 << VALUE_BITS) - 1
+    base = hashes.float() / (1 << VALUE_BITS)
     return base[:, None] + torch.arange(dim)
 
 
@@ -67,6 +69,13 @@ class Calls:
     Calls that insert nothing draw present keys from the workload's distribution. Calls that insert
     (`inserts`) use the keys that were inserted last, in random order, because a full table does not
     evict keys that every call uses. The absent keys of a call are new.
+
+    Attributes:
+        resident: number of keys inserted so far. Whoever fills a table with another number than it
+            wanted sets it before the first call.
+        size: keys per call, B × L.
+        num_present: present keys per call, at most `resident` if calls insert.
+        space: numbering of the keys.
     """
 
     def __init__(

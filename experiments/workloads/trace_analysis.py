@@ -1,13 +1,18 @@
-"""Analysis of a trace of lookups: repetition, skew, reuse distances and hit rates."""
+"""Analysis of a trace of lookups: repetition, skew, reuse distances and hit rates.
+
+The results are TypedDicts, because a record stores them as JSON. Shares and hit rates are of 1, nan
+without a lookup. Nothing here draws random numbers or needs torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -16,6 +21,17 @@ from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.distributions import Ids, Reals, integral
 
 NEVER = -1  # distance of the first lookup of a row
+EXACT_RANKS = 256  # first ranks, whose probabilities are summed; those of the others are integrated
+MAX_S = 4.0  # largest exponent that is fitted
+GRID_POINTS = 11  # values per parameter in a grid search
+GRID_SEARCHES = 9  # searches, each around the best point of the one before
+GRID_SHRINKAGE = 0.45  # width of a grid ÷ that of the one before
+MIN_BLOCKS, MIN_LOOKUPS = 3, 100  # fewest that are fitted: two blocks fit many (s, q) alike
+TINY_MASS = 1e-300  # stands for a probability that underflows, which has no logarithm
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
+ROUNDING = 1e-9  # lookups: a share × the lookups may exceed a whole number by a rounding error
+CURVE_POINTS = 48  # maximum number of points of a curve over sizes or ranks
+TABLE_CACHE_SHARE = 0.1  # cached rows ÷ rows looked up, for a cache per table
 
 
 def stack_distances(rows: Ids) -> Ids:
@@ -29,7 +45,7 @@ def stack_distances(rows: Ids) -> Ids:
     number is that of all j < i with previous(j) <= p, minus p + 1.
     """
     previous = _previous(rows)
-    earlier = _not_above_before(previous)
+    earlier = _count_earlier_at_most(previous)
     return np.where(previous < 0, NEVER, earlier - (previous + 1))
 
 
@@ -39,17 +55,18 @@ def batch_distances(trace: RowTrace) -> Ids:
     The distance of a row of a batch is the number of rows that were used more recently before the
     batch began; an LRU cache of C rows has the row if the distance is below C. Among the rows of
     one batch, those with more lookups count as more recent.
+
+    The derivation is that of `stack_distances`, with j < (first access of the batch) in place of
+    j < i: so the accesses j < i of the batch itself are subtracted from the count over the trace.
     """
     order = np.lexsort((trace.lookups, trace.batch))
     previous = _previous(trace.rows[order])
-    batch_ranges = zip(trace.starts[:-1], trace.starts[1:], strict=True)
-    jumps_in_batch = [_not_above_before(previous[a:b]) for a, b in batch_ranges]
-    rows_before_batch = _not_above_before(previous) - np.concatenate(
-        [*jumps_in_batch, np.zeros(0, np.int64)]
-    )
-    batch_distance = np.empty(len(previous), np.int64)
-    batch_distance[order] = np.where(previous < 0, NEVER, rows_before_batch - (previous + 1))
-    return batch_distance
+    earlier = _count_earlier_at_most(previous)
+    for begin, end in itertools.pairwise(trace.starts):
+        earlier[begin:end] -= _count_earlier_at_most(previous[begin:end])
+    distances = np.empty(len(previous), np.int64)
+    distances[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    return distances
 
 
 def _previous(rows: Ids) -> Ids:
@@ -57,7 +74,7 @@ def _previous(rows: Ids) -> Ids:
     return cache_bounds.shifted_positions(rows, 1, -1)
 
 
-def _not_above_before(values: Ids) -> Ids:
+def _count_earlier_at_most(values: Ids) -> Ids:
     """Return for each i the number of j < i with values[j] <= values[i].
 
     Merge sort counts them: when two neighbouring blocks are merged, each value of the later block
@@ -80,19 +97,15 @@ def _not_above_before(values: Ids) -> Ids:
     return counts_before
 
 
-EXACT_RANKS = 256  # first ranks, whose probabilities are summed; those of the others are integrated
-MAX_S = 4.0  # largest exponent that is fitted
-POINTS, ROUNDS, ZOOM = 11, 9, 0.45  # grid per parameter, grid searches, shrinkage per search
-
-
 @dataclass(frozen=True)
 class ZipfFit:
     """The most likely Zipf distribution, P(rank) ~ (rank + q)^-s.
 
     Attributes:
-        s: exponent.
-        q: offset.
-        misfit: largest difference of the cumulative shares of lookups by rank.
+        s: exponent, in [0, MAX_S].
+        q: offset >= 0.
+        misfit: largest difference, over the blocks of ranks, between the fitted and the observed
+            cumulative share of the lookups (Kolmogorov-Smirnov).
     """
 
     s: float
@@ -105,8 +118,8 @@ class Blocks:
     """Blocks of rows with equal counts in the ranking half of a trace, the most popular first.
 
     Attributes:
-        last: last rank of each block, counted from 1.
-        lookups: lookups of each block's rows in the judging half.
+        last: last rank of each block, counted from 1, int64 [blocks].
+        lookups: lookups of each block's rows in the judging half, int64 [blocks].
     """
 
     last: Ids
@@ -115,55 +128,49 @@ class Blocks:
     @classmethod
     def of(cls, ranking: Ids, lookups_to_fit: Ids, rows: int) -> Blocks:
         """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
-        counts, block = np.unique(-ranking, return_inverse=True)
-        sizes = np.bincount(block, minlength=len(counts))
-        lookups = np.bincount(block, lookups_to_fit, minlength=len(counts)).astype(np.int64)
-        rows_without_lookups = rows - len(ranking)
-        if rows_without_lookups > 0 and len(counts) and counts[-1] == 0:
-            sizes[-1] += rows_without_lookups
-        elif rows_without_lookups > 0:
-            sizes, lookups = np.append(sizes, rows_without_lookups), np.append(lookups, 0)
-        return cls(np.cumsum(sizes), lookups)
+        never_looked_up = np.zeros(max(0, rows - len(ranking)), np.int64)
+        negated_counts = -np.concatenate([ranking, never_looked_up])  # the most popular rows first
+        _, block, sizes = np.unique(negated_counts, return_inverse=True, return_counts=True)
+        lookups = np.bincount(block[: len(ranking)], lookups_to_fit, minlength=len(sizes))
+        return cls(np.cumsum(sizes), lookups.astype(np.int64))
 
 
 def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
-    """Fit a Zipf distribution; return None for too few lookups.
+    """Fit a Zipf distribution by grid searches; return None for too few lookups or blocks.
 
     Args:
-        ranking: lookups per row in the half that ranks the rows.
-        lookups_to_fit: lookups per row in the half whose likelihood is maximised.
-        rows: number of rows of the table.
+        ranking: lookups per row in the half that ranks the rows, int64 [rows looked up].
+        lookups_to_fit: lookups per row in the half whose likelihood is maximised, the same rows.
+        rows: number of rows of the table, at least len(ranking).
     """
     blocks = Blocks.of(ranking, lookups_to_fit, rows)
-    if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
+    if len(blocks.last) < MIN_BLOCKS or blocks.lookups.sum() < MIN_LOOKUPS:
         return None
+    # A point is (s, log(1 + q)), because q varies over orders of magnitude.
     low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(rows)])
-    limits = high
-    best = (0.0, 0.0)
-    for _ in range(ROUNDS):
-        s = np.linspace(low[0], high[0], POINTS)
-        log_q = np.linspace(low[1], high[1], POINTS)
+    limits, best = high, low
+    for _ in range(GRID_SEARCHES):
+        s, log_q = np.linspace(low, high, GRID_POINTS).T
         likelihood = np.stack([_log_likelihood(blocks, s, float(np.expm1(t))) for t in log_q])
         at_q, at_s = np.unravel_index(int(likelihood.argmax()), likelihood.shape)
-        best = (float(s[at_s]), float(log_q[at_q]))
-        half = (high - low) * ZOOM / 2
-        low = np.maximum(np.array(best) - half, 0.0)
-        high = np.minimum(np.array(best) + half, limits)
-    s_best, q_best = best[0], float(np.expm1(best[1]))
+        best = np.array([s[at_s], log_q[at_q]])
+        half = (high - low) * GRID_SHRINKAGE / 2
+        low, high = np.maximum(best - half, 0.0), np.minimum(best + half, limits)
+    s_best, q_best = float(best[0]), float(np.expm1(best[1]))
     mass = block_masses(blocks, np.array([s_best]), q_best)[0]
     observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
     return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return the log-likelihood of the judged lookups per exponent, [s]."""
+    """Return the log-likelihood of the judged lookups per exponent, [len(s)]."""
     mass = block_masses(blocks, s, q)
     size = np.diff(blocks.last, prepend=0)
-    return np.asarray((blocks.lookups * np.log(np.maximum(mass, 1e-300) / size)).sum(1))
+    return np.asarray((blocks.lookups * np.log(np.maximum(mass, TINY_MASS) / size)).sum(1))
 
 
 def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
-    """Return the probability of each block per exponent, [s, blocks]."""
+    """Return the probability of each block per exponent of `s`, [len(s), blocks]."""
     ranks = np.arange(1, EXACT_RANKS + 1, dtype=np.float64)
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
@@ -177,11 +184,6 @@ def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     return np.diff(mass_up_to, axis=1, prepend=0.0) / mass_up_to[:, -1:]
 
 
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
-CURVE_POINTS = 48  # points of a curve over sizes or ranks
-Numbers = dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Lookups:
     """Batches of ids, any integers, of one table or of several in one numbering."""
@@ -189,15 +191,15 @@ class Lookups:
     batches: Sequence[Ids]
 
     @cached_property
-    def ids(self) -> Ids:
-        """Return the row of each lookup; rows are numbered from 0 in the order of ids."""
+    def rows(self) -> Ids:
+        """Return the row of each lookup; rows looked up are numbered from 0 in the order of ids."""
         ids = np.concatenate(self.batches) if self.batches else np.zeros(0, np.int64)
         return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def counts(self) -> Ids:
-        """Return the number of lookups of each row."""
-        return np.bincount(self.ids)
+        """Return the number of lookups of each row, [rows looked up], all > 0."""
+        return np.bincount(self.rows)
 
     @cached_property
     def starts(self) -> Ids:
@@ -205,8 +207,8 @@ class Lookups:
         return np.cumsum([0, *(len(batch) for batch in self.batches)])
 
     def slices(self) -> list[Ids]:
-        """Return `ids` batch by batch."""
-        return [self.ids[a:b] for a, b in zip(self.starts[:-1], self.starts[1:], strict=True)]
+        """Return `rows` batch by batch."""
+        return np.split(self.rows, self.starts[1:-1]) if self.batches else []
 
     def trace(self, warm: int) -> RowTrace:
         """Return the trace of distinct rows; the first `warm` batches are not counted."""
@@ -214,31 +216,59 @@ class Lookups:
 
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
-    """Return per batch the lookups, the distinct rows, and the rows that are new in the trace."""
+    """Return {"lookups", "rows", "new"}: per batch lookups, distinct rows, and new ones of them."""
     is_used = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
-    for ids in lookups.slices():
-        rows = np.unique(ids)
-        counts["lookups"].append(len(ids))
-        counts["rows"].append(len(rows))
-        counts["new"].append(int((~is_used[rows]).sum()))
-        is_used[rows] = True
+    for rows in lookups.slices():
+        distinct = np.unique(rows)
+        counts["lookups"].append(len(rows))
+        counts["rows"].append(len(distinct))
+        counts["new"].append(int((~is_used[distinct]).sum()))
+        is_used[distinct] = True
     return counts
 
 
-def table_numbers(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
-    """Return repetition, concentration and skew of the lookups of a table.
+class TableNumbers(TypedDict):
+    """The analysis of one table."""
+
+    name: str
+    rows: int  # those stated, else those looked up
+    rows_known: bool  # whether the trace states them
+    lookups: int
+    distinct: int  # rows looked up
+    batch_distinct_share: float  # sum of the distinct rows of each batch ÷ lookups
+    bag_mean: float  # ids per bag
+    bag_max: int
+    bags_empty: float  # share of the bags
+    once: float  # share of the distinct rows that are looked up exactly once
+    rows_of: dict[str, int]  # fewest rows that have each share (SHARES) of the lookups
+    fit: dict[str, float] | None  # s, q, misfit of `ZipfFit`; None for too few lookups
+    cache: float  # size of a cache of this table ÷ its distinct rows
+    offline: float  # hit rate per lookup of this cache, offline optimum
+    lru: float  # the same of the least-recently-used policy
+
+
+def analyse_table(
+    lookups: Lookups, lengths: Ids, *, name: str, rows: int, warm: int
+) -> TableNumbers:
+    """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows.
 
     Args:
         lookups: lookups of the table.
         lengths: lookups per bag, of all bags.
+        name: name of the table.
         rows: rows of the table; 0 if unknown, then those that were looked up.
+        warm: number of first batches, which fill the cache and are not counted.
     """
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
     per_batch = batch_counts(lookups)
-    ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - 1e-9)
+    ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - ROUNDING)
+    rates = hit_rates(lookups.trace(warm), [TABLE_CACHE_SHARE])
+    (offline,) = rates["offline"]
+    (lru,) = (rate for rate in rates["lru"] if rate["cache_rows"] == offline["cache_rows"])
     return {
+        "name": name,
         "rows": rows or len(counts),
         "rows_known": bool(rows),
         "lookups": total,
@@ -252,16 +282,19 @@ def table_numbers(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
             for share, rank in zip(SHARES, ranks, strict=True)
         },
         "once": _share(int((counts == 1).sum()), len(counts)),
-        "fit": fit_halves(lookups, rows or len(counts)),
+        "fit": _fit_halves(lookups, rows or len(counts)),
+        "cache": TABLE_CACHE_SHARE,
+        "offline": offline["lookups"],
+        "lru": lru["lookups"],
     }
 
 
-def fit_halves(lookups: Lookups, rows: int) -> Numbers | None:
+def _fit_halves(lookups: Lookups, rows: int) -> dict[str, float] | None:
     """Fit a Zipf distribution: even batches rank the rows, odd ones judge it."""
     batches, size = lookups.slices(), len(lookups.counts)
-    no_ids = np.zeros(0, np.int64)
-    halves = [np.concatenate([no_ids, *batches[first::2]]) for first in (0, 1)]
-    ranking, lookups_to_fit = (np.bincount(ids, minlength=size) for ids in halves)
+    no_rows = np.zeros(0, np.int64)
+    halves = [np.concatenate([no_rows, *batches[parity::2]]) for parity in (0, 1)]
+    ranking, lookups_to_fit = (np.bincount(half, minlength=size) for half in halves)
     zipf = fit(ranking, lookups_to_fit, max(rows, size))
     return None if zipf is None else dataclasses.asdict(zipf)
 
@@ -270,14 +303,26 @@ def _share(count: float, total: float) -> float:
     return count / total if total else math.nan
 
 
-def spectrum(lookups: Lookups) -> Numbers:
-    """Return the shares of rows and of lookups by lookups per row, in the bins of `production`."""
+class Spectrum(TypedDict):
+    """Shares of rows and of lookups by lookups per row, in the bins of `production`."""
+
+    edges: list[int]  # lower edge of each bin: its rows have more lookups, up to the next edge
+    rows: list[float]
+    lookups: list[float]
+
+
+def spectrum(lookups: Lookups) -> Spectrum:
+    """Return the spectrum of the lookups."""
     rows, share = production.histograms(lookups.counts)
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
 
 def shares_by_rank(lookups: Lookups) -> list[list[float]]:
-    """Return [rank, share of the lookups per row] at log-spaced ranks, the most popular first."""
+    """Return [rank, share of the lookups per row] pairs, the most popular rows first.
+
+    A pair stands for a range of ranks, which are log-spaced: their geometric mean, and the mean
+    share of their rows.
+    """
     counts = np.sort(lookups.counts)[::-1]
     if not len(counts):
         return []
@@ -294,50 +339,55 @@ def _spaced(last: int) -> Ids:
     return np.unique(np.rint(np.geomspace(1, max(last, 1), CURVE_POINTS)).astype(np.int64))
 
 
-def distance_histogram(lookups: Lookups) -> Numbers:
-    """Return a histogram of stack distances, as shares of all lookups.
+class Distances(TypedDict):
+    """A histogram of stack distances; first lookups, which have none, are missing to a sum of 1."""
 
-    `reuse[b]` is the share with distances in [edges[b], edges[b + 1]), `first` that of first
-    lookups, and `within_batch` that of lookups of a row that their batch has looked up before.
-    `median` is the median distance, without first lookups.
-    """
-    distance = stack_distances(lookups.ids)
+    edges: list[int]  # 0, then powers of two, [bins + 1]
+    reuse: list[float]  # share of all lookups with a distance in [edges[b], edges[b + 1])
+
+
+def distance_histogram(lookups: Lookups) -> Distances:
+    """Return the histogram of the stack distances of all lookups."""
+    distance = stack_distances(lookups.rows)
     reused = distance[distance != NEVER]
     bits = int(reused.max(initial=1)).bit_length()
     edges = [0, *(2**k for k in range(bits + 1))]
     counts = np.histogram(reused, edges)[0]
-    total = len(distance)
-    distinct = sum(len(np.unique(ids)) for ids in lookups.slices())
-    return {
-        "edges": edges,
-        "reuse": [_share(int(n), total) for n in counts],
-        "first": _share(total - len(reused), total),
-        "within_batch": _share(total - distinct, total),
-        "median": float(np.median(reused)) if len(reused) else math.nan,
-    }
+    return {"edges": edges, "reuse": [_share(int(n), len(distance)) for n in counts]}
 
 
-def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
-    """Return the hit rates of the counted batches, per lookup and per distinct row.
+class IdealHitRate(TypedDict):
+    """The hit rate of a cache over the counted batches."""
 
-    LRU has a curve over all sizes; the ideals have points at `fractions` of the distinct rows.
-    """
-    counted_entries = slice(int(trace.starts[trace.warm]), None)
-    distance, num_lookups = batch_distances(trace)[counted_entries], trace.lookups[counted_entries]
+    cache_rows: int  # rows that the cache holds
+    lookups: float  # share of the lookups served
+    rows: float  # share of the distinct rows per batch served
+
+
+class IdealHitRates(TypedDict):
+    """Hit rates by policy, ascending in size."""
+
+    distinct: int  # rows that the trace looks up
+    lru: list[IdealHitRate]  # a curve over all sizes
+    offline: list[IdealHitRate]  # Belady's MIN, at the given fractions of `distinct`
+    static_top: list[IdealHitRate]  # the most frequent rows, at the same sizes
+
+
+def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
+    """Return the hit rates at `fractions` of the distinct rows, for LRU at further sizes too."""
+    counted = slice(int(trace.starts[trace.warm]), None)
+    distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
     total = int(num_lookups.sum())
 
-    def rates(size: int, lookups: int, rows: int) -> Numbers:
-        return {
-            "cache_rows": size,
-            "lookups": _share(lookups, total),
-            "rows": _share(rows, len(num_lookups)),
-        }
+    def rates(size: int, lookups: int, rows: int) -> IdealHitRate:
+        shares = _share(lookups, total), _share(rows, len(num_lookups))
+        return {"cache_rows": size, "lookups": shares[0], "rows": shares[1]}
 
-    def least_recently_used(size: int) -> Numbers:
+    def least_recently_used(size: int) -> IdealHitRate:
         hit = (distance != NEVER) & (distance < size)
         return rates(size, int(num_lookups[hit].sum()), int(hit.sum()))
 
-    def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> Numbers:
+    def ideal(serve: Callable[[RowTrace, int], cache_bounds.Hits], size: int) -> IdealHitRate:
         hits = serve(trace, size)
         return rates(size, sum(hits.lookups), sum(hits.rows))
 

@@ -161,7 +161,8 @@ def _path(work: WorkloadConfig) -> Path:
 
 
 @cache
-def _checksum(path: Path, size: int, changed: int) -> str:
+def _checksum(path: Path, size: int, modified_ns: int) -> str:
+    """Return the file's sha256; size and time only make a changed file another cache key."""
     return emblib.trace.sha256(path)
 
 
@@ -205,11 +206,13 @@ def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[l
 
 
 @cache
-def _reader(path: Path, kind: Format, size: int, changed: int) -> Reader:
+def _reader(path: Path, kind: Format, size: int, modified_ns: int) -> Reader:
+    """Return the reader of a file; the last two arguments are as in `_checksum`."""
     return READERS[kind](path)
 
 
 def _format(path: Path, asked: Format) -> Format:
+    """Return the asked format; derive `auto` from the name, and of .pt files from the content."""
     if asked is not Format.auto:
         return asked
     suffixes = [s for s in path.suffixes if s != ".gz"]

@@ -61,7 +61,7 @@ class Pool:
 
     Attributes:
         batches: distinct batches.
-        lookups: mean number of lookups per batch.
+        lookups: mean number of lookups per batch, rounded.
         unique_rows: mean number of distinct rows per batch, counted per table.
         fingerprint: sha256 of all ids, and of the offsets of a trace.
         folded: number of lookups of a trace outside their table, in all batches.
@@ -104,6 +104,8 @@ def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
     """Make up to `count` distinct batches; equal arguments give equal batches on every machine.
+
+    Ids are in [0, rows) of their table, except those of a trace whose table has 0 rows (unknown).
 
     A trace gives its first batches, whatever the seed; a short file gives fewer.
 

@@ -40,7 +40,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from experiments.measure.process import kill_with_parent
+from experiments.measure.process import request_signal_at_parent_end
 
 RANKS = 4
 PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
@@ -379,7 +379,7 @@ def _close_door(folder: Path, door: socket.socket) -> bool:
 def _be_rank(folder: Path, number: int, rank: int) -> None:
     """Run what is requested until requests end; does not return."""
     try:
-        kill_with_parent()
+        request_signal_at_parent_end(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stack = open(f"{folder}/stack{number}.{rank}", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -398,7 +398,7 @@ def _be_rank(folder: Path, number: int, rank: int) -> None:
 def _be_program(folder: Path, name: str, words: Sequence[str], outputs: Sequence[Path]) -> None:
     """Run a module as the main program; does not return."""
     try:
-        kill_with_parent()
+        request_signal_at_parent_end(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with connection.Client(f"{folder}/pool", "AF_UNIX") as pipe:
             for path, standard in zip(outputs, (1, 2), strict=True):

@@ -15,7 +15,7 @@ import pytest
 from experiments import configure
 from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, pairs, power, setup, verdicts
-from experiments.gate.pairs import PairJob, Revisions, Side, Trial, run_pair
+from experiments.gate.pairs import PairJob, Side, Trial, run_pair
 from experiments.gate.points import (
     BuildResult,
     Point,
@@ -26,6 +26,8 @@ from experiments.gate.rules import Evidence, Rules
 from experiments.gate.verdicts import Findings, PointFinding, collect_findings
 from experiments.measure.process import Died
 from experiments.timing.statistics import Verdict
+
+FOLDERS = dict.fromkeys(Side, "")  # the installed package on both sides
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +102,7 @@ def points_warmed(log: list[tuple[Side, Any]]) -> list[str]:
 
 def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    found = run_pair(
-        PairJob(points[:1], config, "cpu", 3), Revisions(), fake_workers(log, ratio=1.1)
-    )
+    found = run_pair(PairJob(points[:1], config, "cpu", 3), FOLDERS, fake_workers(log, ratio=1.1))
     turns = [(side, m[2]) for side, m in log if calls(m, "take_samples")]
     blocks = [turns[i : i + 3] for i in range(0, len(turns), 3)]
     assert len(blocks) == config.timing.min_rounds
@@ -112,14 +112,14 @@ def test_turns_are_abba_on_the_same_batches(config: Config, points: list[Point])
     assert {b[0][0] for b in blocks} == set(Side)  # both orders happen
     taken = found.taken[points[0].name]
     assert taken.effect == pytest.approx(0.0953, abs=1e-3)
-    assert len(taken.base) == len(taken.head) == len(blocks)
+    assert len(taken.seconds[Side.base]) == len(taken.seconds[Side.head]) == len(blocks)
 
 
 def test_order_and_first_come_are_random(config: Config, points: list[Point]) -> None:
     starts, orders = set(), set()
     for number in range(8):
         log: list[tuple[Side, Any]] = []
-        run_pair(PairJob(points, config, "cpu", number), Revisions(), fake_workers(log))
+        run_pair(PairJob(points, config, "cpu", number), FOLDERS, fake_workers(log))
         starts.add(next(side for side, m in log if isinstance(m, Setup)))
         orders.add(tuple(dict.fromkeys(points_warmed(log))))
     assert starts == set(Side)
@@ -128,13 +128,13 @@ def test_order_and_first_come_are_random(config: Config, points: list[Point]) ->
 
 def test_short_calls_share_a_sample(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(PairJob(points[:1], config, "cpu", 0), Revisions(), fake_workers(log, execution=70e-6))
+    run_pair(PairJob(points[:1], config, "cpu", 0), FOLDERS, fake_workers(log, execution=70e-6))
     assert {m[3] for _, m in log if calls(m, "take_samples")} == {5}
 
 
 def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
-    run_pair(PairJob(points[:1], config, "cpu", 0, slow=1.1), Revisions(), fake_workers(log))
+    run_pair(PairJob(points[:1], config, "cpu", 0, slow=1.1), FOLDERS, fake_workers(log))
     setups = {side: m for side, m in log if isinstance(m, Setup)}
     assert (setups[Side.head].slow, setups[Side.head].idle) == (1.1, 1.0)
     assert (setups[Side.base].slow, setups[Side.base].idle) == (1.0, 1.1)
@@ -143,10 +143,10 @@ def test_a_slowed_head_and_an_idle_base(config: Config, points: list[Point]) -> 
 def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
-    run_pair(job, Revisions(), fake_workers(log))
+    run_pair(job, FOLDERS, fake_workers(log))
     first = points_warmed(log)[0]
     log.clear()
-    found = run_pair(job, Revisions(), fake_workers(log, dies=(Side.head, first)))
+    found = run_pair(job, FOLDERS, fake_workers(log, dies=(Side.head, first)))
     assert set(found.taken) == {p.name for p in points} - {first}
     assert found.failed == {first: {Side.head: BuildResult("oom", "killed")}}
     assert sum(1 for _, m in log if isinstance(m, Setup)) == 4  # two pairs of processes
@@ -155,7 +155,7 @@ def test_a_crash_costs_one_point(config: Config, points: list[Point]) -> None:
 def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
-    found = run_pair(job, Revisions(), fake_workers(log, stillborn=Side.base))
+    found = run_pair(job, FOLDERS, fake_workers(log, stillborn=Side.base))
     assert not found.taken
     assert {side for sides in found.failed.values() for side in sides} == {Side.base}
     assert len(found.failed) == len(points)
@@ -167,7 +167,7 @@ def test_a_crash_after_the_last_point_costs_nothing(
 ) -> None:
     log: list[tuple[Side, Any]] = []
     job = PairJob(points, config, "cpu", 0)
-    found = run_pair(job, Revisions(), fake_workers(log, leaves=side))
+    found = run_pair(job, FOLDERS, fake_workers(log, leaves=side))
     assert set(found.taken) == {p.name for p in points}
     assert not found.failed
     assert sum(message == "closed" for _, message in log) == 2
@@ -178,7 +178,7 @@ def test_a_point_that_one_side_cannot_do_is_not_measured(
 ) -> None:
     name = points[1].name
     bad = {Side.base: {name: BuildResult("unsupported", "too old")}}
-    found = run_pair(PairJob(points, config, "cpu", 0), Revisions(), fake_workers([], bad=bad))
+    found = run_pair(PairJob(points, config, "cpu", 0), FOLDERS, fake_workers([], bad=bad))
     assert name not in found.taken
     assert len(found.taken) == len(points) - 1
 

@@ -96,7 +96,7 @@ def test_rows_of_the_maps_of_ids() -> None:
         rows = made(name)
         for t in (0, 1):
             weight = placed(rows)[f"embedding_bags.t{t}.weight"]
-            assert len(weight) == rows.task.fewer[t]
+            assert len(weight) == rows.task.permitted_rows[t]
             read = [hash_ids(ids[:, t], n) % len(weight) for n in range(functions)]
             torch.testing.assert_close(rows(ids)[:, t], sum(weight[r] for r in read))
     modulo = made("modulo")
@@ -131,7 +131,7 @@ def test_skipped_ids_are_zeros() -> None:
 
 def test_frequent_ids_have_rows_of_their_own() -> None:
     rows = made("tt_hot")
-    hot = rows.task.scaled(0.5).fewer
+    hot = rows.task.scaled(0.5).permitted_rows
     ids = torch.tensor([[0, 0], [hot[0] - 1, hot[1] - 1], [hot[0], hot[1]]])
     place = rows.hot_rows[ids + rows.starts]
     assert (place[:2] >= 0).all()
