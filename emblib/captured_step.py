@@ -108,7 +108,7 @@ class CapturedStep:
         self.device = None if device is None else torch.empty(0, device=device).device
         self._step = step
         self._layout: BatchLayout | None = None
-        self._classes: dict[int, _SizeClass] = {}
+        self._size_classes: dict[int, _SizeClass] = {}
         self._steps_before_capture = 0
         self._stream: Any = None
         self._pool: Any = None
@@ -131,10 +131,10 @@ class CapturedStep:
             padded.fill(leaves)
             with lookups_with_padding():
                 return _detach(self._step(padded.batch()))
-        size_class = self._classes.get(bound)
+        size_class = self._size_classes.get(bound)
         if size_class is None:
             inputs = StaticBatch(layout, bound, self._device)
-            size_class = self._classes[bound] = _SizeClass(inputs)
+            size_class = self._size_classes[bound] = _SizeClass(inputs)
         if size_class.graph is not None:
             self._check_unchanged(size_class)
         with self._on_stream() as caller:
@@ -163,7 +163,7 @@ class CapturedStep:
         """
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # nothing may use the memory that is freed
-        self._classes.clear()
+        self._size_classes.clear()
         self._layout = self._pool = None
         self._steps_before_capture = 0
         self._optimizers.clear()
@@ -176,7 +176,9 @@ class CapturedStep:
     @property
     def captured_bounds(self) -> list[int]:
         """Return the bounds whose graphs exist."""
-        return sorted(b for b, size_class in self._classes.items() if size_class.graph is not None)
+        return sorted(
+            b for b, size_class in self._size_classes.items() if size_class.graph is not None
+        )
 
     # Batches
 
@@ -347,7 +349,14 @@ class CapturedStep:
 
 
 class _OptimizerMemory(NamedTuple):
-    """The tensors of an optimizer at a capture, kept alive because a graph has their addresses."""
+    """The tensors of an optimizer at a capture, kept alive because a graph has their addresses.
+
+    Attributes:
+        optimizer: the optimizer.
+        state: its dict `state`; None if it has none.
+        parameters: its parameters.
+        addresses: address of each parameter.
+    """
 
     optimizer: Optimizer
     state: Any
@@ -449,10 +458,10 @@ def _capture_error(error: BaseException, waits: Sequence[str]) -> str:
         f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
     ]
     message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    parts = [
+    clauses = [
         f"the step cannot be captured as a CUDA graph: {message}",
-        *(f"at {x}" for x in location),
+        *(f"at {line}" for line in location),
     ]
     if waits:
-        parts.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
-    return "; ".join([*parts, _ADVICE])
+        clauses.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
+    return "; ".join([*clauses, _ADVICE])

@@ -34,7 +34,7 @@ class FeatureColumn(IntEnum):
 
 
 class FeatureRow(NamedTuple):
-    """A row of `features`, in the order of `FeatureColumn`: `FeatureRow(rows=100, dim=8)`."""
+    """A row of `features`, e.g. `FeatureRow(rows=100, dim=8)`; fields are as in `FeatureColumn`."""
 
     weight_offset: int = 0
     row_base: int = 0

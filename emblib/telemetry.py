@@ -133,7 +133,14 @@ def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = N
 
 @dataclass
 class _Metric:
-    """A metric of the text format, with its values by suffix of the name and labels."""
+    """A metric of the text format.
+
+    Attributes:
+        name: name of the metric.
+        kind: "counter", "gauge" or "histogram".
+        help: description, one line.
+        samples: values by suffix of the name and labels.
+    """
 
     name: str
     kind: str

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from emblib import columns
-from emblib.ops import route, tt
+from emblib.ops import hash, route, tt
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -94,9 +95,11 @@ def test_a_feature_row_has_the_columns_of_features() -> None:
 
 @pytest.mark.parametrize(
     ("row", "enum"),
-    [(route.TargetRow, columns.TargetColumn), (route.PieceRow, columns.PieceColumn)],
+    [
+        (route.TargetRow, columns.TargetColumn),
+        (route.PieceRow, columns.PieceColumn),
+        (hash.InitialRule, columns.InitialRuleColumn),
+    ],
 )
-def test_rows_of_combine_have_the_fields_of_their_columns(
-    row: type[route.TargetRow] | type[route.PieceRow], enum: type[IntEnum]
-) -> None:
+def test_rows_have_the_fields_of_their_columns(row: Any, enum: type[IntEnum]) -> None:
     assert [field.upper() for field in row._fields] == [column.name for column in enum]

@@ -112,15 +112,16 @@ class PositionWeightedProcessor(PositionWeightedModule):
             bags, 0, output_size=lengths.numel()
         )
         by_id = by_bag.repeat_interleave(lengths, 0, output_size=num_ids)
-        indices = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, num_ids)
+        weight_offset, position_factor = by_id.unbind(1)
+        indices = weight_offset + position_factor * _positions(offsets, lengths, num_ids)
         scale = all_weights.index_select(0, indices)
         batch_weights = features.weights_or_none()
         return _with_weights(features, scale if batch_weights is None else scale * batch_weights)
 
     def _weight_offsets(self) -> dict[str, int]:
         """Return the offset of each feature's weights; offset 0 has the weight 1 of the others."""
-        ends = accumulate(self.max_feature_lengths.values(), initial=1)
-        return dict(zip(self.max_feature_lengths, ends, strict=False))
+        offsets = accumulate(self.max_feature_lengths.values(), initial=1)
+        return dict(zip(self.max_feature_lengths, offsets, strict=False))
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):

@@ -95,21 +95,20 @@ def load_optimizer_state(
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
         _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))
-    newest: dict[int, tuple[Any, Tensor]] = {}
+    newest_hyper: dict[int, Tensor] = {}  # by the id of a module
     for name, module, states in all_states:
-        saved_states = state[name]
         for key, view in states.items():
-            view.copy_(saved_states[key])
-        previous = newest.get(id(module))
-        saved_hyper = saved_states[HYPER]
-        if previous is None or float(saved_hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
-            newest[id(module)] = module, saved_hyper
+            view.copy_(state[name][key])
+        hyper = state[name][HYPER]
+        previous = newest_hyper.setdefault(id(module), hyper)
+        if float(hyper[Hyper.STEP]) > float(previous[Hyper.STEP]):
+            newest_hyper[id(module)] = hyper
     handle_of = {id(handle.module): handle for handle in handles.values()}
-    for module, hyperparams in newest.values():
-        for updated_module in handle_of[id(module)].fused_modules():
-            updated_module.load_hyperparams(hyperparams)
-            updated_module.set_step(int(hyperparams[Hyper.STEP]))
-        handle_of[id(module)].commit()
+    for module_id, hyper in newest_hyper.items():
+        for updated_module in handle_of[module_id].fused_modules():
+            updated_module.load_hyperparams(hyper)
+            updated_module.set_step(int(hyper[Hyper.STEP]))
+        handle_of[module_id].commit()
 
 
 def _check_saved_states(

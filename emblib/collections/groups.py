@@ -78,7 +78,13 @@ class GroupInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouping:
-    """Indices of slices that share a module, and of the units that read them, in its order."""
+    """Slices that share a module.
+
+    Attributes:
+        slices: indices of the slices, in the order of the module's tables.
+        units: indices of the units that read them, in the module's order.
+        optimizer: optimizer of the slices.
+    """
 
     slices: tuple[int, ...]
     units: tuple[int, ...]

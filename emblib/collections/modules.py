@@ -36,7 +36,13 @@ from emblib.tables import state_dicts
 
 
 class TableFeature:
-    """A feature that reads a table, with its name in the output."""
+    """A feature that reads a table.
+
+    Attributes:
+        feature: name of the feature in batches.
+        table: index of the table among the configurations.
+        name: name in the output.
+    """
 
     __slots__ = ("feature", "name", "table")
 

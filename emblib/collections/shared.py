@@ -128,6 +128,11 @@ class SharedTable:
         table_slice: table or shard; its configuration has the optimizer.
         device: device of the memory; None is torch's default device.
         seeds: seeds of the initial values, by table name; None draws them from torch's generator.
+
+    Attributes:
+        config: configuration of the whole table.
+        groups: owner of the memory, which no unit reads directly.
+        joint: sum of the gradients of all lookups in a backward.
     """
 
     def __init__(
@@ -410,23 +415,29 @@ class SharedEntry:
 
 
 class _FirstLoad(NamedTuple):
-    """The first load of a table in one `load_state_dict`, identified by its list of errors."""
+    """The first load of a table in one `load_state_dict`.
+
+    Attributes:
+        errors: list of errors of the load, which identifies it.
+        key: key of the table's first parameter.
+        value_ref: weak reference to the value at this key; None if it was missing.
+    """
 
     errors: Any
     key: str
-    value_ref: Any  # weak reference to the value, None if the key was missing
+    value_ref: Any
 
 
-def _are_equal(first: Tensor, second: Tensor) -> bool:
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors, or the local shards of two sharded ones, are equal."""
-    parts = getattr(first, "parts", None), getattr(second, "parts", None)
-    if parts[0] is not None and parts[1] is not None:
-        return parts[0].keys() == parts[1].keys() and all(
-            _are_equal(part, parts[1][i]) for i, part in parts[0].items()
+    shards, other_shards = getattr(tensor, "parts", None), getattr(other, "parts", None)
+    if shards is not None and other_shards is not None:
+        return shards.keys() == other_shards.keys() and all(
+            _are_equal(shard, other_shards[i]) for i, shard in shards.items()
         )
-    if parts[0] is not None or parts[1] is not None or first.shape != second.shape:
+    if shards is not None or other_shards is not None or tensor.shape != other.shape:
         return False
-    return torch.equal(first.detach(), second.detach().to(first))
+    return torch.equal(tensor.detach(), other.detach().to(tensor))
 
 
 class SharedHandle(DenseHandle):

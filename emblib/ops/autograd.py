@@ -275,7 +275,12 @@ class Contribution(NamedTuple):
 
 
 class RequiredResults(NamedTuple):
-    """Results that a backward must produce: the update, the gradient of sample weights."""
+    """Results that a backward must produce.
+
+    Attributes:
+        update: whether rows are updated.
+        sample_grad: whether the gradient of sample weights is computed.
+    """
 
     update: bool = True
     sample_grad: bool = False
@@ -370,11 +375,11 @@ def lookup_of_rows(
     the table. `total_rows` is the number of rows of all tables.
     """
     indices = torch.cat(list(rows))
-    ends = [0, *itertools.accumulate(r.numel() for r in rows)]
+    offsets = [0, *itertools.accumulate(r.numel() for r in rows)]  # one bag per table
     return Lookup(
         torch.tensor(features, device=indices.device),
         indices,
-        torch.tensor(ends, device=indices.device),
+        torch.tensor(offsets, device=indices.device),
         None,
         Pooling.NONE,
         total_rows,

@@ -95,6 +95,7 @@ Every op is deterministic: the same bytes on any number of threads, on any devic
 al., 1994), tags as in F14 and SwissTable.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,17 +107,20 @@ from emblib.init import Constant, Initializer, KeyModulo, Normal, Uniform
 from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
-SLOTS = 32
+SLOTS = 32  # of a bucket
 QUEUE_WORDS = 8  # words of `queues` per bucket
 TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
 COUNTERS = tuple(column.name.lower() for column in HashCounter)
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 ORDERS = tuple(codes.HASH_ORDER)
-SCORED = ("lfu", "lru_lfu", "assigned")
+SCORED = ("lfu", "lru_lfu", "assigned")  # orders whose entries have a score
 
 
 def bytes_per_slot(order: str, device: str) -> int:
-    """Return the bytes of a tag, an entry and, on the CPU, the slot's share of a queue."""
+    """Return the bytes of a tag, an entry and, on the CPU, the slot's share of a queue.
+
+    `order` is one of `ORDERS`, `device` "cpu" or "cuda".
+    """
     words = 3 if order in SCORED else 2
     return 1 + 8 * words + (8 * QUEUE_WORDS // SLOTS if device == "cpu" else 0)
 
@@ -205,7 +209,14 @@ hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
     """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
-    A level of 2^n buckets is split while the number of keys grows by a quarter from `load`.
+    A level of 2^n buckets is split while the number of keys grows by a quarter: from the load above
+    which the table grows to 5/4 of it.
+
+    Args:
+        keys: number of keys.
+        buckets: number of buckets now, which never shrinks.
+        max_buckets: number of buckets that the table has memory for.
+        load: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
     """
     per_bucket, level = SLOTS * load, 1
     while 4 * level <= max_buckets and 2 * level * per_bucket < keys * 1024:
@@ -364,26 +375,35 @@ def _(
 
 initial_rows_ = torch.ops.emblib.hash_initial_rows_.default
 
-Rule = tuple[float, float, float, float, float, float, float]
-_INFINITE = float("inf")
+
+class InitialRule(NamedTuple):
+    """A row of `rules`; the fields are those of `InitialRuleColumn`."""
+
+    kind: float
+    base: float = 0.0
+    scale: float = 0.0
+    first: float = 0.0
+    span: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
 
 
-def rule_of(initializer: Initializer, spec: DynamicSpec) -> Rule:
-    """Encode an initializer as kind, base, scale, first probability, span, lowest, highest."""
+def rule_of(initializer: Initializer, spec: DynamicSpec) -> InitialRule:
+    """Encode an initializer of a table for `initial_rows_`."""
     if isinstance(initializer, Uniform):
         bound = spec.capacity**-0.5
         low = -bound if initializer.low is None else initializer.low
         high = bound if initializer.high is None else initializer.high
-        return (float(InitialKind.UNIFORM), low, high - low, 0.0, 0.0, low, high)
+        return InitialRule(InitialKind.UNIFORM, low, high - low, low=low, high=high)
     if isinstance(initializer, Constant):
-        return (float(InitialKind.CONSTANT), initializer.value, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return InitialRule(InitialKind.CONSTANT, initializer.value)
     if isinstance(initializer, KeyModulo):
-        return (float(InitialKind.KEY_MODULO), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    kind = float(InitialKind.NORMAL)
+        return InitialRule(InitialKind.KEY_MODULO)
+    mean, std = initializer.mean, initializer.std
     if isinstance(initializer, Normal):
-        return (kind, initializer.mean, initializer.std, 0.0, 1.0, -_INFINITE, _INFINITE)
+        return InitialRule(InitialKind.NORMAL, mean, std, 0.0, 1.0, -math.inf, math.inf)
     begin, end = initializer.probabilities
-    return (kind, initializer.mean, initializer.std, begin, end - begin, *initializer.bounds)
+    return InitialRule(InitialKind.NORMAL, mean, std, begin, end - begin, *initializer.bounds)
 
 
 @torch.library.register_fake("emblib::hash_initial_rows_")

@@ -117,7 +117,10 @@ class GradientSum(Protocol):
 
 
 class _OuterStep(NamedTuple):
-    """The joint step of an outer backward, whose own lookups have the anchor that completes it."""
+    """The joint step of an outer backward, whose own lookups have the anchor that completes it.
+
+    `task` is the graph task id of the outer backward.
+    """
 
     step: JointStep
     task: int

@@ -96,9 +96,9 @@ def _record_scalers() -> _Scalers:
     twice.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
-    classes: list[type] = [GradScaler]
-    for cls in classes:
-        classes.extend(cls.__subclasses__())
+    scaler_classes: list[type] = [GradScaler]
+    for cls in scaler_classes:  # grows in the loop
+        scaler_classes.extend(cls.__subclasses__())
         _wrap_methods(cls, scalers)
     if "__init_subclass__" not in vars(GradScaler):
         any_class: Any = GradScaler
@@ -150,7 +150,7 @@ def mark_nested(output: Tensor) -> None:
 
 
 def note_finite(is_finite: Tensor) -> None:
-    """Record whether other gradients of the running backward are finite, a scalar.
+    """Record whether other gradients of the running, scaled backward are finite, a bool scalar.
 
     Later updates of this backward are skipped if it is false.
     """
@@ -197,7 +197,13 @@ def scale_of_backward() -> Tensor | None:
 
 
 class UnscaledGradient(NamedTuple):
-    """A gradient divided by its scale, and whether the step is finite, a bool scalar tensor."""
+    """A gradient divided by its scale.
+
+    Attributes:
+        gradient: the float32 gradient, in its shape.
+        is_finite: bool scalar on its device, whether the step is finite on all ranks, as far as
+            `note_finite` was called.
+    """
 
     gradient: Tensor
     is_finite: Tensor

@@ -98,7 +98,7 @@ class TTPlan(NamedTuple):
     starts: Tensor
 
 
-_GROUP_TENSORS = len(tbe.Groups._fields)
+_GROUP_TENSORS, _PLAN_TENSORS = len(tbe.Groups._fields), len(TTPlan._fields)
 
 
 class ShareGradients(Protocol):
@@ -575,7 +575,7 @@ def _update(
             codes.POOLING[batch.pooling.value],
             [*rows.groups, *rows.plan, rows.prefixes],
             *batch.layout.op_arguments,
-            False,
+            False,  # the saved left halves are those of the current cores
             batch.matmul_code,
         )
         return
@@ -713,18 +713,18 @@ def _save(
     ctx: Any, rows: ComputedRows, sample_weights: Tensor | None, cores: Sequence[Tensor]
 ) -> None:
     """Save the tensors that backward reads."""
-    ctx.save_for_backward(*rows.groups, *rows.plan, *rows[2:], sample_weights, *cores)
+    computed = (rows.prefixes, rows.rows, rows.inverse)
+    ctx.save_for_backward(*rows.groups, *rows.plan, *computed, sample_weights, *cores)
 
 
 def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
     """Return the computed rows, the sample weights and the other saved tensors."""
-    groups, plan = _GROUP_TENSORS, len(TTPlan._fields)
     tensors = ctx.saved_tensors
-    *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]
-    rows = ComputedRows(
-        tbe.Groups(*tensors[:groups]), TTPlan(*tensors[groups : groups + plan]), *made_of_rows
-    )
-    return rows, sample_weights, tensors[groups + plan + 4 :]
+    groups = tbe.Groups(*tensors[:_GROUP_TENSORS])
+    plan = TTPlan(*tensors[_GROUP_TENSORS : _GROUP_TENSORS + _PLAN_TENSORS])
+    computed = tensors[_GROUP_TENSORS + _PLAN_TENSORS :]
+    prefixes, row_values, inverse, sample_weights, *cores = computed
+    return ComputedRows(groups, plan, prefixes, row_values, inverse), sample_weights, cores
 
 
 def _row_memory(

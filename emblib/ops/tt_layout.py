@@ -77,10 +77,10 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
     keys = lefts = rights = 0
     for spec in specs:
         p = spec.row_factors
-        num_left = 1 if len(p) == 2 else 2
-        num_lefts, num_rights = math.prod(p[:num_left]), math.prod(p[num_left:])
-        second = p[1] if num_left == 2 else 1
-        halves = p[0], second, num_rights, int(num_left == 2)
+        cores_in_left = 1 if len(p) == 2 else 2
+        num_lefts, num_rights = math.prod(p[:cores_in_left]), math.prod(p[cores_in_left:])
+        left_inner_rows = p[1] if cores_in_left == 2 else 1
+        halves = p[0], left_inner_rows, num_rights, int(cores_in_left == 2)
         # In the order of `TTTableColumn`.
         tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
         keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
@@ -239,14 +239,14 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
     max_lookups = _chunk_lookups(batch.layout, _column_bytes(sample_weights))
     max_bags = max(1, max_lookups // _LOOKUPS_PER_BAG)
     num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
-    ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
+    bag_ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
         features = batch.bag_layout[:, BagColumn.FEATURE].contiguous()
-        ends = torch.searchsorted(features, torch.arange(num_features), right=True)
+        bag_ends = torch.searchsorted(features, torch.arange(num_features), right=True)
     bag = 0
-    for f, last_bag in enumerate(ends.tolist()):
-        while bag < last_bag:
-            stop = min(last_bag, bag + max_bags)
+    for f, bag_end in enumerate(bag_ends.tolist()):
+        while bag < bag_end:
+            stop = min(bag_end, bag + max_bags)
             candidates = batch.offsets[bag + 1 : stop + 1]
             begin = int(batch.offsets[bag])
             last_whole_bag = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
@@ -269,10 +269,9 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)
     cores = layout.cores_of(t)
-    first = TTTableColumn.FIRST_KEY
-    first_left, first_right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
     row = list(layout.tables[t])
-    row[first] = row[first_left] = row[first_right] = 0
+    for column in (TTTableColumn.FIRST_KEY, TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT):
+        row[column] = 0  # the table is the only one of its chunk
     p = layout.row_factors[cores]
     rights = row[TTTableColumn.RIGHT_IDS]
     dim = math.prod(layout.dim_factors[cores])

@@ -250,7 +250,7 @@ def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of a table in device memory, host memory and on disk.
+    """Bytes of a table in device memory, host memory and on disk; predicted ones may be fractions.
 
     Example:
         >>> emblib.storage.MemoryBytes(device=1 << 20, host=1 << 30)

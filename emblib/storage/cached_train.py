@@ -204,7 +204,10 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @without_gradients
     def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by the result of `lookup_counts` at clock `tick`."""
+        """Replace the counts of a table by the result of `lookup_counts` at clock `tick`.
+
+        The tensors may be on any device.
+        """
         tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
         self._forget_counts(table)
         device = self.key_of_row.device
@@ -343,7 +346,7 @@ class CachedTTHandle(TTHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to table `index` of `module`, and register its cores and stored rows."""
-        self._cached = (module,)  # a tuple, so that the module is no child of this module
+        self._attached = (module,)  # a tuple, so that the module is no child of this module
         super().attach(module.trains, index)
         if "cache" in self._modules:
             self.cache.attach(module, index)
@@ -353,13 +356,18 @@ class CachedTTHandle(TTHandle):
             self.counts = CountsHandle(module, index)
 
     @property
+    def _train(self) -> Any:
+        """Return the `CachedTTModule` of this table, or its placeholder on meta."""
+        return self._attached[0]
+
+    @property
     def bags(self) -> CachedTTModule:
         """Return the module that stores this table.
 
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
         """
-        return as_cached_module(self._cached[0])
+        return as_cached_module(self._train)
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
         """Become the handle of the table `name` of a collection."""
@@ -377,11 +385,11 @@ class CachedTTHandle(TTHandle):
 
     def fused_modules(self) -> list[Any]:
         """Return the module of the cores and that of the stored rows."""
-        return [self.module, self._cached[0].rows]
+        return [self.module, self._train.rows]
 
     def views(self) -> dict[str, Tensor]:
         """Return cores, stored rows and optimizer states, as views."""
-        return views(self._cached[0])[self.index]
+        return views(self._train)[self.index]
 
     def dense_rows(self) -> Tensor:
         """Return all rows `[rows, dim]`; rows that are not stored are computed from the cores."""
@@ -424,7 +432,7 @@ class CachedTTHandle(TTHandle):
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
-        if has_cache(self._cached[0]) and has_cache(other._cached[0]):  # noqa: SLF001 - of the same class
+        if has_cache(self._train) and has_cache(other._train):  # noqa: SLF001 - of the same class
             target, source, index = self.bags, other.bags, other.index
             target.set_stored_ids(self.index, source.stored_ids(index))
             target.set_lookup_counts(
@@ -462,8 +470,13 @@ class StoredRowsHandle(DenseHandle):
 
     def attach(self, module: Any, index: int) -> None:
         """Attach to the stored rows of table `index` of a module."""
-        self._cached = (module,)
+        self._attached = (module,)  # a tuple, as in `CachedTTHandle`
         super().attach(module.rows, index)
+
+    @property
+    def _train(self) -> Any:
+        """Return the `CachedTTModule` of these rows, or its placeholder on meta."""
+        return self._attached[0]
 
     def adopt(self, other: DenseHandle) -> None:
         """Take over the other handle's parameter, and copy its values unless they are on meta."""
@@ -474,16 +487,16 @@ class StoredRowsHandle(DenseHandle):
 
     def clear(self) -> None:
         """Remove all stored rows, losing their updates."""
-        if has_cache(self._cached[0]):
-            bags = self._cached[0]
+        if has_cache(self._train):
+            bags = self._train
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the stored rows in a state dict."""
         key = f"{prefix}keys"
-        if not has_cache(self._cached[0]):
+        if not has_cache(self._train):
             return
-        bags: CachedTTModule = self._cached[0]
+        bags: CachedTTModule = self._train
         tensors = self._tensors()
         if key in state_dict:
             keys = state_dict[key]
@@ -518,9 +531,9 @@ class StoredRowsHandle(DenseHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not has_cache(self._cached[0]):
+        if not has_cache(self._train):
             return
-        bags: CachedTTModule = self._cached[0]
+        bags: CachedTTModule = self._train
         destination[f"{prefix}keys"] = bags.stored_ids(self.index)
         for name, view in self._tensors().items():
             if name != "weight":
@@ -533,7 +546,7 @@ class StoredRowsHandle(DenseHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors) or not has_cache(self._cached[0]):
+        if self._is_on_meta(state_dict, prefix, errors) or not has_cache(self._train):
             missing_keys.append(f"{prefix}keys")
             return
         names = self._entry_names()
@@ -546,7 +559,7 @@ class StoredRowsHandle(DenseHandle):
     @without_gradients
     def _write(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the stored rows by saved ones."""
-        bags: CachedTTModule = self._cached[0]
+        bags: CachedTTModule = self._train
         ids = saved["keys"]
         bags.rows.settle()
         with bags.rows.overwriting():

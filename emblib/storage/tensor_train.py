@@ -207,14 +207,14 @@ class TensorTrain(Storage):
         """
         spec = table_slice.config.spec()
         units = self.cut_units(table_slice.config)
-        ends = table_slice.config.num_embeddings, table_slice.config.embedding_dim
+        table_sizes = table_slice.config.num_embeddings, table_slice.config.embedding_dim
         factors = spec.row_factors[0], spec.dim_factors[0]
         ranges = []
         for name, (begin, end), unit, size, factor in zip(
             ("rows", "columns"),
             (table_slice.rows, table_slice.columns),
             units,
-            ends,
+            table_sizes,
             factors,
             strict=True,
         ):

@@ -49,7 +49,13 @@ _bounds_check_ = native(tbe.bounds_check_)
 
 
 class SpecKind(NamedTuple):
-    """The class of specs that a module accepts, with an example and a hint for error messages."""
+    """The class of specs that a module accepts.
+
+    Attributes:
+        type: the class.
+        example: a spec, for error messages.
+        otherwise: advice for specs of another class.
+    """
 
     type: type
     example: str
@@ -162,12 +168,12 @@ class FusedTables(nn.Module):
             )
 
     def _feature_rows(
-        self, feature: Callable[[int, int], tuple[int, ...]]
+        self, make_row: Callable[[int, int], tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
-        """Return the rows of `features`: `feature(table, first output column)` per feature."""
+        """Return the rows of `features`: `make_row(table, first output column)` per feature."""
         column, rows = 0, []
         for t, dim in zip(self.feature_tables, self._dims, strict=True):
-            rows.append(feature(t, column))
+            rows.append(make_row(t, column))
             column += 0 if self.pooling is Pooling.NONE else dim
         return rows
 
@@ -240,7 +246,10 @@ class FusedTables(nn.Module):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal."""
+        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal.
+
+        `offsets` is `[bags + 1]`, `batch_sizes` `[F][ranks]` as in forward.
+        """
         if batch_sizes is None:
             return None, self.output_dim
         bags = max(offsets.numel() - 1, 0)

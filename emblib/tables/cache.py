@@ -179,13 +179,18 @@ class InFlight:
             self.ticket = None
 
 
-_NUM_LOCATIONS = 7  # the first results of the op that prefetches
+# The first results of `cache_prefetch_`: those of the grouping, and two tensors of slots.
+_NUM_LOCATIONS = len(tbe.Groups._fields) + 2
 
 
 class _DeferredFetch(NamedTuple):
     """Rows whose fetch is deferred until batch `number` is looked up.
 
-    `tensors[first : first + 3]` are the fields of `LaterFetches`, once the op has written them.
+    Attributes:
+        number: number of the batch.
+        tiers: the memory between which the rows move.
+        tensors: results of the op that lists the rows; empty until it has run.
+        first: index in `tensors` of the first field of `LaterFetches`.
     """
 
     number: int
@@ -198,6 +203,20 @@ class _DeferredFetch(NamedTuple):
         """Return the rows to fetch, if they are listed."""
         tensors = self.tensors[self.first : self.first + len(LaterFetches._fields)]
         return LaterFetches(*tensors) if tensors else None
+
+
+class _Prefetched(NamedTuple):
+    """A prefetched batch in the queue.
+
+    Attributes:
+        batch_id: the tensors that `prefetch` got.
+        versions: their versions then; another one is an error, as the rows may be others.
+        flight: the batch in flight.
+    """
+
+    batch_id: BatchId
+    versions: tuple[int, int]
+    flight: InFlight
 
 
 class _LastWork:
@@ -262,7 +281,7 @@ class Prefetcher:
         # Number of the last batch whose rows were fetched. Its plan may have assigned ways to rows
         # of earlier batches in flight; later batches were planned with its rows in the cache.
         self.last_arrival = -1
-        self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
+        self._queue: deque[_Prefetched] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
         self._later: deque[_DeferredFetch] = deque()  # in the order of the tickets
@@ -316,7 +335,7 @@ class Prefetcher:
             try:
                 if not self._fill(flight, batch, tiers, check):
                     return False
-                self._queue.append((batch_id, batch_id.versions(), flight))
+                self._queue.append(_Prefetched(batch_id, batch_id.versions(), flight))
             except BaseException:
                 self.drop(flight)
                 raise
@@ -351,11 +370,11 @@ class Prefetcher:
         Forwards with gradients (`in_order`) must come in the order of prefetching; others may look
         up any batch in between.
         """
-        return bool(self._queue) and (in_order or batch_id.is_same(self._queue[0][0]))
+        return bool(self._queue) and (in_order or batch_id.is_same(self._queue[0].batch_id))
 
     def take(self, flight: InFlight) -> None:
         """Remove a batch that was looked up from the queue, if it is the next prefetched one."""
-        if self._queue and self._queue[0][2] is flight:
+        if self._queue and self._queue[0].flight is flight:
             self._queue.popleft()
 
     def look_up(
@@ -505,7 +524,7 @@ class Prefetcher:
 
     def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
         """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows."""
-        disk, first = self.memory.disk, self.memory.layout.first_disk_row
+        disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
         later: list[LaterFetches] = []
         tiers = self.moved_tiers(tiers)
         if self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1:
@@ -517,7 +536,7 @@ class Prefetcher:
         for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
                 evicted = self.cache.evictions(groups_of_pass[0])
-                evicted = evicted[evicted >= first] - first
+                evicted = evicted[evicted >= first_row] - first_row
                 self._read_pages(groups_of_pass[0], evicted)
                 disk.touch(self._disk_rows(groups_of_pass[0]))
                 disk.protect(evicted)
@@ -587,14 +606,14 @@ class Prefetcher:
         """Return those of `rows` of a batch that are on disk and not in the cache."""
         count = torch.full_like(groups.count, rows.numel())
         slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=count))
-        first = self.memory.layout.first_disk_row
-        return rows[(slots < 0) & (rows >= first)] - first
+        first_row = self.memory.layout.first_disk_row
+        return rows[(slots < 0) & (rows >= first_row)] - first_row
 
     def _disk_rows(self, groups: tbe.Groups) -> Tensor:
         """Return the rows of a batch on disk, counted from the first row there."""
         rows = groups.rows[: int(groups.count)]
-        first = self.memory.layout.first_disk_row
-        return rows[rows >= first] - first
+        first_row = self.memory.layout.first_disk_row
+        return rows[rows >= first_row] - first_row
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
@@ -632,7 +651,7 @@ class Prefetcher:
 
         A prefetched batch stays at the head of the queue.
         """
-        is_next = bool(self._queue) and self._queue[0][2] is flight
+        is_next = bool(self._queue) and self._queue[0].flight is flight
         if flight.ticket is not None and not is_next:
             self._dropped.append(flight.ticket)
 
@@ -653,10 +672,10 @@ class Prefetcher:
         if self.memory.disk is None:
             return
         assert locations.row_slots is not None
-        unique, first = int(locations.groups.count), self.memory.layout.first_disk_row
-        rows, slots = locations.groups.rows[:unique], locations.row_slots[:unique]
-        in_place = (rows >= first) & (slots < 0)
-        self.memory.disk.protect(rows[in_place] - first)
+        count, first_row = int(locations.groups.count), self.memory.layout.first_disk_row
+        rows, slots = locations.groups.rows[:count], locations.row_slots[:count]
+        in_place = (rows >= first_row) & (slots < 0)
+        self.memory.disk.protect(rows[in_place] - first_row)
 
     def flush(self, tiers: autograd.Tiers) -> None:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid.
@@ -666,10 +685,10 @@ class Prefetcher:
         with self.lock:
             self.settle()
             self.begin_use()
-            disk, first = self.memory.disk, self.memory.layout.first_disk_row
+            disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
             if disk is not None:
-                rows = self.cache.tags[self.cache.tags >= first]
-                disk.protect(rows - first)
+                rows = self.cache.tags[self.cache.tags >= first_row]
+                disk.protect(rows - first_row)
             self.cache.flush(tiers)
             self.end_use()
             if disk is not None:

@@ -69,7 +69,13 @@ _COMMITTED, _OVERWRITING = "committed", "overwriting"  # the `status` in `store.
 
 
 class _Commit(NamedTuple):
-    """A commit in progress: its number, the saved numbers, the versions of `user_tensors`."""
+    """A commit in progress.
+
+    Attributes:
+        epoch: its number.
+        numbers: the saved numbers.
+        versions: versions of `user_tensors` at the commit.
+    """
 
     epoch: int
     numbers: list[float]
@@ -232,7 +238,7 @@ class DiskStore:
             check_upgrade(self.directory, self._verify)
         _check_layout(self.directory, layout, self._layout, upgrade=self._unchecked)
         self.created = self._epoch == 0
-        self._whole = self.created  # whether all rows may change until the next commit
+        self._may_change_all = self.created  # whether all rows may change until the next commit
         if status != _COMMITTED and not self.created:
             raise RuntimeError(
                 f"the tables in {self.directory} were being overwritten whole (initialised or "
@@ -301,14 +307,17 @@ class DiskStore:
         return rows
 
     def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (block index, rows within the block, int64) for each block with some of `rows`."""
+        """Yield (block index, rows within the block, int64) for each block with some of `rows`.
+
+        `rows` ascend, unless there is only one block.
+        """
         if not rows.numel():
             return
-        firsts = torch.tensor([block.first for block in self._blocks])
-        cuts = [*torch.searchsorted(rows, firsts).tolist(), rows.numel()]
+        first_rows = torch.tensor([block.first_row for block in self._blocks])
+        cuts = [*torch.searchsorted(rows, first_rows).tolist(), rows.numel()]
         for index, (start, end) in enumerate(itertools.pairwise(cuts)):
             if start < end:
-                yield index, rows[start:end] - self._blocks[index].first
+                yield index, rows[start:end] - self._blocks[index].first_row
 
     def protect(self, rows: Tensor) -> None:
         """Journal the committed values of rows that are about to be overwritten.
@@ -328,7 +337,7 @@ class DiskStore:
         """
         self._check_usable()
         rows = self._numbers_of(rows)
-        if self._whole or not rows.numel():
+        if self._may_change_all or not rows.numel():
             return
         rows = rows[self._journaled[rows] == 0].unique()
         for index, local in self._by_block(rows):
@@ -338,7 +347,7 @@ class DiskStore:
             for index, local in self._by_block(rows):
                 self._journal.begin(self._epoch)
                 for journaled_rows in self._journal.append(index, local):
-                    self._journaled[journaled_rows + self._blocks[index].first] = 1
+                    self._journaled[journaled_rows + self._blocks[index].first_row] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
@@ -374,7 +383,7 @@ class DiskStore:
         flush_directory(self.directory)
         self._epoch = commit.epoch
         self.committed_numbers = commit.numbers
-        self._whole = False
+        self._may_change_all = False
         self._journaled = zeros(self._rows)
         self._versions = commit.versions
         for sums, length in self._with_lengths():
@@ -404,11 +413,11 @@ class DiskStore:
         ):
             if tensor._version != version:
                 sums.accept_all()
-        if self._whole:
+        if self._may_change_all:
             self._sync_files()  # only then are exactly the unwritten pages holes of the files
         for k, (sums, length) in enumerate(self._with_lengths()):
-            for pages, fresh in sums.renewed(length, skip_holes=self._whole):
-                if not self._whole:
+            for pages, fresh in sums.renewed(length, skip_holes=self._may_change_all):
+                if not self._may_change_all:
                     self._journal_sums(k, pages)
                 sums.sums.index_copy_(0, pages, fresh)
 
@@ -428,11 +437,11 @@ class DiskStore:
         yet: then it opens as a new store.
         """
         self._check_usable()
-        if not self._whole:
+        if not self._may_change_all:
             with self._syncs.watch():
                 self._write_store(self._epoch, self.committed_numbers, _OVERWRITING)
                 flush_directory(self.directory)
-            self._whole = True
+            self._may_change_all = True
             self._journal.clear()
         for sums in self._sums:
             sums.accept_all()
@@ -524,8 +533,9 @@ def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, en
     for spec, width in zip(tables, widths, strict=True):
         size = spec.rows * width
         if offset < end and begin < offset + size:
-            first, last = max(begin - offset, 0) // width, (min(end - offset, size) - 1) // width
-            ranges.append(f"rows {first} to {last} of table {spec.name!r}")
+            first_row = max(begin - offset, 0) // width
+            last_row = (min(end - offset, size) - 1) // width
+            ranges.append(f"rows {first_row} to {last_row} of table {spec.name!r}")
         offset += size
     return ", ".join(ranges)
 
@@ -539,14 +549,17 @@ def _blocks(
     tables: Sequence[TableSpec], weights: Tensor, states: Sequence[tuple[State, Tensor]]
 ) -> list[Block]:
     """Return the blocks of the files: neighbouring tables of one dim are one block."""
-    blocks, first, element = [], 0, 0
+    blocks, first_row, element = [], 0, 0
     for dim, group in itertools.groupby(tables, key=lambda spec: spec.dim):
         rows = sum(spec.rows for spec in group)
         if rows == 0:
             continue
         elements = slice(element, element + rows * dim)
         tensors = [weights[elements]]
-        tensors += [t[first : first + rows] if s.per_row else t[elements] for s, t in states]
-        blocks.append(Block(first, rows, [t.view(torch.uint8).view(rows, -1) for t in tensors]))
-        first, element = first + rows, element + rows * dim
+        tensors += [
+            t[first_row : first_row + rows] if s.per_row else t[elements] for s, t in states
+        ]
+        row_bytes = [t.view(torch.uint8).view(rows, -1) for t in tensors]
+        blocks.append(Block(first_row, rows, row_bytes))
+        first_row, element = first_row + rows, element + rows * dim
     return blocks

@@ -104,6 +104,10 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
 def adopt(module: HasHyperparams, values: Tensor) -> None:
     """Set the optimizer of a module and its followers to saved `hyperparams`.
 
+    `values` is float64, with the entries of `Hyper`; the tensor of the module does not change. The
+    host waits for a GPU that has `values`. Values without numbers, and those of `External`, change
+    nothing.
+
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
     """

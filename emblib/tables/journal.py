@@ -40,12 +40,15 @@ _MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
 
 
 class Block(NamedTuple):
-    """Consecutive rows of one width: rows `[first, first + rows)` of a store.
+    """Consecutive rows of one width.
 
-    `tensors` are `[rows, bytes]` views of the weights and of every state, as uint8.
+    Attributes:
+        first_row: number of the first row within the store.
+        rows: number of rows.
+        tensors: uint8 `[rows, bytes]` views of the weights and of every state.
     """
 
-    first: int
+    first_row: int
     rows: int
     tensors: Sequence[Tensor]
 

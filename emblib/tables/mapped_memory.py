@@ -61,11 +61,11 @@ def _free_ended() -> None:
     """Wait for the kernels that may use ended mappings, and free their memory."""
     if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
         return
-    freed = []
+    taken = []  # its tensors are freed on return, after the waits
     with contextlib.suppress(IndexError):  # other threads may take some of them
         while True:
-            freed.append(_ended.popleft())
-    for device in {device for _, device in freed}:
+            taken.append(_ended.popleft())
+    for device in {device for _, device in taken}:
         torch.cuda.synchronize(device)
 
 

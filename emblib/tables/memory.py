@@ -50,10 +50,15 @@ _ORDER = {
 
 
 class TableOffset(NamedTuple):
-    """The location of a table in its tier; see `emblib.columns.FeatureColumn` for the fields.
+    """The location of a table in its tier.
 
-    `row_base` counts the rows before the table among all tables, `state_base` those before it in
-    its tier.
+    Attributes:
+        weight_offset: elements before the table in the weights of its tier.
+        row_base: rows before the table among all tables, its first linear row.
+        rows, dim: shape of the table.
+        tier: `emblib.columns.Tier` of the table.
+        state_base: rows before the table in its tier.
+        cache_stride: elements between rows of the cache; 0 if the table is not cached.
     """
 
     weight_offset: int
@@ -293,7 +298,10 @@ class Memory:
         return [self.view(t, weights, states) for t in range(len(self.tables))]
 
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
-        """Return the `views` of one table."""
+        """Return the `views` of one table.
+
+        `weights` and `states` are those of the device tier, flat or `[rows]`.
+        """
         offset = self.layout.offsets[table]
         if offset.tier == Tier.DISK and self._disk is not None:
             tensors = self._disk.user_tensors

@@ -113,6 +113,8 @@ class PageSums:
     def fetch(self, rows: Tensor, width: int, first_byte: int = 0) -> bool:
         """Read the pages of rows that are about to be used; return False if they are in memory.
 
+        A probe of some of the pages decides, see `fetch_rows`.
+
         Raises:
             OSError: a page cannot be read.
         """

@@ -356,7 +356,7 @@ def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
 
 
 def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
-    """Convert a parameter in place to `kind`, which notifies `owner`."""
+    """Convert a parameter in place to `kind`, which notifies `owner`, a weak reference."""
     if type(parameter) is not kind:
         parameter.__class__ = kind
     _owners[parameter] = weakref.ref(owner)
@@ -416,7 +416,7 @@ def disown(parameter: nn.Parameter) -> None:
 
 
 def _notify_owner(parameter: TableParameter) -> None:
-    """Tell the module of a parameter that `requires_grad` has changed."""
+    """Notify the owner of a parameter that `requires_grad` has changed."""
     reference = _owners.get(parameter)
     owner = None if reference is None else reference()
     if owner is not None:
@@ -424,7 +424,13 @@ def _notify_owner(parameter: TableParameter) -> None:
 
 
 class Registered(NamedTuple):
-    """A parameter and the module that has it, whose registry `torch.export` replaces by a copy."""
+    """A parameter as it was registered, see `check_registered`.
+
+    Attributes:
+        module: module that has it; `torch.export` replaces its registry by a copy.
+        name: name in the module.
+        parameter: the parameter, kept alive.
+    """
 
     module: nn.Module
     name: str
@@ -539,7 +545,10 @@ class UnsteppedGradients:
 
 
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
+    """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does.
+
+    It calls the function for one int64, and waits for the device that it moves to.
+    """
     probe = torch.tensor([time.monotonic_ns()])  # a value that uninitialised memory does not have
     result = fn(probe)
     if result.is_meta or result.dtype != probe.dtype:  # a cast keeps the values, rounded

@@ -505,7 +505,9 @@ class QuantizedEmbeddingBags(nn.Module):
         packed_state = self._with_packed_rows(state_dict, prefix, errors)
         if state_dicts.refuses(self, packed_state, prefix, errors):
             return
-        sources = state_dicts.sources(targets, packed_state, prefix, missing_names, unexpected)
+        sources = state_dicts.select_entries(
+            targets, packed_state, prefix, missing_names, unexpected
+        )
         for key, value in state_dicts.without_shared_memory(sources, targets).items():
             targets[key].copy_(value)
 

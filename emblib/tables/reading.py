@@ -44,7 +44,10 @@ class TableReading(NamedTuple):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal."""
+        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal.
+
+        `offsets` is `[bags + 1]`, `batch_sizes` `[F][ranks]` as in forward.
+        """
         unpooled = self.pooling is Pooling.NONE
         output_dim = self.dim if unpooled else self.dim * len(self.features)
         if batch_sizes is None:

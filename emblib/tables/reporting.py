@@ -73,8 +73,8 @@ class Reporting:
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        elapsed = 1e3 * (time.perf_counter() - start)
-        self.reporter.report_duration(self.step, event, elapsed, tbe_id=self.tbe_id)
+        duration_ms = 1e3 * (time.perf_counter() - start)
+        self.reporter.report_duration(self.step, event, duration_ms, tbe_id=self.tbe_id)
 
     def amount(self, event: str, amount: int, table: str = "") -> None:
         """Report an amount of the module or of one table."""

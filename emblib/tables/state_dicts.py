@@ -211,28 +211,28 @@ def check_keys(expected: Iterable[str], state_dict: Mapping[str, Any]) -> None:
         )
 
 
-def sources(
+def select_entries(
     targets: Mapping[str, Tensor],
     state_dict: Mapping[str, Any],
     prefix: str,
     missing_keys: list[str],
     unexpected_keys: list[str],
 ) -> dict[str, Tensor]:
-    """Select the entries of a state dict that `targets` names, as `_load_from_state_dict` does.
+    """Return the entries of a state dict that `targets` names, without `prefix`.
 
-    Missing keys and unexpected keys are appended to the lists.
+    Missing keys and unexpected keys are appended to the lists, as `_load_from_state_dict` does.
     """
     names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    sources_by_name = {key: state_dict[prefix + key] for key in names if key in targets}
-    missing_keys.extend(prefix + key for key in targets if key not in sources_by_name)
+    entries = {key: state_dict[prefix + key] for key in names if key in targets}
+    missing_keys.extend(prefix + key for key in targets if key not in entries)
     unexpected_keys.extend(prefix + key for key in sorted(names) if key not in targets)
-    return sources_by_name
+    return entries
 
 
 def without_shared_memory(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors; those that share memory with their target are copied."""
+    """Return the tensors; those that begin at the address of the target of their key are copied."""
     return {
         key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
         for key, tensor in tensors.items()

@@ -689,7 +689,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         targets = self._checkpoint()
-        sources = state_dicts.sources(targets, state_dict, prefix, missing_names, unexpected)
+        sources = state_dicts.select_entries(targets, state_dict, prefix, missing_names, unexpected)
         if not sources:
             return
         if len(sources) < len(targets):

@@ -47,7 +47,7 @@ from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
 _LOG = logging.getLogger(__name__)
-_DENSE_CHUNK = 1 << 16  # rows that to_dense computes at a time
+_BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
 _ASSIGN = "assign_to_params_buffers"  # metadata key that load_state_dict(assign=True) sets
 
 
@@ -460,8 +460,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         kinds = [keys, keys, tt.row_feature(layout, spec.dim, 0)]
         features = torch.tensor(kinds, dtype=torch.int64, device=device)
         cores = [core.detach() for core in self.table_cores(table)]
-        for start in range(0, spec.rows, _DENSE_CHUNK):
-            rows = torch.arange(start, min(start + _DENSE_CHUNK, spec.rows), device=device)
+        for start in range(0, spec.rows, _BLOCK_ROWS):
+            rows = torch.arange(start, min(start + _BLOCK_ROWS, spec.rows), device=device)
             offsets = torch.arange(rows.numel() + 1, device=device)
             batch = tt.TTLookup(
                 layout,
@@ -505,22 +505,22 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
         )
         num_features, work_by_table = len(self.feature_tables), []
-        even = [[(batch.offsets.numel() - 1) // num_features]] * num_features
-        bags = [0, *accumulate(map(sum, batch_sizes or even))]
-        by_feature = keys.split(batch.offsets[bags].diff().tolist())
+        equal_sizes = [[(batch.offsets.numel() - 1) // num_features]] * num_features
+        first_bags = [0, *accumulate(map(sum, batch_sizes or equal_sizes))]
+        keys_by_feature = keys.split(batch.offsets[first_bags].diff().tolist())
         for t, spec in enumerate(self.tables):
             readers = [f for f, table in enumerate(self.feature_tables) if table == t]
-            table_keys = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
+            table_keys = torch.cat([keys[:0], *(keys_by_feature[f] for f in readers)])
             table_keys = table_keys[table_keys >= 0].unique()
-            rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
-            halves = [half.unique().numel() for half in (table_keys // rights, table_keys % rights)]
+            first_right_core = 1 if len(spec.row_factors) == 2 else 2
+            num_rights = math.prod(spec.row_factors[first_right_core:])  # all ids of right halves
             work_by_table.append(
                 TTWork.of(
                     spec.dim_factors,
                     spec.full_ranks,
                     rows=table_keys.numel(),
-                    lefts=halves[0],
-                    rights=halves[1],
+                    lefts=(table_keys // num_rights).unique().numel(),
+                    rights=(table_keys % num_rights).unique().numel(),
                 )
             )
         return work_by_table

@@ -85,6 +85,7 @@ class FusedOptimizer(KeyedOptimizer):
                         self._first_names.update(zip(names, first_names, strict=True))
                         continue
                 entries.setdefault(table.optimizer, []).append((_join_path(path, ""), table))
+        # By group: names of its parameters, modules of its tables, and the optimizer at first.
         self._names, self._table_modules, groups = [], [], []
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
@@ -148,7 +149,10 @@ class FusedOptimizer(KeyedOptimizer):
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Write states and hyperparameters into the tables."""
         aliases = self._first_names.items()
-        state = {**state, **{name: state[first] for name, first in aliases if first in state}}
+        state = {
+            **state,
+            **{name: state[first_name] for name, first_name in aliases if first_name in state},
+        }
         for path, module in self._modules_by_path.items():
             prefix = _join_path(path, "")
             states = {

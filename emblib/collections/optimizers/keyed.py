@@ -353,7 +353,10 @@ _marks = WeakTensorKeyDictionary()
 
 
 def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None:
-    """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`."""
+    """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`.
+
+    It replaces an earlier mark, and ends with the parameter object; copies have none.
+    """
     _marks[parameter] = _Mark(share, peers)
 
 
@@ -747,9 +750,9 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: str = "lr",
     ) -> None:
         super().__init__(optimizer)
-        ends = [stage.max_iters for stage in stages]
-        if ends != sorted(set(ends)) or any(end <= 0 for end in ends):
-            raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {ends}")
+        last_steps = [stage.max_iters for stage in stages]
+        if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
+            raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
         self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, 1 << 62))
         self._lr_param = lr_param
         self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]

@@ -28,11 +28,14 @@ class TableGroup(dict[str, Any]):
     _tables: _GroupTables | None = None
 
     def connect(self, optimizer: Optimizer, modules: Sequence[Any], rates: Sequence[float]) -> None:
-        """Connect to modules with these learning rates, in both directions."""
+        """Connect to modules: writes to the group reach them, and their changes are shown in it.
+
+        `rates` are their current learning rates, which are not read from the device.
+        """
         self._tables = _GroupTables(self, optimizer, modules, rates)
 
     def show(self) -> None:
-        """Copy the hyperparameters of the modules into the groups."""
+        """Copy the hyperparameters on which all modules agree into the group."""
         if self._tables is not None:
             self._tables.show()
 
