@@ -59,9 +59,9 @@ class CapturedStep:
     number of padding ids. Modules of emblib skip the padding; other code that reads
     `values()` must skip it too.
 
-    The result is that of the step, with tensors detached. After a replay these are static: the next
-    batch of the same size class overwrites them, so clone them to keep them. The same holds for
-    gradients that the step leaves on parameters.
+    The result is that of the step, with tensors detached. After a replay its tensors are static:
+    the next batch of the same size class overwrites them, so clone what you keep. The same holds
+    for gradients that the step leaves on parameters.
 
     Results are bitwise those of an uncaptured loop. Kernels read the hyperparameters of emblib's
     tables, so these may change between steps. Numbers of `torch.optim` are part of a graph: make a
@@ -353,8 +353,8 @@ class _OptimizerMemory(NamedTuple):
 
     Attributes:
         optimizer: the optimizer.
-        state: its dict `state`; None if it has none.
-        parameters: its parameters.
+        state: value of `optimizer.state`; None if there is none.
+        parameters: parameters of all groups.
         addresses: address of each parameter.
     """
 

@@ -17,12 +17,12 @@ _R = TypeVar("_R")
 def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _R]:
     """Return a function that calls another one with gradients enabled or disabled.
 
-    `torch.no_grad` and its kin enter and leave in Python: a signal that is handled there leaves
-    the mode changed for the rest of the process, and e.g. training goes on without updates. Here a
-    signal comes inside the `try` or after the mode is as before, because Python handles signals
-    only between calls, and the mode is set in C: without the function modes of `torch.device(...)`
-    and `torch.set_default_device`, which are Python. It is for functions that return a value, not
-    for generators.
+    `torch.no_grad` and `torch.enable_grad` enter and leave in Python: a signal that is handled in
+    between leaves the mode changed for the rest of the process, and e.g. training goes on without
+    updates. Here the mode is set by a C call, and Python handles signals only between calls: a
+    signal comes inside the `try`, or after the mode is as before. The function modes of
+    `torch.device(...)` and `torch.set_default_device`, which are Python, do not see that call.
+    `function` must not be a generator.
 
     Example:
         >>> from emblib.grad_mode import in_grad_mode

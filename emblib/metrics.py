@@ -1,6 +1,6 @@
 """Metrics of models that predict clicks, over all ranks: normalized entropy and grouped AUC.
 
-They are metrics of torchmetrics, which has others, e.g. `BinaryAUROC`. Call `update` with every
+They complement the metrics of torchmetrics, e.g. `BinaryAUROC`. Call `update` with every
 batch and `compute` once; it sums over the ranks of the default process group.
 
 Needs torchmetrics: `pip install torchmetrics`.

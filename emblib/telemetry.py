@@ -39,9 +39,9 @@ AGE_METRIC = "emblib_eviction_age_steps"
 def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]:
     """Return the numbers of the dynamic tables of a model, on this rank, by module path and name.
 
-    Paths are those within a `DistributedModelParallel`, if `model` is one, so they are the same
-    without ranks. Of a sharded table these are the shards of this rank, added up; a table without a
-    shard here is left out.
+    Paths begin within a `DistributedModelParallel`, if `model` is one, so they are the same as
+    without ranks. The numbers of a sharded table are the sums over the shards of this rank; a table
+    without a shard on this rank is left out.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
@@ -74,7 +74,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
 
     Raises:
         TypeError: a label is neither a string nor an int.
-        ValueError: a label that Prometheus does not accept, or one that is used here.
+        ValueError: a label that Prometheus does not accept, or the name of a label of emblib's.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")

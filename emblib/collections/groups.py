@@ -130,7 +130,7 @@ class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
     Slices that differ in storage, dtype or optimizer are in different modules. `forward` takes the
-    units sorted by module, in the order `order`; if there is one module, it just calls it.
+    units sorted by module, in the order `order`; with one module, `forward` just calls the module.
 
     `handles[i]` has the parameters of slice i, views of its module's memory; `views(i)` has its
     optimizer states as well. The modules are not submodules, and there is no state dict: the
@@ -144,8 +144,8 @@ class TableGroups(nn.Module):
             the parameters, for an optimizer of torch.optim.
         device: device of the tables; None is torch's default device.
         seeds: seeds of the initial values, by table; None draws them from torch's generator. With
-            equal seeds initial values do not depend on how a table is sharded. The seed of a hash
-            table is that of its hash, unless its storage has one.
+            equal seeds initial values do not depend on how a table is sharded. A hash table without
+            a seed in its storage hashes its keys by this seed.
         bags: pooling of the bags, SUM or MEAN. It must be SUM for slices of rows or columns of a
             table: the caller adds the slices up and divides.
         shared: slices that other groups read too; their memory and optimizer are in

@@ -361,7 +361,7 @@ class TableCollection(nn.Module):
 
         Args:
             bits: bits per stored value, 8 or 4, for all tables; or a mapping from table name to
-                bits, which leaves other tables as they are.
+                bits; tables that it does not name stay as they are.
 
         Raises:
             KeyError: there is no such table.
@@ -452,7 +452,7 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: whether batches have weights, which scale the rows.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
             dense gradients on the parameters, for an optimizer of `torch.optim`.
-        shared: tables that other collections read too; this one reads those that `tables` names.
+        shared: tables that other collections read too; `tables` names those that this one reads.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
     Example:
@@ -656,7 +656,7 @@ class EmbeddingCollection(TableCollection):
         need_indices: whether the result has the ids as its weights.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
             dense gradients on the parameters, for an optimizer of `torch.optim`.
-        shared: tables that other collections read too; this one reads those that `tables` names.
+        shared: tables that other collections read too; `tables` names those that this one reads.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
     Example:

@@ -1,6 +1,6 @@
 """Shared tables: one table that several collections of a model read.
 
-`SharedTables` owns the tables. A collection that gets them as `shared=` reads those that its
+`SharedTables` owns the tables. A collection with `shared=` reads the shared tables that its
 configurations name, with its own features and pooling, and has no memory for them. A backward makes
 one update with the summed gradients of all lookups (`emblib.ops.joint_step`).
 
@@ -47,8 +47,8 @@ class SharedTables:
     It is not a module: the tables belong to a model through the collections that read them.
 
     Args:
-        tables: configurations of the tables; features and pooling are those of the collections that
-            read them.
+        tables: configurations of the tables. Features and pooling are not used: every collection
+            that reads a table has its own.
         device: device of the tables; None is torch's default device.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. Without one,
             the parameters get dense gradients, which autograd adds up.

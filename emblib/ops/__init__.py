@@ -15,7 +15,7 @@ _MINIMUM_TORCH = (2, 10)
 
 
 def _load() -> None:
-    """Load the native libraries: that of the CPU, and that of CUDA where there is a GPU."""
+    """Load the native libraries: `emblib_cpu`, and `emblib_cuda` where there is a GPU."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < _MINIMUM_TORCH:
         raise ImportError(

@@ -204,8 +204,8 @@ class FusedLookup(torch.autograd.Function):
     is not finite; `grad_anchor` then gets the gradient 0 or infinity, which the scaler checks.
 
     The gradient of `sample_weights` is computed from the rows at the time of backward, before the
-    update. If another backward has updated them since forward (two lookups in one loss), they
-    differ from those of forward, as in FBGEMM.
+    update. Another backward may have updated these rows since forward (two lookups in one loss);
+    then the gradient is that of the updated rows, as in FBGEMM.
     """
 
     @staticmethod
@@ -611,7 +611,7 @@ def lookup(
 ) -> Tensor:
     """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients.
 
-    The output is as of `FusedLookup.forward`, in `output_dtype`.
+    The output is that of `FusedLookup.forward`, in `output_dtype`.
 
     Args:
         memory: weights of the first tier, `[rows, dim]`, or flat if dims differ.
@@ -649,7 +649,7 @@ def lookup_no_grad(
 ) -> Tensor:
     """Pool each bag, without gradients; shapes are as in `lookup`.
 
-    `weights` are as in `Tiers`; the output is as of `FusedLookup.forward`, of `output_dtype`.
+    `weights` are as in `Tiers`; the output is that of `FusedLookup.forward`, of `output_dtype`.
     """
     return tbe.tbe_lookup(
         _readable(weights, batch),
@@ -693,7 +693,7 @@ def clip_gradient(grad: Tensor, rule: UpdateRule, scale: Tensor | None = None) -
 def largest_within(bound: float, dtype: torch.dtype) -> float:
     """Return the largest number of `dtype` that is <= `bound` (>= 0).
 
-    A clamp rounds its bounds to nearest, which would let values through that exceed them.
+    A clamp rounds its bounds to nearest; rounded up, it would pass values above `bound`.
     """
     info = torch.finfo(dtype)
     _, exponent = math.frexp(bound)  # bound < 2 ** exponent

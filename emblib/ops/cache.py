@@ -1,4 +1,4 @@
-"""The ops of the software cache: plan the rows that a batch needs, move them, find them.
+"""The ops of the software cache: plan which rows a batch needs, move rows, find rows.
 
 The cache is 32-way set-associative; slot `set * 32 + way` holds one row of any table, with its
 optimizer state. Linear row r can be in one set only, `(finalise(r) >> 32) * sets >> 32` with the

@@ -1,9 +1,9 @@
 """Effects: native calls that change a table once, though the Python around them may run again.
 
-An exception can come between any two lines: Ctrl-C, a lack of memory. So a change that takes
-several native calls is a function that can run again from its start: `Effects.once` makes a call
-the first time, and only returns its result every other time. Running the function again after an
-interruption thus completes the change, instead of making half of it twice.
+An exception can come between any two lines: Ctrl-C, a lack of memory. So a change of several native
+calls is a function that can run again from its start: `Effects.once` makes a call the first time,
+and only returns its result every other time. Running the function again after an interruption
+completes the change, instead of making half of it twice.
 """
 
 import itertools

@@ -19,9 +19,9 @@ from the first bucket of its table, -1 for none: rows of values have the same nu
 A key may be in two buckets. A full bucket evicts its least entry in `order`: by stamp and key
 ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it evicts
 nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are never
-evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key that would rank below
-every entry that it could evict is refused, with "wins" it is not. The ops take the numbers of both
-in `emblib.ops.codes`.
+evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key is refused if it would
+rank below every entry that it could evict; with "wins" it evicts the least entry. The ops take the
+numbers of orders and policies in `emblib.ops.codes`.
 
 A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
 keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
@@ -53,13 +53,14 @@ The ops of the index; optional arguments may be None, and all tensors are on one
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of those buckets that
   were last used before clock `before`; returns which slots it freed, bool `[num_buckets * 32]`
 
-The misses of a table are inserted in rounds. In the first, its first 8 misses per bucket choose
-between their buckets; in each later one four times as many, without those that are done. They
-choose by the state at the beginning of the round: the first bucket if it has more than 16 free
-slots or no fewer than the other, else the second; if both are full, the one with the lesser least
-entry. A bucket then serves those that chose it in order, until half of its free slots (of its
-entries that may be evicted, if no slot is free), rounded up, are taken; the others choose again in
-the next round. The limit keeps misses that cannot see each other from filling some buckets.
+The misses of a table are inserted in rounds. In the first round, the first 8 misses per bucket
+choose between their buckets; in each later round four times as many misses, without those that have
+a result already. A miss chooses by the state at the beginning of the round: the first bucket if it
+has more than 16 free slots or no fewer than the second, else the second; if both are full, the
+bucket with the lesser least entry. A bucket then serves the misses that chose it in order, until
+half of its free slots (of its entries that may be evicted, if no slot is free), rounded up, are
+taken; the others choose again in the next round. The limit keeps misses that cannot see each other
+from filling some buckets.
 
 `initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
 values of row `slots[i]` of each row buffer for missing key i, unless `slots[i]` is -1. Missing keys

@@ -30,7 +30,8 @@ from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
-# Maximum number of backwards with recorded gradients: nested ones, other threads', failed ones.
+# Maximum number of backwards with recorded gradients, some nested, in other threads, or failed. The
+# oldest is dropped beyond it. Not measured.
 _MAX_BACKWARDS = 16
 
 

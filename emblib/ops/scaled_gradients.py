@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 _MARK = "_emblib_scalers"
-_MAX_TASKS = 64  # backwards whose scale is remembered: nested ones and those of other threads
+_MAX_TASKS = 64  # backwards whose scale is remembered, some nested or in other threads; a bound
 
 
 class _Scaler:
@@ -91,9 +91,9 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def _record_scalers() -> _Scalers:
     """Wrap `GradScaler` to record every scaler; return the record.
 
-    It wraps constructor, copy and load, and for scalers that exist already the methods that scale;
-    in the base class and all subclasses, also future ones. Loading this module again wraps nothing
-    twice.
+    Constructor and unpickling are wrapped to record new scalers, `scale` and `update` to record
+    scalers that exist already; in `GradScaler` and all its subclasses, also future ones. Loading
+    this module again wraps nothing twice.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     scaler_classes: list[type] = [GradScaler]

@@ -1,8 +1,8 @@
 """Rows that move between a dynamic table and the store behind it, on the CPU.
 
 Between the tiers rows are packed, uint8 `[n, row_bytes]`: the bytes of a row in all row buffers,
-weights, then optimizer states. A row that changes the tier is copied twice: out of one tier into a
-packed matrix, and out of that into the other tier.
+weights, then optimizer states. A row that changes the tier is copied twice: from its tier into a
+packed matrix, and from the matrix into the other tier.
 
 - `tier_swap_(row_buffers, slots, status, evicted, found, rows, first_overflow)` moves the rows of
   one table after the insertion of a batch. `row_buffers` are matrices by slot with the same number

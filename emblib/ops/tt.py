@@ -176,8 +176,8 @@ def look_up(
 
     Calls that only update in backward use `emblib.tables.tt_calls` instead.
 
-    The output is as of `pool`. `num_saved` left halves are stored for backward, which computes the
-    others again.
+    The output is that of `pool`. `num_saved` left halves are stored for backward, which computes
+    the other ones again.
     """
     if keeps_rows or not _has_whole_passes(batch):
         rows = compute_rows(cores, batch, num_saved)
@@ -235,7 +235,7 @@ def lookup(
 ) -> Tensor:
     """Pool each bag; no gradients.
 
-    `cores` are those of all tables, `sample_weights` float32 `[L]`; the output is as of `pool`.
+    `cores` are those of all tables, `sample_weights` float32 `[L]`; the output is that of `pool`.
     """
     if is_chunked(batch, sample_weights):
         return lookup_chunks(cores, batch, sample_weights)
@@ -560,7 +560,7 @@ def _update(
     all_states = [state for of_core in states for state in of_core]
     optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
     if _has_whole_passes(batch):
-        torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
+        torch.autograd.graph.increment_version(cores)  # first: an interrupt must not omit it
         tt_backward_(
             cores,
             all_states,
@@ -658,7 +658,7 @@ def _make_step(
         return
     if is_finite is not None:
         step_increment = is_finite.to(hyper.dtype)
-    torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
+    torch.autograd.graph.increment_version(cores)  # first: an interrupt must not omit it
     count_step(
         hyper[Hyper.STEP],
         step_increment,
@@ -735,7 +735,7 @@ def _row_memory(
     If dims differ, all rows have the stride of the widest table, which only cache rows can have.
     """
     features = batch.features[2 * batch.num_features :]
-    if features.device.type == "cpu":  # which checks that so many rows are there
+    if features.device.type == "cpu":  # ops on the CPU check that a table has its ROWS
         features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()
     assert train_rows.rows is not None

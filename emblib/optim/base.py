@@ -152,7 +152,7 @@ class Optimizer:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Return the states: those as long as a row first, then those of one number per row."""
+        """Return the states: first states as long as a row, then states of one number per row."""
         return self.base_states
 
     def parameters(self) -> tuple[float, ...]:

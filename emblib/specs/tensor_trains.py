@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class IdOrder(Choice):
-    """Row that an id reads: the row of this number, or the one that a bijection assigns."""
+    """Row that an id reads: row `id` (AS_GIVEN), or the row that a bijection assigns (PERMUTED)."""
 
     AS_GIVEN = "as_given"
     PERMUTED = "permuted"

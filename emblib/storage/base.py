@@ -158,7 +158,7 @@ class TableSlice:
 
 
 class TableModule(Protocol):
-    """Module that stores tables, looks them up and updates them; `Storage.make_module` makes it."""
+    """Module that stores, looks up and updates tables, the result of `Storage.make_module`."""
 
     training: bool
 

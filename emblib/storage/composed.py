@@ -100,7 +100,7 @@ class ComposedStorage(Storage):
         """Return the components of a table with `num_embeddings` ids."""
         raise NotImplementedError
 
-    def numbers(self) -> tuple[int, ...]:
+    def mapping_numbers(self) -> tuple[int, ...]:
         """Return the integers that parametrise `rows_read`, as many for every table of a kind."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class ComposedStorage(Storage):
 
         Args:
             ids: int64 `[L]`.
-            numbers: int64 `[n, L]` or `[n, 1]`, `numbers()` of the table of each id.
+            numbers: int64 `[n, L]` or `[n, 1]`, `mapping_numbers()` of the table of each id.
             count: number of rows that an id reads.
         """
         raise NotImplementedError
@@ -239,7 +239,7 @@ class ComposedStorage(Storage):
     def layout_entry(self, num_embeddings: int) -> Tensor:
         """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
         kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
-        numbers = [kind, num_embeddings, len(self.row_components), *self.numbers()]
+        numbers = [kind, num_embeddings, len(self.row_components), *self.mapping_numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ class ComposedModule(nn.Module):
             device,
         )
         self.dense.bounds_check = BoundsCheck.NONE  # this module checks
-        self._numbers = self.features = self.bounds_violations = torch.empty(0)
+        self._mapping_numbers = self.features = self.bounds_violations = torch.empty(0)
         self._make_mapping_tensors(device)
 
     @staticmethod
@@ -379,13 +379,13 @@ class ComposedModule(nn.Module):
 
     def _make_mapping_tensors(self, device: torch.device) -> None:
         """Make the tensors that parametrise the mapping of ids, one column per feature."""
-        numbers = [self._storage_of(self._slices[t]).numbers() for t in self._reads]
+        numbers = [self._storage_of(self._slices[t]).mapping_numbers() for t in self._reads]
         num_ids = [self._slices[t].config.num_embeddings for t in self._reads]
         features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
         shape = (len(self._reads), -1) if self._reads else (0, 1)
-        self._numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
+        self._mapping_numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
         self.features = features.to(device)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
         self._has_one_mapping = len(set(zip(numbers, num_ids, strict=True))) == 1
@@ -432,10 +432,13 @@ class ComposedModule(nn.Module):
         if not self._reads:
             return [ids] * self._rows_per_id
         if self._has_one_mapping:
-            numbers, num_ids = self._numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
+            numbers, num_ids = self._mapping_numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
         else:
             feature = self._features_of(ids, offsets, batch_sizes)
-            numbers, num_ids = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
+            numbers, num_ids = (
+                self._mapping_numbers[:, feature],
+                self.features[feature, FeatureColumn.ROWS],
+            )
         int64_ids = ids.long()
         valid = (int64_ids >= 0) & (int64_ids < num_ids)
         row_ids = self._storage.rows_read(

@@ -1,7 +1,7 @@
-"""Handles: one module per table of a collection, which has its parameters and its state dict.
+"""Handles: one module per table of a collection, with the table's parameters and state dict.
 
-Several tables share one module that stores and looks them up. A handle shows one of these tables to
-the user: its parameters are views of the module's memory, so optimizers, state dicts and
+Several tables share one module, which stores them and makes their lookups. A handle shows one table
+to the user: its parameters are views of the module's memory, so optimizers, state dicts and
 `named_parameters` see one entry per table, whichever tables share a module.
 """
 

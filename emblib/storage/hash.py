@@ -167,7 +167,7 @@ class Hash(Storage):
         spec = self.spec(table_slice.num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec
-        # Bounds of the whole table, so that they do not depend on how it is cut.
+        # Bounds follow from the rows of the whole table, however it is cut.
         low, high = table_slice.config.bounds
         initializer = Uniform(low, high) if low < high else Constant(low)
         return replace(spec, initializer=initializer)
@@ -185,8 +185,8 @@ class Hash(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         dim = table_slice.dim if pooling is Pooling.NONE else 0
-        # A module has one set of counters, assigned scores, times and stores; and an optimizer that
-        # steps its parameter has one state for it.
+        # A module has one admission counter, store, clock and set of assigned scores, and an
+        # optimizer of torch one state for its parameter.
         order = self.eviction.order
         needs_own_module = (
             self.admission is not None

@@ -94,7 +94,7 @@ class Hashed(ComposedStorage):
         """Return the table `weight`; its initial values shrink by sqrt(functions)."""
         return (Component("weight", self.rows, 1.0 / math.sqrt(self.functions)),)
 
-    def numbers(self) -> tuple[int, ...]:
+    def mapping_numbers(self) -> tuple[int, ...]:
         """Return rows, seed, and whether the first function is the remainder."""
         return self.rows, self.seed, int(self.hash is RowHash.REMAINDER)
 

@@ -116,7 +116,7 @@ def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: B
 
 
 def _draw_block(table_slice: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
-    """Draw the rows of one block, and write those that a slice has into its `weight`."""
+    """Draw the rows of one block, and write the slice's part into its `weight`."""
     begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
     target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
     low, high = table_slice.config.bounds

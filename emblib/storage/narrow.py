@@ -57,7 +57,7 @@ class Narrow(ComposedStorage):
         """Return the table `weight`, with a row per id."""
         return (Component("weight", num_embeddings),)
 
-    def numbers(self) -> tuple[int, ...]:
+    def mapping_numbers(self) -> tuple[int, ...]:
         """Return one unused number: `ComposedModule` needs a column of numbers per feature."""
         return (0,)
 

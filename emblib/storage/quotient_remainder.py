@@ -104,7 +104,7 @@ class QuotientRemainder(ComposedStorage):
             Component("remainders", self.divisor, scale),
         )
 
-    def numbers(self) -> tuple[int, ...]:
+    def mapping_numbers(self) -> tuple[int, ...]:
         """Return the divisor."""
         return (self.divisor,)
 

@@ -49,8 +49,8 @@ class TensorTrain(Storage):
 
     Args:
         ranks: inner ranks, one fewer than cores.
-        row_factors: factors of the number of rows; () lets `emblib.tt.shapes` choose them. One of
-            them may be -1, and is then computed from the number of rows and the others.
+        row_factors: factors of the number of rows; () lets `emblib.tt.shapes` choose them. A factor
+            of -1, at most one, is computed from the number of rows and the other factors.
         dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
         ids: order of the ids in the train, see `TTSpec`. A table with permuted ids is not sharded

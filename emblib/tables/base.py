@@ -210,7 +210,7 @@ class FusedTables(nn.Module):
         self.register_buffer("bounds_violations", counts, persistent=False)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter; one that backward updates is marked as owned by this module."""
+        """Register a parameter; if backward updates it, mark it as owned by this module."""
         if name in self._parameters and self.parameter_class is parameters.IncompleteParameter:
             parameters.refuse_incomplete()
         super().register_parameter(name, param)

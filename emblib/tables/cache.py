@@ -20,7 +20,7 @@ they got no way. If a row without a way gets one for the prefetched batch, its f
 until that batch is looked up (`LaterFetches`), after the updates of earlier batches. Slots are
 looked up again only then.
 
-As long as all work is on one stream, which orders it, there are no events and no waits.
+As long as all work is on one stream, the stream orders it: there are no events and no waits.
 
 An interrupt may come between any two lines. So one native call (`RowCache.prefetch`,
 `RowCache.fetch`) changes tags and moves rows, and state that later calls need (tickets, streams) is
@@ -210,7 +210,7 @@ class _Prefetched(NamedTuple):
 
     Attributes:
         batch_id: the tensors that `prefetch` got.
-        versions: their versions then; another one is an error, as the rows may be others.
+        versions: versions of these tensors then; a write since is an error.
         flight: the batch in flight.
     """
 
@@ -438,7 +438,7 @@ class Prefetcher:
         """Fetch the rows of a batch; return whether it is valid."""
         if self.memory.disk is not None:
             self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
-        # Fetches run one after the other, also those of batches on different streams.
+        # Fetches run one after the other, also on different streams.
         has_order = self.is_on_one_stream()
         if not has_order:
             self._filled.wait()
@@ -628,7 +628,7 @@ class Prefetcher:
     def end_use(self) -> None:
         """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
 
-        It also waits for earlier ones, which may be on other streams.
+        The next prefetch also waits for earlier work of this kind, on any stream.
         """
         if not self.is_on_one_stream():
             self._used.end(self.cache.weights.device)
@@ -647,9 +647,10 @@ class Prefetcher:
         self._tickets.pop(ticket.number, None)
 
     def drop(self, flight: InFlight) -> None:
-        """Have the next batch release this one after an exception, whose traceback refers to it.
+        """Let the next prefetch release a batch whose lookup raised.
 
-        A prefetched batch stays at the head of the queue.
+        The traceback of the exception may still refer to the batch. A prefetched batch stays at the
+        head of the queue.
         """
         is_next = bool(self._queue) and self._queue[0].flight is flight
         if flight.ticket is not None and not is_next:

@@ -72,7 +72,7 @@ class _Commit(NamedTuple):
     """A commit in progress.
 
     Attributes:
-        epoch: its number.
+        epoch: number of the commit.
         numbers: the saved numbers.
         versions: versions of `user_tensors` at the commit.
     """

@@ -62,7 +62,7 @@ class SyncGuard:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Remember a `SyncError` that leaves this context, and re-raise it."""
+        """Context whose `SyncError` is re-raised, and makes `check` raise from then on."""
         try:
             yield
         except SyncError as error:
@@ -71,7 +71,7 @@ class SyncGuard:
 
 
 class ChecksumError(RuntimeError):
-    """Bytes of a file are not those that were written to it."""
+    """A file does not have the bytes that were written to it."""
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -123,8 +123,8 @@ def write_at(handle: int, data: memoryview, at: int) -> int:
 def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: int = 0) -> bool:
     """Read the pages of rows of a mapped file that are about to be used, many at a time.
 
-    Without it page faults read them one after the other, and one that fails ends the process.
-    Returns False if a probe of the pages found them in memory.
+    Without this call page faults read the pages one after the other, and a failing read ends the
+    process. Returns False if a probe of the pages found them in memory.
 
     Args:
         path: path of the file, for errors.
@@ -502,7 +502,7 @@ class Closable(Protocol):
     """A store that is open in one process."""
 
     def close(self) -> None:
-        """Close the store, so that others can open it."""
+        """Close the store, so that another process can open it."""
 
 
 _closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()

@@ -11,7 +11,7 @@ its device is replaced by the GPU, and it is imported again:
     pinned memory <- ends with <- Mapping <- frombuffer <- capsule <- CUDA tensor and its views
 
 Torch's allocator reuses freed pinned memory at once, because it does not know of kernels that use
-the memory in place. So a `Mapping`, which ends after the last view, waits for them at its end.
+the memory in place. So a `Mapping`, which ends after the last view, waits for the GPU at its end.
 """
 
 import contextlib

@@ -83,7 +83,8 @@ if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
 class TableParameter(nn.Parameter):
     """A parameter that backward updates: setting `requires_grad` freezes its table or trains it.
 
-    It never has a gradient, and a backward in which one arrives raises (`refuse_gradients`).
+    The parameter never has a gradient: a backward in which a gradient arrives raises
+    (`refuse_gradients`).
     """
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
@@ -215,7 +216,7 @@ def _refuses(value: Any) -> bool:
 
 
 class ViewParameter(TableParameter):
-    """A parameter that is a view of memory that several tables share, which lookups read."""
+    """A parameter that is a view of one table in the memory of several, which lookups read."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer_classes":  # what torch's _apply_optimizer_in_backward appends to
@@ -557,7 +558,7 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether one of these parameters has been replaced by an ordinary one."""
+    """Return whether a wrapper has replaced one of these parameters by an ordinary parameter."""
     if torch.compiler.is_compiling():
         return False
     return any(not isinstance(parameter, TableParameter) for parameter in parameters)

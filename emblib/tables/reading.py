@@ -36,7 +36,7 @@ class TableReading(NamedTuple):
     def features_of(
         table: TableOffset, count: int, pooling: Pooling, device: torch.device
     ) -> Tensor:
-        """Return the `features` of `count` features that read a table, one after the other."""
+        """Return `features` int64 `[count, 8]` of features whose outputs are neighbours."""
         width = 0 if pooling is Pooling.NONE else table.dim
         rows = [table.feature(number * width) for number in range(count)]
         return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, len(FeatureColumn))

@@ -6,8 +6,8 @@ lookup that changes state calls `running_forward`. In the first forward it `note
 repetition needs, e.g. the rows of its keys; in the repetition it gets them with `noted`, in the
 order of the calls, and changes nothing.
 
-The checkpointed regions around a lookup are found on the call stack: torch tells a function neither
-that it is checkpointed nor that it is repeated. The notes are stored on torch's own object of a
+The checkpointed regions around a lookup are found on the call stack: torch does not say whether a
+running function is checkpointed or repeated. The notes are stored on torch's own object of a
 region, so they live as long as the graph that may repeat the region.
 
 - With `use_reentrant=True` the first forward runs under `no_grad`. It must look up as in training,

@@ -359,7 +359,7 @@ class RowCache(nn.Module):
             `row_slots` of each pass.
         """
         # Iterators of C functions: nothing runs until `deque` runs all of them in one native call,
-        # plan and move of one pass after those of the other.
+        # pass by pass, each plan before its move.
         moves, plans = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, later):

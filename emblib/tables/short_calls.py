@@ -140,7 +140,7 @@ LookedUp = tuple[Tensor, Tensor, InFlight | None]
 def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
     """Call `tbe_backward_`; `arguments` follow `hyperparams`. Note the change of weights."""
     is_cuda = tiers.hyperparams.is_cuda
-    if is_cuda:  # first, lest an interrupt omit it
+    if is_cuda:  # first: an interrupt must not omit it
         torch.autograd.graph.increment_version(tiers.weights)
     _backward_(tiers.weights, tiers.states, tiers.hyperparams, *arguments)
     if not is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
@@ -290,7 +290,7 @@ class ShortCalls:
         sample_weights: Tensor | None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """Look up a batch with repaired offsets; the output is as of `look_up`."""
+        """Look up a batch with repaired offsets; the output is that of `look_up`."""
         batch = self.batch._replace(indices=indices, offsets=offsets, slots=slots)
         weights = self.tiers.weights
         return autograd.lookup_no_grad(weights, batch, sample_weights, module.output_dtype)

@@ -1,6 +1,6 @@
 """Checks of state dicts before the first write: a table module loads all of its state, or nothing.
 
-torch loads module by module, so it may find an invalid entry after it has written others. Therefore
+torch loads module by module, and may find an invalid entry after valid ones are written. Therefore
 the module that torch reaches first checks the entries of all its descendants, through
 `ChecksState.state_problems` of each, and refuses the whole load if there is a problem.
 """
@@ -20,7 +20,7 @@ _REFUSED = "(refused)"  # entry that marks a module, by its prefix, whose load w
 
 @runtime_checkable
 class ChecksState(Protocol):
-    """A module that checks its own entries of a state dict, those of its children excluded."""
+    """A module that checks its entries of a state dict, without the entries of its children."""
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterable[str]:
         """Yield one message per invalid entry, with its key; missing entries are valid."""

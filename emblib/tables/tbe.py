@@ -216,8 +216,8 @@ class TableBatchedEmbeddingBags(FusedTables):
                 `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: `[F][ranks]` if features differ in batch size: the bags of feature f from
-                rank r, in rank order. `offsets` then has one entry per bag plus one, and the output
-                is one vector: rank by rank, feature by feature, bag by bag.
+                rank r, in rank order. `offsets` is then `[bags + 1]`, and the output is one
+                vector: rank by rank, feature by feature, bag by bag.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
@@ -355,7 +355,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         reading: TableReading | None = None,
     ) -> Tensor:
-        """Look up a batch after its checks; the output is as of `forward`."""
+        """Look up a batch after its checks; the output is that of `forward`."""
         batch, tiers = self._batch(*batch_id, batch_sizes, reading), self._tiers()
         if self._is_periodic and self._begins_step(batch):
             with self._lock:
@@ -374,7 +374,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch whose backward leaves gradients on the parameters.
 
-        `sample_weights` is float32 `[L]`; the output is as of `forward`.
+        `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
         trained, offsets = self._gradient_parameters()
         self._unstepped.check(trained)
@@ -397,7 +397,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch, reading the rows at `batch.slots` or in their tables.
 
-        `sample_weights` is float32 `[L]`; the output is as of `forward`.
+        `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
         if decay is not None:

@@ -228,7 +228,7 @@ class ShortTrainCalls:
         `grad` has the shape of the output; `saved` are the tensors that the lookup returned after
         it, `is_finite` is a bool scalar or None.
         """
-        torch.autograd.graph.increment_version(self._cores)  # first, lest an interrupt omit it
+        torch.autograd.graph.increment_version(self._cores)  # first: an interrupt must not omit it
         _backward_(
             self._cores,
             self._states,

@@ -56,14 +56,14 @@ class TTWork(NamedTuple):
         cores = len(dim_factors)
         split = 1 if cores == 2 else 2
         per_row = math.prod(dim_factors) * full_ranks[split]
-        per_left = _pair(dim_factors[:split], full_ranks[: split + 1])
-        per_right = _pair(dim_factors[split:], full_ranks[split:])
+        per_left = _multiply_adds_of_half(dim_factors[:split], full_ranks[: split + 1])
+        per_right = _multiply_adds_of_half(dim_factors[split:], full_ranks[split:])
         halves = lefts * per_left + rights * per_right
         backward = 2 * rows * per_row + 2 * halves + lefts * per_left
         return cls(rows, lefts, rights, halves + rows * per_row, backward)
 
 
-def _pair(dim_factors: Sequence[int], ranks: Sequence[int]) -> int:
+def _multiply_adds_of_half(dim_factors: Sequence[int], ranks: Sequence[int]) -> int:
     """Return the multiply-adds of a half: those of one product of two cores, 0 for one core."""
     if len(dim_factors) == 1:
         return 0

@@ -50,9 +50,9 @@ __all__ = ["FusedOptimizer", "FusedTableEntry", "HasFusedTables"]
 class FusedOptimizer(KeyedOptimizer):
     """The fused optimizers of tables as one optimizer, for updates, schedulers and checkpoints.
 
-    Tables whose optimizer is `deferred` have gradients like other parameters: `step` applies them
-    and `zero_grad` resets them, so that they can be accumulated over several backwards, unscaled by
-    a `torch.amp.GradScaler` and clipped.
+    Tables whose optimizer is `deferred` have gradients like other parameters: `step` applies
+    gradients and `zero_grad` resets them. They can be accumulated over several backwards, unscaled
+    by a `torch.amp.GradScaler` and clipped.
 
     Backward updates all other tables, whether `step` is called or not, and they get no gradient.
     Each module of such tables has a scalar parameter in `param_groups`, whose gradient is infinite
@@ -205,7 +205,7 @@ class FusedOptimizer(KeyedOptimizer):
         optimizer, modules = self._optimizers[number], self._table_modules[number]
         rates = [module.learning_rate for module in modules]
         current = modules[0].optimizer if modules else optimizer
-        group.follow({"lr": rates[0] if rates else optimizer.lr, **numbers_of(current)})
+        group.show_entries({"lr": rates[0] if rates else optimizer.lr, **numbers_of(current)})
         group.connect(current, modules, rates)
         group.show()
         return group
@@ -394,8 +394,8 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer of emblib that is equivalent to a class of `torch.optim`.
 
     Supported are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called
-    `RowWiseAdagrad`, and the classes of `emblib.optim`. Any other class may name one of these as
-    its attribute `fused_class`, with default arguments in `fused_defaults`.
+    `RowWiseAdagrad`, and the classes of `emblib.optim`. Any other class is supported if its
+    attribute `fused_class` is such a class; `fused_defaults` are then default arguments.
 
     Raises:
         ValueError: an argument without an equivalent.

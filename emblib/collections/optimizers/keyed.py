@@ -213,7 +213,7 @@ def keyed(optimizer: Any) -> KeyedOptimizer:
     """Return `optimizer`, checked to be a `KeyedOptimizer`.
 
     Raises:
-        TypeError: it is not one, so its parameters have no names.
+        TypeError: the optimizer is of another class, whose parameters have no names.
     """
     if not isinstance(optimizer, KeyedOptimizer):
         raise TypeError(
@@ -321,8 +321,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 class GradientShare(Choice):
     """Share of a rank's gradient of a parameter in the norm over all ranks.
 
-    SHARD: only this rank has it. REPLICA: all ranks have the same one. COUNTED_ELSEWHERE: another
-    rank has it too and counts it, so this one does not.
+    SHARD: only this rank has the gradient. REPLICA: all ranks have the same gradient.
+    COUNTED_ELSEWHERE: another rank has the gradient too, and only that rank counts it.
     """
 
     SHARD = "shard"
@@ -494,7 +494,7 @@ def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peer
             shards.append(_values_of(parameter))
     local_norms = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
     norms_of_ranks = peers.gather_numbers(local_norms)
-    # Rank 0's norm of the replicas on all ranks: with factors that differ in one bit they diverge.
+    # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if dtensor_grads:
         total: Any = torch.nn.utils.get_total_norm(dtensor_grads, norm_type)

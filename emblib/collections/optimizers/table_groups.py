@@ -106,7 +106,7 @@ class TableGroup(dict[str, Any]):
                 f"the entry {name!r} acts on tables and cannot be removed: write another value"
             )
 
-    def follow(self, entries: dict[str, Any]) -> None:
+    def show_entries(self, entries: dict[str, Any]) -> None:
         """Set entries to the values that the modules have, without writing them to the modules."""
         super().update(entries)
 
@@ -200,7 +200,7 @@ class _GroupTables:
         ]
         values = {name: {of_module[name] for of_module in numbers} for name in numbers[0]}
         self._differing = {name: sorted(rates) for name, rates in values.items() if len(rates) > 1}
-        group.follow({k: v for k, v in numbers[0].items() if k not in self._differing})
+        group.show_entries({k: v for k, v in numbers[0].items() if k not in self._differing})
         if not self._differing.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer
 
