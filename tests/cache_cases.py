@@ -149,7 +149,7 @@ class Twin:
         ):
             want = plan.slots.get(row)
             assert slot == (-1 if want is None else want), row
-            moved = plan.brought_in.get(row, "stays")
+            moved = plan.fetched.get(row, "stays")
             assert old == (-2 if moved == "stays" else -1 if moved is None else moved), row
         assert (slots[unique:] == -1).all()
         assert (evicted[unique:] == -2).all()
@@ -168,7 +168,7 @@ class Twin:
         if lfu:
             for row, times in counts.items():  # of rows that are not in the cache
                 assert self.counts[row - UNCACHED] == times
-        lines = [dict.fromkeys(COUNTERS, 0), *self.model.tables, self.model.whole]
+        lines = [dict.fromkeys(COUNTERS, 0), *self.model.tables, self.model.totals]
         assert self.counters.tolist() == [list(line.values()) for line in lines]
 
 

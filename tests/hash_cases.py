@@ -368,7 +368,7 @@ class Twin:
             t = draws.below(draws.num_tables)
             first = draws.below(self.model.tables[t].buckets + 1)
             window = (first, draws.below(self.model.tables[t].buckets - first + 1))
-            self.expire(t, window, self.model.tick - draws.below(6))
+            self.expire(t, window, self.model.clock - draws.below(6))
 
 
 def keys_in(bucket: int, buckets: int, count: int) -> list[int]:

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 JaggedTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Values, weights, lengths and offsets of a JaggedTensor."""
+"""Values, weights, lengths and offsets: the arguments of `JaggedTensor`, in its order."""
 
 
 def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
     """Return the tensors of jagged `nested` `[B, j, ...]`, and of `weights` of the same lengths.
 
+    They share the memory of `nested` unless it has holes between its bags. With weights, a GPU is
+    waited for, to compare the lengths.
+
     Raises:
-        TypeError: another layout, or raggedness in another dimension.
+        TypeError: not a nested tensor, another layout, or raggedness in another dimension.
         ValueError: weights of other lengths.
     """
     values, lengths, offsets = _unpack_nested(nested)
@@ -65,12 +68,13 @@ def _require_accessors(other: Any, kind: str, *names: str) -> None:
 
 
 def _call_accessor(other: Any, name: str, default: Any = None) -> Any:
+    """Return `other.name()`, or the default if there is no such method."""
     accessor = getattr(other, name, None)
     return accessor() if callable(accessor) else default
 
 
 def jagged_tensors(other: Any) -> JaggedTensors:
-    """Return the tensors of an object with the accessors of a JaggedTensor.
+    """Return the tensors of an object with the accessors of a JaggedTensor, without copying them.
 
     Raises:
         TypeError: no `values()` or no `lengths()`.
@@ -80,7 +84,7 @@ def jagged_tensors(other: Any) -> JaggedTensors:
 
 
 def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
-    """Return constructor arguments from an object with the accessors of a KeyedJaggedTensor.
+    """Return arguments of `KeyedJaggedTensor` from an object with its accessors; copy no tensors.
 
     Raises:
         TypeError: no `keys()`, `values()` or `lengths()`.
@@ -105,7 +109,7 @@ def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
 
 
 def keyed_arguments(other: Any) -> dict[str, Any]:
-    """Return constructor arguments from an object with the accessors of a KeyedTensor.
+    """Return arguments of `KeyedTensor` from an object with its accessors; copy no tensors.
 
     Raises:
         TypeError: no `keys()`, `length_per_key()` or `values()`.

@@ -11,8 +11,8 @@ from emblib.jagged import convert
 
 _INT32, _INT64 = torch.int32, torch.int64
 _MAX_INT32 = 2**31 - 1
-_MAX_BAGS = 16
-_MAX_VALUES = 16
+_MAX_BAGS_SHOWN = 16
+_MAX_VALUES_SHOWN = 16  # per bag
 
 
 class TracedClass(ProxyableClassMeta):
@@ -28,6 +28,9 @@ class TracedClass(ProxyableClassMeta):
 
 class JaggedTensor(metaclass=TracedClass):
     """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
+
+    Tensors are not copied. After lengths or offsets were computed from the other, do not change
+    either in place.
 
     Args:
         values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
@@ -81,7 +84,7 @@ class JaggedTensor(metaclass=TracedClass):
     def from_valid(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Construct from arguments that are known to be valid."""
+        """Construct without checks; at most one of `[B]` lengths and `[B + 1]` offsets is None."""
         jagged = cls.__new__(cls)
         jagged._values = values
         jagged._weights = weights
@@ -131,7 +134,10 @@ class JaggedTensor(metaclass=TracedClass):
     def from_dense_lengths(
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
-        """Take the first `lengths[b]` entries of `values[b]` `[N, ...]` as bag b."""
+        """Take the first `lengths[b]` entries of `values[b]` as bag b; waits for a GPU.
+
+        `values` and `weights` are `[B, N, ...]`. Raises ValueError if B is not that of `lengths`.
+        """
         return JaggedTensor(unpad(values, lengths), unpad(weights, lengths), lengths)
 
     @staticmethod
@@ -141,6 +147,10 @@ class JaggedTensor(metaclass=TracedClass):
         Args:
             nested: `[B, j, ...]`.
             weights: another nested tensor of the same lengths.
+
+        Raises:
+            TypeError: not a nested tensor, or another layout.
+            ValueError: weights of other lengths.
         """
         return JaggedTensor(*convert.tensors_of_nested(nested, weights))
 
@@ -239,7 +249,7 @@ class JaggedTensor(metaclass=TracedClass):
         return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
 
     def as_type(self, kind: Any) -> Any:
-        """Construct another class with the same arguments, e.g. torchrec.JaggedTensor."""
+        """Construct a `kind`, e.g. torchrec.JaggedTensor, of the same tensors, not copied."""
         return kind(
             values=self._values,
             weights=self._weights,
@@ -263,7 +273,11 @@ class JaggedTensor(metaclass=TracedClass):
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with that of `other`, of equal sizes."""
+        """Overwrite every tensor with that of `other`, of equal sizes; return self.
+
+        Raises:
+            ValueError: weights in only one of them.
+        """
         if self._weights is None and other._weights is not None:
             raise ValueError("other has weights and this JaggedTensor has none: make it with some")
         self._values.copy_(other._values, non_blocking=non_blocking)
@@ -323,7 +337,10 @@ def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
-    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated; None without any."""
+    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated; waits for a GPU.
+
+    `padded` is `[B, N, ...]`; None is returned as it is. Raises ValueError for another B.
+    """
     if padded is None:
         return None
     if padded.dim() < 2 or padded.size(0) != lengths.numel():
@@ -336,7 +353,7 @@ def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
 
 
 def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: float) -> Tensor:
-    """Return `[B, width, ...]`: bag b in row b, cut or filled with `padding`."""
+    """Return `[B, width, ...]`: bag b in row b, cut or filled with `padding`; no wait for a GPU."""
     shape = (lengths.numel(), width, *values.shape[1:])
     if not values.size(0):
         return values.new_full(shape, padding)
@@ -487,13 +504,14 @@ def braces(lines: Sequence[str], indent: str = "") -> str:
 
 def nested_text(values: Tensor, lengths: Tensor) -> str:
     """Format the first bags, and the first values of each."""
-    lengths_shown = lengths[:_MAX_BAGS].tolist()
+    lengths_shown = lengths[:_MAX_BAGS_SHOWN].tolist()
     bags, start = [], 0
     for length in lengths_shown:
         entries = [
-            _format_value(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()
+            _format_value(v)
+            for v in values[start : start + min(length, _MAX_VALUES_SHOWN)].tolist()
         ]
-        omitted = [f"... ({length} in all)"] if length > _MAX_VALUES else []
+        omitted = [f"... ({length} in all)"] if length > _MAX_VALUES_SHOWN else []
         bags.append(f"[{', '.join(entries + omitted)}]")
         start += length
     if lengths.numel() > len(lengths_shown):

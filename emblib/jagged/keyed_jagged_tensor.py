@@ -194,7 +194,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         inverse: InverseIndices | None = None,
         strides: list[list[int]] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Construct from arguments that are known to be valid."""
+        """Construct without checks; one of lengths and offsets may be None.
+
+        `strides` is `stride_per_key_per_rank`; the lists are not copied.
+        """
         batch = cls.__new__(cls)
         batch._keys = keys
         batch._values = values
@@ -242,7 +245,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def from_jt_dict(
         jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool = False
     ) -> "KeyedJaggedTensor":
-        """Construct from one JaggedTensor per feature; if they differ in bags, strides vary."""
+        """Construct from one JaggedTensor per feature; if they differ in bags, strides vary.
+
+        Values are concatenated, so copied. Raises ValueError without features, or if only some of
+        them have weights.
+        """
         arguments = dict_arguments(jagged, force_variable_stride=force_variable_stride)
         return KeyedJaggedTensor(**arguments)
 
@@ -261,7 +268,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def concat(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
-        """Combine the features of `batches` of the same examples.
+        """Combine the features of `batches` of the same examples; values are copied.
 
         Raises:
             ValueError: no batches, different strides, or weights in only some of them.
@@ -428,7 +435,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             index = self._index_per_key = positions_of(self._keys)
         return index
 
-    _key_indices = index_per_key  # for files of TorchRec
+    _key_indices = index_per_key  # the name that TorchRec's modules call
 
     def sync(self) -> "KeyedJaggedTensor":
         """Read `length_per_key` from the device, and return self."""
@@ -443,7 +450,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def _read_bounds(self) -> list[int]:
         """Return the first position of each key's ids, then the number of ids (waits for a GPU)."""
         offsets = self.offsets()
-        if offsets.is_meta:  # without data: features of about the same size
+        if offsets.is_meta:  # no data to read: assume features of about the same size
             count = max(len(self._keys), 1)
             return [self._values.size(0) * f // count for f in range(len(self._keys) + 1)]
         if self._stride_per_key_per_rank is None:
@@ -479,7 +486,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     # Features
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """Return the bags of one feature, as views."""
+        """Return the bags of one feature, as views; read `offset_per_key` if it is not known.
+
+        Raises:
+            KeyError: a key that the batch does not have.
+        """
         position = self.index_per_key().get(key)
         if position is None:
             raise KeyError(f"no feature {key!r}; there are {self._keys}")
@@ -495,7 +506,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
 
     def to_dict(self, compute_offsets: Any = True) -> dict[str, JaggedTensor]:
-        """Return the bags of each feature, as views, whose offsets are computed on first use."""
+        """Return the bags of each feature, as views, whose offsets are computed on first use.
+
+        `compute_offsets` is an argument of TorchRec's method, and ignored.
+        """
         sizes = self.length_per_key()
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
@@ -526,14 +540,15 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Select features by position, in this order; positions may be omitted or repeated.
 
-        Consecutive features become views; other selections copy.
-
-        `indices_tensor` has the same numbers as `indices`, int32 or int64, on the device of the
-        values; None copies them there.
+        Consecutive features become views; other selections copy. Reads `length_per_key` from the
+        device if it is not known, except during the capture of a CUDA graph with `indices_tensor`
+        and equal strides: then the result is as large as this batch times the most repetitions of a
+        feature, with padding ids (-1) before its first offset.
 
         Args:
             indices: positions of the features.
-            indices_tensor: the same on the device, if the caller has it.
+            indices_tensor: the same numbers, int32 or int64 `[n]`, on the device of the values;
+                None copies them there.
 
         Raises:
             IndexError: a position out of range.
@@ -631,7 +646,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return {key: jagged.to_nested() for key, jagged in self.to_dict().items()}
 
     def as_type(self, kind: Any) -> Any:
-        """Construct another class with the same arguments, e.g. torchrec.KeyedJaggedTensor."""
+        """Construct a `kind`, e.g. torchrec.KeyedJaggedTensor, of the same tensors, not copied."""
         strides = self._stride_per_key_per_rank
         return kind(
             keys=self._keys,

@@ -10,7 +10,10 @@ from torch import Tensor
 from emblib.jagged.jagged_tensor import JaggedTensor
 
 Strides = Sequence[Sequence[int]] | Tensor
+"""Number of bags per feature and rank, `[F][R]`."""
+
 InverseIndices = tuple[list[str], Tensor]
+"""Keys, and the bag of each example per key, int64 `[F, B]`."""
 
 
 def bounds_of(lengths: Sequence[int]) -> list[int]:
@@ -51,7 +54,7 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
 
 
 def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> list[int]:
-    """Return `length_per_key` as a list.
+    """Return `length_per_key` as a list; `values` is the number of values of the batch.
 
     Raises:
         ValueError: not one length per key, or their sum is not the number of values.
@@ -73,7 +76,12 @@ def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
 
 
 def bags_per_key(strides: list[list[int]], keys: int, bags: int) -> list[int]:
-    """Return the bags of each feature over all ranks.
+    """Return the number of bags of each feature over all ranks.
+
+    Args:
+        strides: number of bags per feature and rank, `[F][R]`.
+        keys: number of features of the batch.
+        bags: number of bags of the batch.
 
     Raises:
         ValueError: not one list per key, lists of different lengths, a negative number, or a sum
@@ -104,7 +112,8 @@ def cached_strides(
 ) -> Strides | None:
     """Return `stride_per_key_per_rank` of a batch with the fields that TorchRec's batches cache.
 
-    Without strides they are computed from `stride_per_key`; the other fields are ignored.
+    None if all features have the same number of bags. Without `stride` and `strides` it is computed
+    from `stride_per_key`; the other fields are ignored.
     """
     if stride is not None or strides is not None or stride_per_key is None:
         return strides
@@ -120,10 +129,11 @@ def refuse_stride(stride: int, keys: int, bags: int) -> None:
     )
 
 
-def check_inverse(inverse: tuple[list[str], Tensor], bags: dict[str, int]) -> None:
+def check_inverse(inverse: InverseIndices, bags: dict[str, int]) -> None:
     """Raise ValueError unless `inverse` has a row of valid bags for each key; reads the device.
 
-    Rows of further keys are allowed: after a split of a batch they belong to its other parts.
+    `bags` is the number of bags by key. Rows of further keys are allowed: after a split of a batch
+    they belong to its other parts.
     """
     keys, indices = inverse
     if not bags.keys() <= set(keys) or indices.dim() != 2 or indices.size(0) != len(keys):
@@ -142,7 +152,7 @@ def check_inverse(inverse: tuple[list[str], Tensor], bags: dict[str, int]) -> No
 def dict_arguments(
     jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool
 ) -> dict[str, Any]:
-    """Return the constructor arguments for one JaggedTensor per feature.
+    """Return the arguments of the `KeyedJaggedTensor` of one JaggedTensor per feature.
 
     Raises:
         ValueError: no features, or weights in only some of them.
@@ -162,7 +172,7 @@ def dict_arguments(
 
 
 def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
-    """Return the constructor arguments that combine batches of the same examples.
+    """Return the arguments of the `KeyedJaggedTensor` that combines batches of the same examples.
 
     Raises:
         ValueError: no batches, different strides, or weights in only some of them.

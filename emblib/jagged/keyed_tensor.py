@@ -68,7 +68,7 @@ class KeyedTensor(metaclass=TracedClass):
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Construct from one tensor per key, concatenated along `cat_dim`."""
+        """Construct from one tensor per key, concatenated along `cat_dim`, equal to `key_dim`."""
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
@@ -112,7 +112,7 @@ class KeyedTensor(metaclass=TracedClass):
             self._index_per_key = index
         return index
 
-    _key_indices = index_per_key  # for files of TorchRec
+    _key_indices = index_per_key  # the name that TorchRec's modules call
 
     def size_in_bytes(self) -> int:
         """Return the bytes of the values."""
@@ -165,7 +165,7 @@ class KeyedTensor(metaclass=TracedClass):
         return regroup_by_name(keyed_tensors, groups, keys)
 
     def as_type(self, kind: Any) -> Any:
-        """Construct another class with the same arguments, e.g. torchrec.KeyedTensor."""
+        """Construct a `kind`, e.g. torchrec.KeyedTensor, of the same tensor, not copied."""
         return kind(
             keys=self._keys,
             length_per_key=self._length_per_key,

@@ -1,7 +1,7 @@
 """Removal of padding ids from batches, as `nn.EmbeddingBag` leaves `padding_idx` out.
 
 Tables skip the id -1: it adds nothing and is not trained, but counts in the bag's length, by which
-MEAN divides. A removed id does not count there.
+MEAN divides. A removed id does not count there. Nothing here changes its arguments.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def drop_padding_from_bags(
         per_sample_weights: `[L]`, one per id; differentiable.
 
     Returns:
-        `indices`, `offsets` and `per_sample_weights` of the remaining ids.
+        `indices`, `offsets` and `per_sample_weights` of the remaining ids, copied, in their dtypes.
 
     Example:
         >>> ids, offsets = torch.tensor([3, 0, 0, 5]), torch.tensor([0, 2, 4])
@@ -38,8 +38,9 @@ def drop_padding_from_bags(
         (tensor([3, 5]), tensor([0, 1, 2]))
     """
     is_kept = indices != padding_idx
-    weights = None if per_sample_weights is None else per_sample_weights[is_kept]
-    return indices[is_kept], _offsets_of(is_kept, offsets), weights
+    positions = is_kept.nonzero().squeeze(1)  # the only wait for a GPU
+    weights = None if per_sample_weights is None else per_sample_weights[positions]
+    return indices[positions], _offsets_of(is_kept, offsets), weights
 
 
 def drop_padding(
@@ -47,10 +48,11 @@ def drop_padding(
 ) -> KeyedJaggedTensor:
     """Return a batch without the padding ids of its features; bags become shorter.
 
-    On a GPU the host waits for the number of remaining ids.
+    On a GPU the host waits for the number of remaining ids and, with `padding_idx` by key, for the
+    offsets of the keys if the batch has not read them.
 
     Args:
-        batch: ids, with or without weights.
+        batch: ids `[L]`, with or without weights.
         padding_idx: the id to remove, from all features or by key; other keys keep all ids.
 
     Raises:
@@ -63,23 +65,25 @@ def drop_padding(
         >>> emblib.jagged.drop_padding(batch, {"seen": 0})["seen"].values()
         tensor([7])
     """
-    values, bounds = batch.values(), batch.offset_per_key()
+    values = batch.values()
     if isinstance(padding_idx, Mapping):
         unknown = sorted(padding_idx.keys() - set(batch.keys()))
         if unknown:
             raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
         is_kept = torch.ones_like(values, dtype=torch.bool)
+        bounds = batch.offset_per_key()
         for key, begin, end in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
             if key in padding_idx:
                 is_kept[begin:end] = values[begin:end] != padding_idx[key]
     else:
         is_kept = values != padding_idx
+    positions = is_kept.nonzero().squeeze(1)
     weights = batch.weights_or_none()
     varies = batch.variable_stride_per_key()
     return KeyedJaggedTensor(
         batch.keys(),
-        values[is_kept],
-        None if weights is None else weights[is_kept],
+        values[positions],
+        None if weights is None else weights[positions],
         offsets=_offsets_of(is_kept, batch.offsets()),
         stride=None if varies else batch.stride(),
         stride_per_key_per_rank=batch.stride_per_key_per_rank() if varies else None,

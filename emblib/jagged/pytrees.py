@@ -131,7 +131,7 @@ def _position(key: str, keys: list[str]) -> int:
 
 
 def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
-    """Return the leaves of a node, reordered for a graph that was traced with `spec`.
+    """Return the leaves of a node, reordered for a graph traced with the `TreeSpec` `spec`.
 
     Raises:
         KeyError: the node lacks a key of `spec`.

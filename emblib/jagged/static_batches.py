@@ -6,9 +6,10 @@ ids per jagged tensor. The ids of a batch are at the end of the buffer, padding 
 them, and the first offset is the number of padding ids. All kernels ignore ids before the first
 offset.
 
-`StaticBatch.fill` does not wait. Tensors on the host are written into a block of pinned memory and
-copied from there, in one copy if the whole batch is on the host. `StagingRing` reuses a block once
-its copy has ended.
+`StaticBatch.fill` does not wait for the device, unless the host is `MAX_STAGING_BLOCKS` batches
+ahead. For a GPU, tensors on the host are written into a block of pinned memory and copied from
+there, in one copy if the whole batch is on the host. `StagingRing` reuses a block once its copy has
+ended. None of these objects may be used by several threads at once.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 
 PADDING_ID = -1
 ALIGNMENT_BYTES = 256  # alignment of tensors in a buffer, that of a GPU allocation
-MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies
+MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies; not measured
 
 _PLAIN_TYPES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
 
 
-_DIFFERS = (
+_MUST_MATCH = (
     "a batch must differ from the first one in the number of ids only (use run_eagerly for an odd "
     "one, e.g. the last, or reset() before others): "
 )
@@ -63,12 +64,18 @@ class _FixedPart(NamedTuple):
 
 
 class BatchLayout:
-    """The tree of a batch, and everything about each leaf except the number of ids."""
+    """The tree of a batch, and everything about each leaf except the number of ids.
+
+    Attributes:
+        tree: the pytree of the batch, in which jagged tensors are leaves.
+        parts: the static tensors, leaf after leaf.
+        fixed: parts that all batches share, one per leaf.
+    """
 
     def __init__(self, tree: Any, leaves: Sequence[Any]) -> None:
         self.tree = tree
         self.parts: list[BatchPart] = []
-        self.fixed: list[Any] = []
+        self.fixed: list[_FixedPart] = []
         for number, leaf in enumerate(leaves):
             self.fixed.append(_fixed_part(leaf, number))
             if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
@@ -89,7 +96,9 @@ class BatchLayout:
         """Return the layout and the leaves of a batch.
 
         Raises:
-            ValueError: a jagged tensor whose features differ in their bags.
+            TypeError: a leaf that is neither a tensor, a jagged tensor nor a plain value.
+            ValueError: a jagged tensor whose features differ in their bags, or a tensor that is not
+                dense or requires a gradient.
         """
         leaves, tree = pytree.tree_flatten(batch, is_leaf=_is_jagged)
         return cls(tree, leaves), leaves
@@ -97,7 +106,7 @@ class BatchLayout:
     def check(self, other: BatchLayout) -> None:
         """Raise ValueError unless another batch has this layout."""
         if self.tree != other.tree:
-            raise ValueError(f"{_DIFFERS}it is {other.tree}, the first one was {self.tree}")
+            raise ValueError(f"{_MUST_MATCH}it is {other.tree}, the first one was {self.tree}")
         if self.parts != other.parts or self.fixed != other.fixed:
             other_entries: dict[int, list[Any]] = {}
             entries: dict[int, list[Any]] = {}
@@ -108,12 +117,12 @@ class BatchLayout:
                     described[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
             number = next(n for n in entries if entries[n] != other_entries[n])
             raise ValueError(
-                f"{_DIFFERS}leaf {number} has {other_entries[number]}, that of the first one "
+                f"{_MUST_MATCH}leaf {number} has {other_entries[number]}, that of the first one "
                 f"{entries[number]}"
             )
 
     def device_of(self, leaves: Sequence[Any]) -> torch.device:
-        """Return the device of the first tensor."""
+        """Return the device of the first tensor; raise ValueError if there is none."""
         for part in self.parts:
             return _tensor_of(leaves[part.leaf], part.kind).device
         raise ValueError("a batch must have a tensor, got none")
@@ -129,15 +138,15 @@ class BatchLayout:
                 )
 
     def num_ids(self, leaves: Sequence[Any]) -> int:
-        """Return the largest number of ids of a jagged tensor."""
+        """Return the largest number of ids of a jagged tensor; 0 without jagged tensors."""
         return max((leaf.values().size(0) for leaf in leaves if _is_jagged(leaf)), default=0)
 
     def joined(self, leaves: Sequence[Any]) -> Any:
-        """Return the batch with these leaves."""
+        """Return the tree with these leaves."""
         return pytree.tree_unflatten(list(leaves), self.tree)
 
     def moved(self, leaves: Sequence[Any], device: torch.device) -> Any:
-        """Return the batch with its tensors on the device."""
+        """Return the tree of `leaves` with its tensors on the device; the host does not wait."""
         return self.joined(
             [
                 leaf.to(device, non_blocking=True) if _is_jagged(leaf) or _is_tensor(leaf) else leaf
@@ -147,7 +156,15 @@ class BatchLayout:
 
 
 class StaticBatch:
-    """Static tensors on a device for any batch of a layout with at most `bound` ids."""
+    """Static tensors on a device for any batch of a layout with at most `bound` ids.
+
+    They are views of one buffer, which this object owns. They begin as zeros.
+
+    Args:
+        layout: layout of the batches.
+        bound: maximum number of ids per jagged tensor.
+        device: device of the static tensors.
+    """
 
     def __init__(self, layout: BatchLayout, bound: int, device: torch.device) -> None:
         self._layout, self._bound = layout, bound
@@ -191,7 +208,11 @@ class StaticBatch:
         return self._layout.joined(leaves)
 
     def fill(self, leaves: Sequence[Any]) -> None:
-        """Copy a batch into the static tensors, on the current stream; the host does not wait."""
+        """Copy a batch into the static tensors, on the current stream; the host does not wait.
+
+        `leaves` are those of a batch with the layout and at most `bound` ids per jagged tensor, on
+        the host or on the device. The caller checks this (`BatchLayout.check`, `num_ids`).
+        """
         sources = [_tensor_of(leaves[part.leaf], part.kind) for part in self._layout.parts]
         paddings = [
             self._bound - _values_of(leaves[part.leaf]).size(0) if part.kind != "dense" else 0
@@ -218,14 +239,21 @@ class StaticBatch:
 
 
 class StagingRing:
-    """Blocks of pinned memory; a block is reused once the copy from it has ended."""
+    """Blocks of `nbytes` of pinned memory; a block is reused once the copy from it has ended.
+
+    Blocks are reused in the order of `give_back`, so all copies should be on one stream.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._blocks: list[tuple[Tensor, Any]] = []  # in the order of their copies
 
     def take(self) -> Tensor:
-        """Return a block, uint8, that no copy reads; wait only for `MAX_STAGING_BLOCKS` copies."""
+        """Return a block, uint8 `[nbytes]`, that no copy reads any more.
+
+        Allocates a block if all are being read; if these are `MAX_STAGING_BLOCKS`, waits for the
+        oldest copy instead.
+        """
         if self._blocks:
             memory, event = self._blocks[0]
             is_free = event.query()
@@ -281,7 +309,7 @@ def _fixed_part(leaf: Any, number: int) -> _FixedPart:
 
 
 def _jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
-    """Construct a jagged tensor from static tensors."""
+    """Construct a jagged tensor from its static tensors, by the `kind` of their parts."""
     values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
     if fixed.kind == "JaggedTensor":
         return JaggedTensor.from_valid(values, weights, None, offsets)

@@ -2,8 +2,17 @@
 
 The cache is 32-way set-associative; rows have linear ids. `CacheModel.plan` processes one batch: it
 finds, inserts, evicts and counts rows. `write_back` and `fetch` move one row between the cache and
-the memory tier of its table. The kernels of `csrc/cache` share no code and no data structure with
-this file.
+the memory tier of its table. A missing row takes a way of its set, in order:
+
+- sets are independent; missing rows of a set are served by number (LRU), or by their lookups so
+  far, the most first, then by number (LFU)
+- a way may be taken if it is empty or was last used before the oldest batch in flight
+- they are taken in this order: empty ones; then LRU: the least recently used; LFU: the one whose
+  row has the fewest lookups so far, at equal numbers the most recently used
+- LFU does not replace a row by one with fewer lookups
+
+Lookups so far include those of this batch, and are remembered for rows outside the cache. The
+kernels of `csrc/cache` share no code and no data structure with this file.
 """
 
 from collections import Counter
@@ -12,7 +21,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from emblib.columns import Tier
+from emblib.columns import FeatureRow, Tier
 from emblib.reference.random import finalise
 
 WAYS = 32
@@ -37,7 +46,7 @@ def set_of(row: int, sets: int) -> int:
 
 @dataclass
 class Way:
-    """One way of a set: its linear row, None if empty, and the batch that last used it."""
+    """One way of a set: its linear row, None if empty, and the number of the batch that used it."""
 
     row: int | None = None
     stamp: int = 0
@@ -45,14 +54,25 @@ class Way:
 
 @dataclass
 class CachePlan:
-    """Slot of each row of a batch: `set * 32 + way`, or None if it is read from its tier."""
+    """Plan of a batch: where its rows are read, and which rows move before that.
+
+    Attributes:
+        slots: slot of each distinct row, `set * 32 + way`; None if it is read from its tier.
+        fetched: evicted row by fetched row; None if the way was empty.
+    """
 
     slots: dict[int, int | None] = field(default_factory=dict)
-    brought_in: dict[int, int | None] = field(default_factory=dict)  # fetched -> evicted row
+    fetched: dict[int, int | None] = field(default_factory=dict)
 
 
 class CacheModel:
-    """The cache of tables with linear rows `ranges`: `(first row, number of rows)` per table."""
+    """A cache that several tables share.
+
+    Args:
+        sets: number of sets, each of `WAYS` ways.
+        policy: "lru" or "lfu".
+        ranges: linear rows of each table, as (first row, number of rows).
+    """
 
     def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
         self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
@@ -60,7 +80,7 @@ class CacheModel:
         self.ranges = list(ranges)
         self.counts: Counter[int] = Counter()  # lookups of a row so far; LFU only
         self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]  # counters per table
-        self.whole = dict.fromkeys(COUNTERS, 0)  # counters of all tables together
+        self.totals = dict.fromkeys(COUNTERS, 0)  # counters of all tables together
 
     def plan(self, lookups: Iterable[int], clock: int, oldest: int) -> CachePlan:
         """Plan batch number `clock`, and update cache and counters.
@@ -83,15 +103,16 @@ class CacheModel:
             else:
                 missing_by_set.setdefault(set_index, []).append(row)
         for set_index, rows in missing_by_set.items():
-            self._admit(set_index, rows, (clock, min(oldest, clock)), plan)
+            self._admit(set_index, rows, plan, clock=clock, oldest=min(oldest, clock))
         self._count(batch, plan, {row for rows in missing_by_set.values() for row in rows})
         return plan
 
-    def _admit(self, index: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
+    def _admit(
+        self, set_index: int, rows: list[int], plan: CachePlan, *, clock: int, oldest: int
+    ) -> None:
         """Assign the ways of a set to its missing rows, both in the order of the policy."""
-        time, oldest = clock  # numbers of this batch and of the oldest one in flight
-        lfu, ways = self.policy == "lfu", self.sets[index]
-        rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)
+        is_lfu, ways = self.policy == "lfu", self.sets[set_index]
+        rows.sort(key=lambda row: (-self.counts[row], row) if is_lfu else row)
         free = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
         free.sort(key=lambda w: (*self._order(ways[w]), w))
         for row in rows:
@@ -99,14 +120,14 @@ class CacheModel:
             if not free:
                 continue
             way = ways[free[0]]
-            if lfu and way.row is not None and self.counts[row] < self.counts[way.row]:
+            if is_lfu and way.row is not None and self.counts[row] < self.counts[way.row]:
                 continue
-            plan.slots[row] = index * WAYS + free.pop(0)
-            plan.brought_in[row] = way.row
-            way.row, way.stamp = row, time
+            plan.slots[row] = set_index * WAYS + free.pop(0)
+            plan.fetched[row] = way.row
+            way.row, way.stamp = row, clock
 
     def _order(self, way: Way) -> tuple[int, ...]:
-        """Rank ways for eviction: empty ones, then by age (LRU) or by use and recency (LFU)."""
+        """Return the sort key of ways that may be taken: the lowest is taken first."""
         if way.row is None:
             return (0, 0, 0)
         if self.policy == "lfu":
@@ -124,23 +145,23 @@ class CacheModel:
         """Add a planned batch to the counters; `batch` has the lookups of each row."""
         for t in {self._table(row) for row in batch}:
             self.tables[t]["calls"] += 1
-        self.whole["calls"] += 1
+        self.totals["calls"] += 1
         for row, times in batch.items():
-            conflict = plan.slots[row] is None
-            for line in (self.tables[self._table(row)], self.whole):
-                line["lookups"] += times
-                line["unique"] += 1
-                line["unique_misses"] += row in missing_rows
-                line["lookup_misses"] += times * (row in missing_rows)
-                line["conflict_unique_misses"] += conflict
-                line["conflict_misses"] += times * conflict
-        for evicted in plan.brought_in.values():
+            has_no_way = plan.slots[row] is None
+            for counters in (self.tables[self._table(row)], self.totals):
+                counters["lookups"] += times
+                counters["unique"] += 1
+                counters["unique_misses"] += row in missing_rows
+                counters["lookup_misses"] += times * (row in missing_rows)
+                counters["conflict_unique_misses"] += has_no_way
+                counters["conflict_misses"] += times * has_no_way
+        for evicted in plan.fetched.values():
             if evicted is not None:
                 self.tables[self._table(evicted)]["write_backs"] += 1
-                self.whole["write_backs"] += 1
+                self.totals["write_backs"] += 1
 
     def locate(self, row: int) -> int | None:
-        """Return the current slot of a row, None if it is not in the cache."""
+        """Return the current slot of a linear row, None if it is not in the cache."""
         set_index = set_of(row, len(self.sets))
         ways = [w for w, entry in enumerate(self.sets[set_index]) if entry.row == row]
         return set_index * WAYS + ways[0] if ways else None
@@ -148,7 +169,14 @@ class CacheModel:
 
 @dataclass
 class CacheMemory:
-    """The tensors behind a cache: `weights[tier]`, `states[tier][k]` and the op's `tables`."""
+    """The tensors behind a cache, which `fetch` and `write_back` change.
+
+    Attributes:
+        weights: flat weights by `Tier`.
+        states: optimizer states by `Tier`, flat; a state has one number per row or one per weight.
+        tables: int64 `[T, 8]`, per table weight_offset, row_base, rows, dim, column, tier,
+            state_base and cache_stride (`FeatureColumn`).
+    """
 
     weights: Sequence[Tensor]
     states: Sequence[Sequence[Tensor]]
@@ -156,17 +184,18 @@ class CacheMemory:
 
     def _locations(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Return (view in the table's tier, view in the cache) of a row and of each state."""
-        offset, first_row, _, dim, _, tier, state_base, stride = next(
-            line for line in self.tables.tolist() if line[1] <= row < line[1] + line[2]
-        )
-        start = offset + (row - first_row) * dim
+        tables = [FeatureRow(*columns) for columns in self.tables.tolist()]
+        table = next(t for t in tables if t.row_base <= row < t.row_base + t.rows)
+        dim, tier, stride = table.dim, table.tier, table.cache_stride
+        row_in_table = row - table.row_base
+        start = table.weight_offset + row_in_table * dim
         row_slice, slot_slice = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
         pairs = [(self.weights[tier][row_slice], self.weights[Tier.CACHE][slot_slice])]
         for state, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
-            if cached.numel() == self.weights[Tier.CACHE].numel():  # as long as the row
+            if cached.numel() == self.weights[Tier.CACHE].numel():  # one number per weight
                 pairs.append((state[row_slice], cached[slot_slice]))
             else:
-                element = state_base + row - first_row
+                element = table.state_base + row_in_table
                 pairs.append((state[element : element + 1], cached[slot : slot + 1]))
         return pairs
 
@@ -183,7 +212,7 @@ class CacheMemory:
 
 def move(memory: CacheMemory, plan: CachePlan) -> None:
     """Fetch every row of the plan, after writing back the row that it evicts."""
-    for row, evicted in plan.brought_in.items():
+    for row, evicted in plan.fetched.items():
         slot = plan.slots[row]
         assert slot is not None, "a fetched row has a slot"
         if evicted is not None:
@@ -192,7 +221,7 @@ def move(memory: CacheMemory, plan: CachePlan) -> None:
 
 
 def flush(memory: CacheMemory, model: CacheModel) -> None:
-    """Write every row of the cache back, and leave it in the cache."""
+    """Write every row of the cache back to its table; the rows stay in the cache."""
     for set_index, ways in enumerate(model.sets):
         for w, way in enumerate(ways):
             if way.row is not None:

@@ -2,10 +2,10 @@
 
 `HashModel` is the state of all tables of an index. A training step calls `touch`, `misses`,
 `grow` and `insert` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
-separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, and
-`HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned id is the int64 of the
-same bits. `values` defines the initial rows of new keys. The kernels of `csrc/hash` share no code
-and no data structure with this file.
+separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, whose docstring
+defines terms and rules; `HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned
+id is the int64 of the same bits. `values` defines the initial rows of new keys. The kernels of
+`csrc/hash` share no code and no data structure with this file.
 
 Details of the definition:
 
@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from emblib.columns import InitialKind
 from emblib.reference.random import mix, philox_counters
 
 SLOTS = 32  # slots per bucket
 PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
-FIRST_CHOOSERS, MORE_CHOOSERS = 8, 4  # keys per bucket that may choose in a round: first, growth
+FIRST_CHOOSERS = 8  # keys per bucket that may choose a bucket in the first round
+CHOOSERS_GROWTH = 4  # how many times as many may choose in each later round
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
     "lookups",
@@ -65,11 +67,11 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
 
 
 def choosers(buckets: int, number: int) -> int:
-    """Return how many missing keys of a table may choose buckets in round `number` (from 0).
+    """Return how many missing keys of a table have had their first choice after round `number`.
 
-    Each round has several times as many keys as the previous one, so there are few rounds.
+    Rounds count from 0. Each has several times as many keys as the previous, so there are few.
     """
-    return FIRST_CHOOSERS * buckets * MORE_CHOOSERS**number
+    return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**number
 
 
 def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
@@ -93,7 +95,7 @@ class HashEntry:
     """The contents of an occupied slot."""
 
     key: int
-    stamp: int
+    stamp: int  # clock of the batch that last used the key
     score: int = 0
 
 
@@ -102,27 +104,27 @@ class Miss:
     """A key of a batch that was missing, and the result of its insertion."""
 
     key: int
-    positions: list[int]
+    positions: list[int]  # in the batch, ascending
     total: int = 0  # uses in the batch
-    admitted: bool = True
-    slot: int = -1
+    admitted: bool = True  # set by the caller before the insertion
+    slot: int = -1  # of the table; -1 if the key got none
     status: int = NOT_ADMITTED
     evicted: HashEntry | None = None
 
 
 @dataclass
 class ReferenceHashTable:
-    """One table: `buckets` are in use, memory is for `most`."""
+    """One table: its slots, bucket after bucket, and counters."""
 
-    buckets: int
-    most: int
+    buckets: int  # in use
+    max_buckets: int  # that it has slots for
     load: int  # keys per slot, in 1024ths, above which it grows
     hash_key: int = 0  # selects the hash of its keys
     slots: list[HashEntry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def __post_init__(self) -> None:
-        self.slots = self.slots or [None] * (self.most * SLOTS)
+        self.slots = self.slots or [None] * (self.max_buckets * SLOTS)
 
     @property
     def size(self) -> int:
@@ -130,7 +132,7 @@ class ReferenceHashTable:
         return sum(entry is not None for entry in self.slots)
 
     def bucket(self, number: int) -> list[HashEntry | None]:
-        """Return the slots of a bucket."""
+        """Return the contents of the slots of a bucket, copied."""
         return self.slots[number * SLOTS : (number + 1) * SLOTS]
 
     def addresses(self, key: int) -> tuple[int, int]:
@@ -146,7 +148,7 @@ class ReferenceHashTable:
         return -1
 
     def remove(self, slot: int, counter: str) -> None:
-        """Empty a slot and count why."""
+        """Empty a slot and add 1 to `counter`, a name of `COUNTERS`."""
         self.slots[slot] = None
         self.counters[counter] += 1
 
@@ -154,7 +156,7 @@ class ReferenceHashTable:
         """Split buckets until `keys` keys fit the load; return old to new slots of moved keys."""
         old_buckets, self.buckets = (
             self.buckets,
-            wanted_buckets(keys, self.buckets, self.most, self.load),
+            wanted_buckets(keys, self.buckets, self.max_buckets, self.load),
         )
         new_slots: dict[int, int] = {}
         for slot, entry in enumerate(self.slots[: old_buckets * SLOTS]):
@@ -169,14 +171,21 @@ class ReferenceHashTable:
 
 
 class HashModel:
-    """Tables that share a clock: the sequential definition of every op."""
+    """Tables that share a clock: the sequential definition of every op.
+
+    Args:
+        tables: tables, which the model changes.
+        order: eviction order, one of `ORDERS`.
+        insert_policy: "wins" or "competes": whether a key that ranks below all it could evict is
+            inserted or refused.
+    """
 
     def __init__(
         self, tables: Sequence[ReferenceHashTable], order: str, insert_policy: str = "wins"
     ) -> None:
         self.tables = list(tables)
         self.order, self.insert_policy = order, insert_policy
-        self.tick = 0
+        self.clock = 0  # number of batches so far
 
     # A batch
 
@@ -185,8 +194,11 @@ class HashModel:
         return [self.tables[t].find(key) for t, key in batch]
 
     def touch(self, batch: Batch, counts: Sequence[int], batch_scores: Sequence[int]) -> list[int]:
-        """Find keys and record their use; `batch_scores` is the score by table (assigned)."""
-        self.tick += 1
+        """Find keys and record their use; return their slots, -1 for missing keys.
+
+        `counts` are the uses of each position, `batch_scores` the scores by table ("assigned").
+        """
+        self.clock += 1
         slots = self.find(batch)
         for (t, _), slot, count in zip(batch, slots, counts, strict=True):
             table = self.tables[t]
@@ -196,7 +208,7 @@ class HashModel:
             table.counters["hits"] += 1
             entry = table.slots[slot]
             assert entry is not None, "a key was found there"
-            entry.stamp = self.tick
+            entry.stamp = self.clock
             if self.order in ("lfu", "lru_lfu"):
                 entry.score = min(entry.score + count, MAX_USES)
             elif self.order == "assigned":
@@ -204,7 +216,10 @@ class HashModel:
         return slots
 
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
-        """Return the distinct keys without a slot, per table, in order of first occurrence."""
+        """Return the distinct keys without a slot, per table, in order of first occurrence.
+
+        `slots` are those that `touch` returned.
+        """
         misses_by_key: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
             if slot < 0:
@@ -221,15 +236,18 @@ class HashModel:
         ]
 
     def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
-        """Insert or refuse every miss, into a free slot or by eviction; set the status of each."""
+        """Insert or refuse every miss, into a free slot or by eviction; set the status of each.
+
+        Misses choose their buckets in rounds, see `emblib.ops.hash`.
+        """
         for table, misses_of_table, score in zip(self.tables, misses, batch_scores, strict=True):
             pending: list[Miss] = []
-            begin = number = 0
+            begin = round_number = 0
             while pending or begin < len(misses_of_table):
-                end = choosers(table.buckets, number)
+                end = choosers(table.buckets, round_number)
                 pending += [miss for miss in misses_of_table[begin:end] if miss.admitted]
-                pending = self._round(table, pending, score)
-                begin, number = end, number + 1
+                pending = self._run_round(table, pending, score)
+                begin, round_number = end, round_number + 1
             for miss in misses_of_table:
                 is_stored = miss.status in (NEW, EVICTING)
                 table.counters["inserted"] += is_stored
@@ -237,11 +255,11 @@ class HashModel:
                 table.counters["refused"] += miss.status == REFUSED
                 table.counters["not_admitted"] += miss.status == NOT_ADMITTED
 
-    def _round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
+    def _run_round(self, table: ReferenceHashTable, pending: list[Miss], score: int) -> list[Miss]:
         """Run one round of a table's missing keys; return those left for the next."""
         chosen_by: dict[tuple[int, bool], list[tuple[Miss, HashEntry]]] = {}
         for miss in pending:
-            entry = HashEntry(miss.key, self.tick, self._first_score(miss, score))
+            entry = HashEntry(miss.key, self.clock, self._first_score(miss, score))
             choice = self._choose(table, entry)
             if choice is None:
                 miss.status = REFUSED
@@ -260,12 +278,12 @@ class HashModel:
         evict: bool,
     ) -> None:
         """Insert keys in order into at most half of a bucket's usable slots, rounded up."""
-        room = (
+        num_usable = (
             len(self._evictable_entries(table, bucket))
             if evict
             else table.bucket(bucket).count(None)
         )
-        max_inserts = (room + 1) // 2
+        max_inserts = (num_usable + 1) // 2
         for miss in bucket_misses:
             if max_inserts and (self._replace if evict else self._fill)(table, bucket, miss):
                 max_inserts -= 1
@@ -333,13 +351,13 @@ class HashModel:
         """Return the entries of a bucket that may be evicted."""
         if self.order == "none":
             return []
-        return [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
+        return [e for e in table.bucket(number) if e is not None and e.stamp < self.clock]
 
     def _is_refused(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
         """Return whether a new key ranks too low to evict an entry of rank `candidate`."""
         return self.insert_policy == "competes" and self._rank(entry) < candidate
 
-    # Calls of their own
+    # Without a batch of training
 
     def erase(self, batch: Batch) -> list[int]:
         """Remove keys; return the slot that each position freed, -1 where its key is missing."""
@@ -351,12 +369,13 @@ class HashModel:
         return freed
 
     def expire(self, t: int, window: tuple[int, int], before: int) -> list[int]:
-        """Remove keys last used before `before` from a window (first bucket, buckets).
+        """Remove keys whose stamp is below `before` from a window, (first bucket, num_buckets).
 
         Returns the slots of the table that became free, ascending.
         """
-        table, (first, buckets) = self.tables[t], window
-        slots = range(first * SLOTS, min(first + buckets, table.buckets) * SLOTS)
+        table, (first_bucket, num_buckets) = self.tables[t], window
+        end_bucket = min(first_bucket + num_buckets, table.buckets)
+        slots = range(first_bucket * SLOTS, end_bucket * SLOTS)
         entries = [(slot, table.slots[slot]) for slot in slots]
         freed = [slot for slot, entry in entries if entry is not None and entry.stamp < before]
         for slot in freed:
@@ -375,7 +394,7 @@ class HashModel:
         displaced.sort(key=self._rank, reverse=True)
         num_lacking = max(0, size - buckets * SLOTS)
         num_inserted = len(displaced) - num_lacking * len(displaced) // max(1, size)
-        table.slots[buckets * SLOTS :] = [None] * ((table.most - buckets) * SLOTS)
+        table.slots[buckets * SLOTS :] = [None] * ((table.max_buckets - buckets) * SLOTS)
         table.buckets = buckets
         misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
         policy, self.insert_policy = self.insert_policy, "wins"
@@ -406,27 +425,27 @@ class HashModel:
             for e in table.slots
         ]
         entries = [[0] * 3 if e is None else [e.key, e.stamp, e.score] for e in slots]
-        rows, first_slot = [], 0
+        rows, first_bucket = [], 0
         for x in self.tables:
-            rows.append((first_slot, x.buckets, x.most, x.size, x.load, x.hash_key))
-            first_slot += x.most
+            rows.append((first_bucket, x.buckets, x.max_buckets, x.size, x.load, x.hash_key))
+            first_bucket += x.max_buckets
         return [
             torch.tensor(tags, dtype=torch.uint8),
             torch.tensor(entries).view(-1, 3)[:, :words].contiguous(),
             torch.tensor(rows).view(-1, 6),
-            torch.tensor([self.tick]),
+            torch.tensor([self.clock]),
             torch.tensor([list(x.counters.values()) for x in self.tables]).view(-1, len(COUNTERS)),
         ]
 
     @classmethod
     def of(cls, index: Sequence[Tensor], order: str, insert_policy: str = "wins") -> "HashModel":
-        """Construct the model from the tensors of an index."""
+        """Construct the model from the five tensors that `index` returns."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
-        for (first_slot, buckets, max_buckets, _, load, hash_key), counts in zip(
+        for (first_bucket, buckets, max_buckets, _, load, hash_key), counts in zip(
             rows, counters, strict=True
         ):
-            window = slice(first_slot * SLOTS, (first_slot + max_buckets) * SLOTS)
+            window = slice(first_bucket * SLOTS, (first_bucket + max_buckets) * SLOTS)
             slots = [
                 HashEntry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)
@@ -434,7 +453,7 @@ class HashModel:
             by_name = dict(zip(COUNTERS, counts, strict=True))
             tables.append(ReferenceHashTable(buckets, max_buckets, load, hash_key, slots, by_name))
         model = cls(tables, order, insert_policy)
-        (model.tick,) = clock
+        (model.clock,) = clock
         return model
 
 
@@ -442,17 +461,21 @@ class HashModel:
 
 
 def is_admitted(uses: int, features: Iterable[int], thresholds: Sequence[int]) -> bool:
-    """Return whether a missing key is admitted that features use in a batch, with `uses` so far."""
+    """Return whether a missing key with `uses` so far is admitted.
+
+    It needs the lowest of the `thresholds` of the `features` that use it in the batch.
+    """
     return uses >= min(thresholds[feature] for feature in features)
 
 
-def is_alive(last_uses: Mapping[int, int], ttls: Sequence[int | None], tick: int) -> bool:
+def is_alive(last_uses: Mapping[int, int], ttls: Sequence[int | None], clock: int) -> bool:
     """Return whether a key has not expired: some feature used it within its ttl, None for ever.
 
-    `last_uses` is by feature; features that never used the key are not in it.
+    `last_uses` is the clock of the last use by feature; features that never used the key are not in
+    it. `ttls`, by feature, are in batches.
     """
     return any(
-        ttls[feature] is None or tick - used <= ttls[feature]  # type: ignore[operator]
+        ttls[feature] is None or clock - used <= ttls[feature]  # type: ignore[operator]
         for feature, used in last_uses.items()
     )
 
@@ -475,7 +498,7 @@ def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
 
 
 def read_rows(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
-    """Return the row of each slot, a row of the default value for -1."""
+    """Return the row of each slot, `[n, dim]`, a row of the default value for -1."""
     rows = torch.full((slots.numel(), values.size(1)), default_value, dtype=values.dtype)
     rows[slots >= 0] = values[slots[slots >= 0]]
     return rows
@@ -489,7 +512,16 @@ def start_rows_(
     starting: Tensor,
     default_value: float,
 ) -> Tensor:
-    """Write the rows of missing keys, each the first of its `starting` rows; return all rows."""
+    """Write the rows of missing keys, each the first of its `starting` rows; return all rows.
+
+    Args:
+        values: `[slots, dim]`, changed in place.
+        slots: int64 `[L]`, the slot of each position, -1 for none.
+        groups: int `[L]`, the miss of each position, -1 for a hit.
+        first: int `[misses]`, first position of each miss.
+        starting: `[L, dim]`, the row that a position would start its key with.
+        default_value: value of the rows of slot -1.
+    """
     for position, group in enumerate(groups.tolist()):
         if group >= 0 and int(slots[position]) >= 0 and int(first[group]) == position:
             values[slots[position]] = starting[position]
@@ -513,30 +545,42 @@ def add_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
 def evicted_rows(
     values: Sequence[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """Return keys, rows, stamps and scores of the evicted keys, in the order of the misses."""
+    """Return keys, rows, stamps and scores of the evicted keys, in the order of the misses.
+
+    `evicted` is int64 `[misses, 3]`: key, stamp and score. The rows are a list, one per `values`.
+    """
     is_evicting = status == EVICTING
     keys, stamps, scores = evicted[is_evicting].unbind(1)
     return keys, [matrix[slots[is_evicting]] for matrix in values], stamps, scores
 
 
 _MASK = 0xFFFFFFFF
-UNIFORM, NORMAL, CONSTANT, DEBUG = range(4)
+_KEY_MODULUS = 100_000  # of `emblib.init.KeyModulo`
 
 
 def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
-    """Return the row of a key, float64 `[dim]`; `rule` is that of `emblib.ops.hash.rule_of`."""
-    kind, base, scale, first_number, span, low, high = rule
-    if kind == CONSTANT:
+    """Return the initial row of a key, float64 `[dim]`.
+
+    Args:
+        rule: numbers of the distribution, see `InitialRuleColumn`.
+        seed: seed of the random numbers.
+        stream: number of the table and row buffer, see `InitialLayoutColumn`.
+        key: key of any sign; its 64 bits count.
+        dim: number of values.
+    """
+    kind, base, scale, first_share, span, low, high = rule
+    if kind == InitialKind.CONSTANT:
         return torch.full((dim,), base, dtype=torch.float64)
-    if kind == DEBUG:
-        return torch.full((dim,), key % 2**64 % 100_000, dtype=torch.float64)
+    if kind == InitialKind.KEY_MODULO:
+        return torch.full((dim,), key % 2**64 % _KEY_MODULUS, dtype=torch.float64)
     blocks = torch.arange(-(-dim // 4))
     words = [key & _MASK, key >> 32 & _MASK, stream & _MASK]
     counters = torch.stack([*(torch.full_like(blocks, word) for word in words), blocks], dim=1)
     random = philox_counters(seed, counters).flatten()[:dim]
-    if kind == UNIFORM:
+    if kind == InitialKind.UNIFORM:
         return base + scale * ((random >> 8).double() * 2.0**-24)
-    share = first_number + span * ((random.double() + 0.5) * 2.0**-32)
+    # A truncated normal distribution, by its inverse: shares between those of its two ends.
+    share = first_share + span * ((random.double() + 0.5) * 2.0**-32)
     return (base + scale * torch.special.ndtri(share)).clamp(low, high)
 
 
@@ -550,7 +594,18 @@ def initial_rows_(
     slots: Tensor,
     seed: int,
 ) -> None:
-    """Write the rows of missing keys that got a slot, in all row buffers."""
+    """Write the rows of missing keys that got a slot, in all row buffers.
+
+    Args:
+        row_buffers: flat weights and states of all tables, changed in place.
+        layout: int64 `[T, P, 5]`, see `InitialLayoutColumn`.
+        rules: float64 `[T, P, 7]`, see `InitialRuleColumn`.
+        ids: int64 `[L]`, the keys of the batch.
+        first: int `[misses]`, first position of each miss, table after table.
+        offsets: int `[T + 1]`, the misses of each table.
+        slots: int64 `[misses]`, -1 for none.
+        seed: seed of the random numbers.
+    """
     for table in range(offsets.numel() - 1):
         for miss in range(int(offsets[table]), int(offsets[table + 1])):
             slot, key = int(slots[miss]), int(ids[first[miss]])

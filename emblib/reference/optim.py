@@ -2,7 +2,7 @@
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
-only stored values are rounded.
+only stored values are rounded. A quotient with the denominator 0 is 0.
 
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
@@ -13,6 +13,7 @@ the element-wise states; 8, 9 and 10 are the same tensors when a cache writes ro
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from emblib.reference.random import philox_counters
 
 
 def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
-    """Return a random 32-bit word per element of the linear rows `rows [U]`, int64 `[U, dim]`."""
+    """Return a random 32-bit word per element of the linear rows `rows` `[U]`, int64 `[U, dim]`.
+
+    `tensor` is the number of the rounded tensor, see the module docstring.
+    """
     blocks = torch.arange((dim + 3) // 4)
     row, block = torch.meshgrid(rows.cpu().long(), blocks, indexing="ij")
     counters = torch.stack(
@@ -41,10 +45,12 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 
 
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
-    """Round `values` (as float32) up or down at random to `dtype`; float32 stays exact.
+    """Round `values` (as float32) up or down at random to float16 or bfloat16.
 
     The probability of either neighbour is proportional to its proximity, to 2^-13 of their distance
-    in float16. A finite value becomes infinite only if rounding to nearest makes it infinite.
+    in float16. `words` are int64 in [0, 2^32), one per value: bfloat16 uses the low 16 bits,
+    float16 the low 13. Any other `dtype` is rounded to nearest without them. A finite value becomes
+    infinite only if rounding to nearest makes it infinite.
     """
     values = values.float()
     if dtype not in (torch.float16, torch.bfloat16):
@@ -52,9 +58,9 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> T
     bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
     rounded = (_round_to_half if dtype == torch.float16 else _round_to_bfloat)(magnitude, words)
-    infinite = 0x7C00 if dtype == torch.float16 else 0x7F80
+    infinity = 0x7C00 if dtype == torch.float16 else 0x7F80
     nearest = values.abs().to(dtype).view(torch.int16).long()
-    rounded = torch.where(rounded >= infinite, nearest.clamp(max=infinite), rounded)
+    rounded = torch.where(rounded >= infinity, nearest.clamp(max=infinity), rounded)
     word = sign | rounded
     result = torch.where(word >= 0x8000, word - 0x10000, word).to(torch.int16).view(dtype)
     return torch.where(values.isnan(), torch.full_like(result, torch.nan), result)
@@ -79,9 +85,15 @@ States = list[Tensor]
 class RowBatch:
     """A batch of rows during an optimizer step.
 
-    `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `decayed`: the weights after
-    decoupled decay; `states` in the optimizer's order, `[U, D]` or `[U]`; `numbers`: the
-    hyperparameters that only this optimizer has, in the order of its functor in csrc.
+    Attributes:
+        w: weights `[U, D]` before the step.
+        decayed: weights `[U, D]` after decoupled decay, from which the step is subtracted.
+        g: gradient `[U, D]` with the L2 penalty.
+        states: states in the optimizer's order, `[U, D]` or `[U]`.
+        lr: learning rate.
+        step: number of this step, from 1.
+        numbers: hyperparameters that only this optimizer has, in the order of its functor in csrc;
+            eps is the first of the Adagrad family.
     """
 
     w: Tensor
@@ -149,16 +161,23 @@ def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
+    """Decay a row by all steps since its last update, then by this one."""
     _, max_norm, rate, min_scale, start = rows.numbers
     sums, previous = rows.states
-    steps = decode_steps(previous).double()
-    keep, num_missed_steps = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
+    last_step = decode_steps(previous).double()  # 0 for rows that had no update
+    missed_decay, num_missed_steps = (
+        torch.ones_like(sums),
+        min(rows.step, LAST_STEP) - last_step - 1,
+    )
     if rows.step >= start:
-        lazy = (max(1 - rows.lr * rate, 0.0) ** num_missed_steps.clamp(min=0)).clamp(min=min_scale)
-        keep = torch.where((steps > 0) & (num_missed_steps > 0), lazy.to(keep), keep)
+        factor = max(1 - rows.lr * rate, 0.0) ** num_missed_steps.clamp(min=0)
+        has_missed = (last_step > 0) & (num_missed_steps > 0)
+        missed_decay = torch.where(
+            has_missed, factor.clamp(min=min_scale).to(missed_decay), missed_decay
+        )
         previous = _current_step_state(rows, previous)
     total = sums + rows.g.square().mean(1)
-    decayed = _scale_rows(keep * (1 - rows.lr * rate), rows.decayed)
+    decayed = _scale_rows(missed_decay * (1 - rows.lr * rate), rows.decayed)
     new_rows = decayed - _scale_rows(_adagrad_rate(rows, total), rows.g)
     return _limit_norm(new_rows, max_norm), [total, previous]
 
@@ -177,6 +196,7 @@ def _current_step_state(rows: RowBatch, like: Tensor) -> Tensor:
 
 
 def _update_count(rows: RowBatch, halflife: float) -> Tensor:
+    """Return the count of updates: 1 for halflife 0, plain for < 0, else halved per `halflife`."""
     counter = rows.states[2]
     if halflife == 0:
         return torch.ones_like(counter)
@@ -186,6 +206,7 @@ def _update_count(rows: RowBatch, halflife: float) -> Tensor:
 
 
 def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
+    """Clip the norm of the gradient to `count * max(coefficient * norm of the row, lower)`."""
     _, max_norm, halflife, coefficient, lower = rows.numbers
     total, count = rows.states[0] + rows.g.square().mean(1), _update_count(rows, halflife)
     norm_bound, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
@@ -194,45 +215,75 @@ def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
     return _limit_norm(new_rows, max_norm), [total, _current_step_state(rows, total), count]
 
 
-def _tail_scale(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
-    """Return the step size per row: `plain`, changed for rows with more updates than a limit."""
-    bound, tail, threshold, share, largest = rows.numbers[6:11]
-    ratio = (largest / (count + 1)) if tail == 0 else (count + 1) / largest
-    special = plain * (ratio**bound).clamp(*((1, 10) if tail == 0 else (0.1, 1)))
-    if tail == 2:
-        special = _ratio(rows.lr, (bound * count).sqrt() + rows.numbers[0])
-    limit = math.floor(threshold * largest) if share else threshold
-    return torch.where(count > limit, special, plain) if tail >= 0 else plain
+class _CounterNumbers(NamedTuple):
+    """The `numbers` of a row-wise Adagrad with a `Counter`, see `Counter.parameters`."""
+
+    eps: float
+    max_norm: float
+    halflife: float
+    decay_kind: float  # 0 none, 1 L2, 2 Decoupled, 3 AdagradW
+    decay_rate: float
+    start: float
+    bound: float
+    tail: float  # -1 EQUAL, 0 RAISED, 1 LOWERED, 2 BY_COUNT (`TailRate`)
+    threshold: float
+    threshold_is_relative: float  # 1 if the threshold is a fraction of the largest count
+    largest: float  # the largest count of the table plus 1
+
+
+def _tail_rate(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
+    """Return the step size per row: `plain`, changed for rows of a count above the threshold."""
+    n = _CounterNumbers(*rows.numbers)
+    if n.tail == -1:
+        return plain
+    if n.tail == 0:
+        rate = plain * ((n.largest / (count + 1)) ** n.bound).clamp(1, 10)
+    elif n.tail == 1:
+        rate = plain * (((count + 1) / n.largest) ** n.bound).clamp(0.1, 1)
+    else:
+        rate = _ratio(rows.lr, (n.bound * count).sqrt() + n.eps)
+    is_relative = n.threshold_is_relative > 0
+    threshold = math.floor(n.threshold * n.largest) if is_relative else n.threshold
+    return torch.where(count > threshold, rate, plain)
 
 
 def _counter(rows: RowBatch) -> tuple[Tensor, States]:
-    _, max_norm, halflife, decay, rate, start, bound = rows.numbers[:7]
-    penalised = rows.g + rate * rows.w if decay == 1 else rows.g
-    total, count = rows.states[0] + penalised.square().mean(1), _update_count(rows, halflife)
-    plain = step = _adagrad_rate(rows, total)
-    keep = torch.ones_like(total)
-    if start <= 0 or rows.step > start:
-        step = _tail_scale(rows, plain, count)
-        if decay == 1:
-            keep = 1 - halflife / count * rate * plain
-        if decay == 2:
-            keep = 1 - halflife / count * rate * rows.lr
-        if decay == 3:
-            if halflife == -1:
-                step = plain * count.sqrt()
-            if halflife == -2:
-                step = _adagrad_rate(rows, total, (rows.lr * count).clamp(max=bound))
-            num_missed_steps = _steps_since_update(rows).clamp(max=rows.step - start) - 1
-            lazy = torch.where(
-                num_missed_steps == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** num_missed_steps
+    """Apply FBGEMM's counter-based regularization: see `emblib.optim.Counter`.
+
+    An `AdagradW` decay changes the step size by the count for a halflife of exactly -1 or -2, and
+    catches up on the decay of the steps since the row's last update.
+    """
+    n = _CounterNumbers(*rows.numbers)
+    penalised = rows.g + n.decay_rate * rows.w if n.decay_kind == 1 else rows.g
+    total, count = rows.states[0] + penalised.square().mean(1), _update_count(rows, n.halflife)
+    plain = rate = _adagrad_rate(rows, total)
+    decay = torch.ones_like(total)
+    if n.start <= 0 or rows.step > n.start:
+        rate = _tail_rate(rows, plain, count)
+        if n.decay_kind == 1:
+            decay = 1 - n.halflife / count * n.decay_rate * plain
+        if n.decay_kind == 2:
+            decay = 1 - n.halflife / count * n.decay_rate * rows.lr
+        if n.decay_kind == 3:
+            if n.halflife == -1:
+                rate = plain * count.sqrt()
+            if n.halflife == -2:
+                rate = _adagrad_rate(rows, total, (rows.lr * count).clamp(max=n.bound))
+            num_missed_steps = _steps_since_update(rows).clamp(max=rows.step - n.start) - 1
+            factor_per_step = max(1 - rows.lr * n.decay_rate, 0.0)
+            missed_decay = torch.where(
+                num_missed_steps == 0, 1.0, factor_per_step**num_missed_steps
             )
-            step, keep = step * lazy, (1 - rate * rows.lr) * lazy
-    new_rows = _scale_rows(keep, rows.decayed) - _scale_rows(step, rows.g)
-    return _limit_norm(new_rows, max_norm), [total, _current_step_state(rows, total), count]
+            rate, decay = rate * missed_decay, (1 - n.decay_rate * rows.lr) * missed_decay
+    new_rows = _scale_rows(decay, rows.decayed) - _scale_rows(rate, rows.g)
+    return _limit_norm(new_rows, n.max_norm), [total, _current_step_state(rows, total), count]
 
 
 def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both moments, the bias-corrected first moment, and the denominator of the step."""
+    """Return both moments, the bias-corrected first moment, and the denominator of the step.
+
+    `square` is what the second moment averages: `g*g`, or its mean per row.
+    """
     beta1, beta2, eps = rows.numbers[:3]
     m = beta1 * rows.states[0] + (1 - beta1) * rows.g
     v = beta2 * rows.states[1] + (1 - beta2) * square
@@ -269,6 +320,7 @@ def _partial_rowwise_lamb(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _lars(rows: RowBatch) -> tuple[Tensor, States]:
+    """Scale the learning rate of a row by the ratio of its norm to that of its gradient."""
     momentum, eta, decay = rows.numbers
     norm = _norm(rows.w)
     denominator = _norm(rows.g) + decay * norm
@@ -279,6 +331,7 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
+    """Apply FTRL-Proximal; elements whose gradient is 0 (squared, in float32) do not change."""
     beta, l1, l2 = rows.numbers
     total, linear = rows.states
     if rows.lr == 0:
@@ -322,7 +375,10 @@ OPTIMIZERS = {
 def step_rows(
     optimizer: str, w: Tensor, g: Tensor, states: Sequence[Tensor], hyper: Tensor
 ) -> tuple[Tensor, States]:
-    """Return new weights and states of rows `w [U, D]` with gradient `g`, in the dtype of `g`."""
+    """Return new weights and states of rows `w` `[U, D]` with gradient `g`, in the dtype of `g`.
+
+    `states` are those of the rows, `[U, D]` or `[U]`; `hyper` is float64, see `Hyper`.
+    """
     lr, step, l2, decay, _, *numbers = hyper.tolist()
     w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]
     with_penalty = g + l2 * w if l2 else g  # no NaN of zero times an infinite weight
@@ -331,19 +387,20 @@ def step_rows(
 
 
 def store(
-    target: Tensor, at: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
+    target: Tensor, positions: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
 ) -> None:
-    """Write `values` to `target[at]`, rounded as `hyper` selects.
+    """Write `values` to `target[positions]`, rounded as `hyper` selects.
 
-    Stochastic rounding draws random numbers by the linear rows `ids` and the number `tensor`.
+    Stochastic rounding, of 16-bit values `[U, D]` only, draws random numbers by the linear rows
+    `ids` `[U]` and the number `tensor`.
     """
     seed = int(hyper[Hyper.SEED])
-    narrow = target.dtype in (torch.float16, torch.bfloat16)
-    if seed >= 0 and narrow and values.dim() == 2:
+    is_narrow = target.dtype in (torch.float16, torch.bfloat16)
+    if seed >= 0 and is_narrow and values.dim() == 2:
         random = words(seed, ids, values.size(1), int(hyper[Hyper.STEP]), tensor)
-        target[at] = round_stochastically(values, target.dtype, random)
+        target[positions] = round_stochastically(values, target.dtype, random)
     else:
-        target[at] = values.to(target.dtype)
+        target[positions] = values.to(target.dtype)
 
 
 def update_rows_(
@@ -354,10 +411,11 @@ def update_rows_(
     grads: Tensor,
     first_row: int = 0,
 ) -> None:
-    """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero.
+    """Apply `optimizer` to every row of `weights` `[R, W]` whose gradient is not all zero.
 
-    Arithmetic is in the dtype of `grads`. Written values are rounded as `hyper` selects, in row i
-    with the random numbers of row `first_row + i`.
+    `states` are `[R, W]` or `[R]`. Weights and states are changed in place. Arithmetic is in the
+    dtype of `grads` `[R, W]`. Written values are rounded as `hyper` selects, in row i with the
+    random numbers of row `first_row + i`.
     """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]

@@ -32,7 +32,7 @@ def crc32(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
 def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
     """Return the numbers of the pages of rows, int64, row after row; a page may repeat."""
     begins = [first_byte + row * width for row in rows.tolist() if row >= 0 and width]
-    pages = [range(at // page_bytes, (at + width - 1) // page_bytes + 1) for at in begins]
+    pages = [range(begin // page_bytes, (begin + width - 1) // page_bytes + 1) for begin in begins]
     return torch.tensor([page for row_pages in pages for page in row_pages], dtype=torch.int64)
 
 
@@ -48,7 +48,7 @@ def without_mark(
 def mark_(
     marks: Sequence[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int
 ) -> None:
-    """Set the marks of the pages of rows in every vector of marks."""
+    """Set the marks of the pages of rows to 1 in every vector of marks, in place."""
     for vector in marks:
         vector[pages_of(rows, width, first_byte, page_bytes)] = 1
 

@@ -1,6 +1,8 @@
 """Hashing of 64-bit keys, and counter-based random numbers, in plain PyTorch.
 
-Random numbers are Philox4x32-10 in int64 arithmetic.
+Random numbers are Philox4x32-10 (Salmon et al., 2011) in int64 arithmetic: each block of four
+32-bit words is a function of a 64-bit seed and a 128-bit counter. csrc/core/random.h has the same
+functions.
 """
 
 from typing import TypeVar
@@ -9,12 +11,15 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # of Philox4x32
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # what Philox4x32 adds to its key per round
+_ROUNDS = 10
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+"""2^64 divided by the golden ratio, as int64."""
+_FACTORS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))  # of MurmurHash3
 
 Bits = TypeVar("Bits", int, Tensor)
+"""64 bits: a Python int in [0, 2^64), or an int64 tensor of any shape."""
 
 
 def _wrap(x: Bits) -> Bits:
@@ -23,11 +28,7 @@ def _wrap(x: Bits) -> Bits:
 
 
 def finalise(x: Bits) -> Bits:
-    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit.
-
-    Args:
-        x: a number in [0, 2^64), or an int64 tensor of the same bits.
-    """
+    """Apply the finaliser of MurmurHash3 (Appleby, 2011): every bit of x affects every bit."""
     for factor in _FACTORS:
         x = _wrap((x ^ (x >> 33 & (1 << 31) - 1)) * factor)
     return x ^ (x >> 33 & (1 << 31) - 1)
@@ -54,16 +55,16 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
-    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of each block `[N]`."""
+    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of the blocks `[N]` of a seed."""
     zero = torch.zeros_like(blocks)
     return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
 
 
 def philox_counters(seed: int, counters: Tensor) -> Tensor:
-    """Return the random words of counters of four words each, `[N, 4]` in [0, 2^32)."""
+    """Return the random words, int64 `[N, 4]` in [0, 2^32), of counters `[N, 4]` in [0, 2^32)."""
     c = list(counters.unbind(1))
     keys = [seed & _MASK, seed >> 32 & _MASK]
-    for _ in range(10):
+    for _ in range(_ROUNDS):
         (h0, l0), (h1, l1) = _multiply(_MULTIPLIERS[0], c[0]), _multiply(_MULTIPLIERS[1], c[2])
         c = [h1 ^ c[1] ^ keys[0], l1, h0 ^ c[3] ^ keys[1], l0]
         keys = [(key + step) & _MASK for key, step in zip(keys, _KEY_STEPS, strict=True)]
@@ -71,6 +72,9 @@ def philox_counters(seed: int, counters: Tensor) -> Tensor:
 
 
 def uniform(numel: int, low: float, high: float, seed: int) -> Tensor:
-    """Return `numel` values `low + (high - low) * u`, float64, as `emblib.ops.primitives` does."""
+    """Return the values of `fill_uniform_`, `low + (high - low) * u`, float64 `[numel]`.
+
+    u is a multiple of 2^-24 in [0, 1): the high 24 bits of a word.
+    """
     words = philox(seed, torch.arange((numel + 3) // 4)).flatten()[:numel]
     return low + (high - low) * (words >> 8).double() * 2.0**-24

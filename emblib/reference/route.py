@@ -1,8 +1,10 @@
 """Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
-The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms: a *unit* is
-the part of a feature that one rank looks up, `copies` are the units that get the ids of a block.
-The loops run over features, blocks and segments, never over ids.
+The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms: a *block* is
+a range of a feature's rows, or a share of its keys; a *unit* is the part of a feature that one rank
+looks up; `copies` are the units that get the ids of a block. `routing` is the five tensors
+first_bags, features, blocks, copies and units. The loops run over features, blocks and segments,
+never over ids.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,11 @@ from emblib.reference.random import mix
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Concatenate segments `order` of `values` `[N, ...]`, `total` rows in all."""
+    """Concatenate segments `order` of `values` `[N, ...]`; segment s starts at row `starts[s]`.
+
+    Raises:
+        ValueError: `total` is not the number of rows of these segments.
+    """
     segments = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
     out = torch.cat([values[:0], *segments])
     if out.size(0) != total:
@@ -24,7 +30,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 
 
 def owners(keys: Tensor, num_blocks: int) -> Tensor:
-    """Apply `RouteRule.BY_KEY`: return the block in `[0, num_blocks)` of each key."""
+    """Apply `RouteRule.BY_KEY`: return the block in `[0, num_blocks)` of each key, int64 `[L]`."""
     return (mix(mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
 
@@ -37,18 +43,18 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
         return first_block + owners(ids, num_blocks), ids
-    pruned = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
+    is_skipped = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
     row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
     first_rows = blocks[
         first_block : first_block + num_blocks, RouteBlockColumn.FIRST_ROW
     ].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
     local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
-    block, local = torch.where(pruned, 0, block), torch.where(pruned, -1, local)
+    block, local = torch.where(is_skipped, 0, block), torch.where(is_skipped, -1, local)
     if rule == RouteRule.BY_RANGE_ELSE_SPREAD:
-        beyond = ids >= rows
-        block = torch.where(beyond, ids % num_blocks, block)
-        local = torch.where(beyond, ids // num_blocks, local)
+        is_beyond = ids >= rows
+        block = torch.where(is_beyond, ids % num_blocks, block)
+        local = torch.where(is_beyond, ids // num_blocks, local)
     return first_block + block, local
 
 
@@ -99,7 +105,10 @@ def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
 def route_ids(
     ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the ids of all units, their positions in `ids` and their weights, each `[total]`."""
+    """Return the ids of all units, unit after unit, their positions in `ids` and their weights.
+
+    Each is `[total]`; the weights are None if `weights` `[L]` is None.
+    """
     routes = _routes(ids, offsets, routing)
     positions = torch.cat(
         [ids.new_empty(0, dtype=torch.int64), *(route.positions for route in routes)]
@@ -121,7 +130,7 @@ def _divisors(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | flo
 
 
 def _rows_of_piece(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return which rows of a target a piece contributes to, and the piece's row for each.
+    """Return which of `count` rows of a target a piece has, and the piece's row for each.
 
     Without `rows`, or with `first_row` -1, row i of the piece is that of row i of the target.
     """
@@ -150,7 +159,23 @@ def combine(
     local: Tensor | None = None,
     local_begin: int = 0,
 ) -> Tensor:
-    """Sum the pieces of every target in float32; means are divided by the lengths of bags."""
+    """Sum the pieces of every target in float32; means are divided by the lengths of bags.
+
+    Args:
+        source: flat, all pieces; without those of `local`, if there is one.
+        targets: int64 `[T, 7]`, see `TargetColumn`.
+        pieces: int64 `[P, 3]`, see `PieceColumn`.
+        lengths: lengths of bags, by which means are divided; None divides nothing.
+        out_numel: number of elements of the output.
+        dtype: dtype of the output.
+        rows: int32, the piece's row for rows of a target, -1 for none; None: row i for row i.
+        scale: factor of all sums.
+        local: flat, the elements of the source from `local_begin` on.
+        local_begin: position of `local` in the whole source.
+
+    Returns:
+        Flat `[out_numel]`.
+    """
     if local is not None:
         source = torch.cat([source[:local_begin], local, source[local_begin:]])
     out = source.new_zeros(out_numel, dtype=dtype)
@@ -178,15 +203,20 @@ def combine_backward(
     local: Tensor | None = None,
     local_begin: int = 0,
 ) -> Tensor:
-    """Apply the adjoint of `combine`: copy each target's gradient, divided, to all its pieces."""
+    """Apply the adjoint of `combine`: copy each target's gradient, divided, to all its pieces.
+
+    The arguments are those of `combine`. `grad` is that of its output, `source_numel` the size of
+    the whole source. Elements that no piece names are 0. `local` is written; the gradient of the
+    others, flat in `dtype`, is returned.
+    """
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
-        share = _rows(grad, offset, stride, count, width).float()
-        share = share / _divisors(lengths, first_bag, count) * scale
+        target_grad = _rows(grad, offset, stride, count, width).float()
+        piece_grad = target_grad / _divisors(lengths, first_bag, count) * scale
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
             in_piece, positions = _rows_of_piece(rows, first_row, count)
             values = _rows(out, piece, piece_stride, _num_rows(positions), width)
-            values[positions] = share[in_piece].to(dtype)
+            values[positions] = piece_grad[in_piece].to(dtype)
     if local is None:
         return out
     local_end = local_begin + local.numel()

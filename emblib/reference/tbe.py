@@ -2,7 +2,12 @@
 
 Same terms as `emblib.ops.tbe`, no native code, any floating dtype (float64 for gradient checks),
 any device. `features` is int64 `[F, 8]`: weight_offset, row_base, rows, dim, column, tier,
-state_base, cache_stride.
+state_base, cache_stride (`FeatureColumn`). The rules for invalid input:
+
+- offsets are clamped to `[0, L]` and made non-decreasing, and the last one is L
+- ids before the first offset are in no bag
+- index -1 is skipped, but counts in the length of its bag; any other index outside the table reads
+  and updates row 0; all indices of a table without rows are skipped
 """
 
 import math
@@ -35,7 +40,11 @@ NO_EXTRAS = Extras()
 class RowGroups(NamedTuple):
     """Lookups grouped by row: those of `rows[u]` are `lookups[segments[u]:segments[u + 1]]`.
 
-    `rows [U]` are linear and ascending, `lookups [L]` positions in the batch, `bags [L]` the bags.
+    Attributes:
+        rows: int64 `[U]`, linear rows, ascending.
+        segments: int64 `[U + 1]`, from 0.
+        lookups: int64, positions in the batch, those of a row ascending.
+        bags: int64, the bag of each of `lookups`.
     """
 
     rows: Tensor
@@ -66,7 +75,10 @@ def num_lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
 
 
 def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
-    """Return the feature of each bag, int64 `[bags]`; without a layout all have as many bags."""
+    """Return the feature of each bag, int64 `[bags]`.
+
+    Without a layout every feature has the same number of bags.
+    """
     if bag_layout is not None:
         return bag_layout[:, BagColumn.FEATURE]
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
@@ -82,14 +94,15 @@ def _locate(
         return bag, torch.zeros_like(bag), torch.full_like(bag, -1)
     feature = feature_of_bag(features, offsets, bag_layout)[bag.clamp(min=0)]
     index = indices.long()
-    in_table = (index >= 0) & (index < features[feature, FeatureColumn.ROWS])
-    index = torch.where(in_table | (index == -1), index, 0)
+    is_in_table = (index >= 0) & (index < features[feature, FeatureColumn.ROWS])
+    index = torch.where(is_in_table | (index == -1), index, 0)
     # A table without rows has no row 0 to read instead.
     index = torch.where(features[feature, FeatureColumn.ROWS] > 0, index, -1)
     return bag, feature, torch.where(bag >= 0, index, -1)
 
 
 def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """Return flat weights by `Tier`; one tensor is tier 0."""
     return [weights.flatten()] if isinstance(weights, Tensor) else [w.flatten() for w in weights]
 
 
@@ -104,9 +117,9 @@ def _rows(
     cache = tiers[Tier.CACHE][: tiers[Tier.CACHE].numel() // stride * stride].view(-1, stride)[
         :, :dim
     ]
-    cached = (slots >= 0) & (slots < cache.size(0))
+    is_cached = (slots >= 0) & (slots < cache.size(0))
     values = values.clone()
-    values[cached] = cache[slots[cached].long()].to(values.dtype)
+    values[is_cached] = cache[slots[is_cached].long()].to(values.dtype)
     return values
 
 
@@ -122,8 +135,18 @@ def lookup(
 ) -> Tensor:
     """Pool bags: `[B, output_dim]`; `[L, output_dim]` for NONE, `[output_dim]` with a bag layout.
 
-    `weights` is one tensor, or a list of memory tiers; the result has its dtype. Differentiable in
-    `weights` and `sample_weights`.
+    MEAN divides by the length of the bag, skipped lookups included. Differentiable in `weights` and
+    `sample_weights`.
+
+    Args:
+        weights: flat tensor, or a list of flat tensors by `Tier`; the result has their dtype.
+        features: int64 `[F, 8]`.
+        indices: `[L]`.
+        offsets: `[bags + 1]`; without a bag layout there are F * B bags, feature after feature.
+        sample_weights: `[L]`, factor of each lookup; None for 1.
+        pooling: SUM, MEAN, or NONE, which returns the row of each lookup.
+        output_dim: columns of the output; with a bag layout its number of elements.
+        extras: cache slots and bag layout.
     """
     tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
@@ -179,7 +202,7 @@ def sample_weight_grad(
     pooling: Pooling = Pooling.SUM,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Return the gradient of `lookup` in its sample weights, `[L]`."""
+    """Return the gradient of `lookup` in its sample weights, `[L]`, given that of its output."""
     tiers = [tier.detach() for tier in _tiers(weights)]
     ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
     columns = grad.size(-1)
@@ -201,9 +224,18 @@ def update_(
 ) -> None:
     """Apply `optimizer` to the rows in `groups`, given the dense gradient of the flat weights.
 
-    `weights` and `weight_grad` are one tensor, or a list with one per memory tier (the cache has no
-    gradient). `states` has all states of tier 0, then of tier 1, ...; `row_slots` `[U]` is the
-    cache slot of each row, -1 for none.
+    A row of several features is updated once, for the first of them. A cached row is updated in the
+    cache alone.
+
+    Args:
+        weights: flat tensor, or a list by `Tier`; changed in place.
+        states: all states of tier 0, then of tier 1, ...; changed in place.
+        hyper: float64 hyperparameters, see `Hyper`.
+        optimizer: name in `optim.OPTIMIZERS`.
+        weight_grad: gradients of the weights, by `Tier`; the cache has none.
+        features: int64 `[F, 8]`.
+        groups: lookups by row, of which only the rows are used.
+        row_slots: `[U]`, cache slot of each row, -1 for none; None for no slots.
     """
     weights = [weights] if isinstance(weights, Tensor) else weights
     weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad
@@ -216,21 +248,29 @@ def update_(
         capacity = (
             weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
         )
-        cached = selected & (slots >= 0) & (slots < capacity)
-        for tier, in_tier in ((table_tier, selected & ~cached), (Tier.CACHE, cached)):
+        is_cached = selected & (slots >= 0) & (slots < capacity)
+        for tier, in_tier in ((table_tier, selected & ~is_cached), (Tier.CACHE, is_cached)):
             linear = groups.rows[in_tier]
             if linear.numel() == 0:
                 continue
             columns = torch.arange(dim, device=linear.device)
-            source = (offset + (linear - base) * dim).unsqueeze(1) + columns
-            at = (slots[in_tier] * stride).unsqueeze(1) + columns if tier == Tier.CACHE else source
-            entry = slots[in_tier] if tier == Tier.CACHE else state_base + linear - base
+            # Elements [n, dim] of the rows in their table, whose gradient is read, and in `tier`.
+            table_elements = (offset + (linear - base) * dim).unsqueeze(1) + columns
+            if tier == Tier.CACHE:
+                elements = (slots[in_tier] * stride).unsqueeze(1) + columns
+                row_numbers = slots[in_tier]
+            else:
+                elements, row_numbers = table_elements, state_base + linear - base
             tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
-            state_positions = [entry if by_row else at for by_row in per_row]
+            state_positions = [row_numbers if by_row else elements for by_row in per_row]
             local = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
             new_rows, new_states = optim.step_rows(
-                optimizer, weights[tier][at], weight_grad[table_tier][source], local, hyper
+                optimizer,
+                weights[tier][elements],
+                weight_grad[table_tier][table_elements],
+                local,
+                hyper,
             )
-            optim.store(weights[tier], at, new_rows, hyper, linear, 0)
+            optim.store(weights[tier], elements, new_rows, hyper, linear, 0)
             for k, state in enumerate(tier_states):
                 optim.store(state, state_positions[k], new_states[k], hyper, linear, 1 + k)

@@ -1,4 +1,9 @@
-"""Rows that move between a dynamic table and its store: the definition of `emblib.ops.tiers`."""
+"""Rows that move between a dynamic table and its store: the definition of `emblib.ops.tiers`.
+
+Arguments and results are those of the ops. `row_buffers` are matrices by slot, such as weights and
+optimizer states; a *packed* row, uint8 `[row_bytes]`, is the bytes of one row in all of them, one
+buffer after the other. A record of a store is some 8-byte words (stamp, score), then a packed row.
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +14,7 @@ from emblib.reference.hash import EVICTING, HIT, NEW, REFUSED
 
 
 def packed(row_buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
-    """Return the rows in slots, uint8 `[n, row_bytes]`: the bytes of all buffers in order."""
+    """Return the packed rows in slots `[n]`, uint8 `[n, row_bytes]`."""
     return torch.cat(
         [buffer[slots].contiguous().view(torch.uint8) for buffer in row_buffers], dim=1
     )
@@ -24,7 +29,21 @@ def swap_(
     rows: Tensor,
     first_overflow: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Copy the rows of evicted keys out of their slots, then write stored rows to theirs."""
+    """Copy the rows of evicted keys out of their slots, then write stored rows to theirs.
+
+    Args:
+        row_buffers: changed in place.
+        slots: int64 `[n]`, the slot of each miss after its insertion.
+        status: uint8 `[n]`, the result of the insertion of each miss.
+        evicted: int64 `[n, 3]`, key, stamp and score of the key that each miss evicted.
+        found: int64 `[m]`, the misses that have a row in the store.
+        rows: uint8 `[m, row_bytes]`, these rows.
+        first_overflow: the overflow row of the first refused miss; the others follow.
+
+    Returns:
+        Slots and status `[n]`, with overflow rows for refused misses; keys, stamps and scores of
+        evicted keys, int64 `[3, k]`, and their rows; the refused misses; the slots of `found`.
+    """
     slots, status = slots.clone(), status.clone()
     is_evicting = status == EVICTING
     demoted, demoted_rows = evicted[is_evicting].T, packed(row_buffers, slots[is_evicting])
@@ -33,32 +52,38 @@ def swap_(
     status[refused] = NEW
     status[found] = HIT
     found_slots = slots[found]
-    at = 0
+    first_byte = 0
     for buffer in row_buffers:
         nbytes = buffer.shape[1] * buffer.itemsize
-        values = rows[:, at : at + nbytes].clone(memory_format=torch.contiguous_format)
+        values = rows[:, first_byte : first_byte + nbytes].clone(
+            memory_format=torch.contiguous_format
+        )
         for slot, row in zip(found_slots.tolist(), values.view(buffer.dtype), strict=True):
             if slot >= 0:
                 buffer[slot] = row
-        at += nbytes
+        first_byte += nbytes
     return slots, status, demoted, demoted_rows, refused, found_slots
 
 
 def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of slots that are not -1, their words, and their rows."""
+    """Return the positions of slots that are not -1, their words, and their rows.
+
+    `records` is uint8 `[S, stride]`. With m such positions, words are int64 `[words, m]`, as many
+    as fit before a row, and rows uint8 `[m, row_bytes]`.
+    """
     positions = (slots >= 0).nonzero().view(-1)
-    found, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
+    selected, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
     words = torch.empty(num_words, positions.numel(), dtype=torch.int64)
     for number in range(num_words):
-        word = found[:, 8 * number : 8 * number + 8].clone(memory_format=torch.contiguous_format)
+        word = selected[:, 8 * number : 8 * number + 8].clone(memory_format=torch.contiguous_format)
         words[number] = word.view(torch.int64).view(-1)
-    return positions, words, found[:, 8 * num_words : 8 * num_words + row_bytes]
+    return positions, words, selected[:, 8 * num_words : 8 * num_words + row_bytes]
 
 
 def write_(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
-    """Write words and row to each slot that is not -1."""
+    """Write words, int64 `[words, n]`, and rows, uint8 `[n, bytes]`, to slots `[n]`; -1 is none."""
     heads = [word.clone().view(-1, 1).view(torch.uint8) for word in words]
-    rows = torch.cat([*heads, values], dim=1)
-    for slot, row in zip(slots.tolist(), rows, strict=True):
+    new_records = torch.cat([*heads, values], dim=1)
+    for slot, record in zip(slots.tolist(), new_records, strict=True):
         if slot >= 0:
-            records[slot, : row.numel()] = row
+            records[slot, : record.numel()] = record

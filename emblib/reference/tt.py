@@ -5,7 +5,8 @@ Core k is `[p_k, R_k * q_k * R_{k+1}]` with `R_0 = R_d = 1`, its rows laid out a
 significant), is the chain `G_0[i_0] G_1[i_1] ..` flattened to `D = prod(q)` values, the column
 digit of core 0 most significant. Decomposition and layout are those of TT-Rec (Yin et al., MLSys
 2021). Functions take any floating dtype and device, and are differentiable. Terms: L ids, D dim,
-d cores.
+d cores. `row_factors` are the p_k, `dim_factors` the q_k. `update_rows_` is the update of a core,
+whose rows are those of `[p_k, ...]`.
 """
 
 import math
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from emblib.columns import FeatureRow
 from emblib.reference import tbe
 from emblib.reference.optim import update_rows_ as update_rows_
 from emblib.specs import MatmulPrecision, Pooling
@@ -28,7 +30,7 @@ def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...
 
 
 def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
-    """Return the mixed-radix digits of `ids`, most significant first."""
+    """Return the mixed-radix digits of `ids` `[L]`, most significant first, each `[L]`."""
     reversed_digits = []
     for factor in reversed(row_factors):
         reversed_digits.append(ids % factor)
@@ -46,7 +48,7 @@ def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
         return values.bfloat16().float()
     if precision is MatmulPrecision.FLOAT32:
         return values
-    rounded = (values.view(torch.int32).long() + 0x1000) & ~0x1FFF
+    rounded = (values.view(torch.int32).long() + 0x1000) & ~0x1FFF  # 13 of 24 bits are dropped
     rounded = (rounded + 2**31) % 2**32 - 2**31  # a NaN may carry into the sign
     return torch.where(values.isnan(), values, rounded.to(torch.int32).view(torch.float32))
 
@@ -54,7 +56,7 @@ def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
 def rows(
     cores: Sequence[Tensor], ids: Tensor, row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> Tensor:
-    """Return rows `ids` of the table, `[L, D]`."""
+    """Return rows `ids` `[L]` of the table, `[L, D]`; ids are not checked."""
     full_ranks = ranks(cores, dim_factors)
     chain = cores[0].new_ones(ids.numel(), 1, 1)
     columns = 1
@@ -76,7 +78,10 @@ def to_dense(
 
 
 def permuted(ids: Tensor, num_rows: int, permutation: tuple[int, int]) -> Tensor:
-    """Return the rows of valid ids: `(multiplier * id + offset) % num_rows`, exactly."""
+    """Return the rows of valid ids: `(multiplier * id + offset) % num_rows`, without overflow.
+
+    `permutation` is (multiplier, offset); the multiplier is coprime to `num_rows`.
+    """
     multiplier, offset = permutation
     rows = [(multiplier * i + offset) % num_rows for i in ids.tolist()]
     return torch.tensor(rows, dtype=torch.int64, device=ids.device)
@@ -107,7 +112,7 @@ def keys(
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
-    """Invert `keys` for rows of the table."""
+    """Return the rows, int64 `[L]`, whose `keys` these are; rows are numbered as permuted."""
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]
@@ -125,7 +130,7 @@ def core_grads(
     row_factors: Sequence[int],
     dim_factors: Sequence[int],
 ) -> list[Tensor]:
-    """Return the gradients of all cores, given those of rows `ids`."""
+    """Return the gradients of all cores, given `row_grads` `[L, D]` of rows `ids`, in its dtype."""
     with torch.enable_grad():
         leaves = [core.detach().to(row_grads.dtype).requires_grad_() for core in cores]
         out = rows(leaves, ids, row_factors, dim_factors)
@@ -146,10 +151,10 @@ def lookup(
     dim = math.prod(dim_factors)
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
-    table = rows(cores, repaired, row_factors, dim_factors)
+    table = rows(cores, repaired, row_factors, dim_factors)  # row i is that of lookup i
     position = torch.arange(ids.numel(), device=ids.device)
     position = torch.where(ids == -1, ids, position)
-    features = torch.tensor([[0, 0, ids.numel(), dim, 0, 0, 0, 0]], device=ids.device)
+    features = torch.tensor([FeatureRow(rows=ids.numel(), dim=dim)], device=ids.device)
     return tbe.lookup(table.flatten(), features, position, offsets, sample_weights, pooling, dim)
 
 
@@ -184,7 +189,7 @@ def count_(
         counted_keys: int64 `[L]`, the keys to count, -1 for none.
         rows: int64 `[L]`, stored row of each lookup, -1 for misses; empty: no hits.
         starts: int64 `[F + 1]`, first lookup of each feature; earlier ones are not counted.
-        tables: int64 `[F]`.
+        tables: int64 `[F]`, the table of each feature.
         counters: changed in place.
     """
     for f, table in enumerate(tables.tolist()):

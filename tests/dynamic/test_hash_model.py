@@ -159,7 +159,7 @@ class IndexMachine(RuleBasedStateMachine):
         first = min(first, self.specs[table].max_buckets)
         window = (first, min(buckets, self.specs[table].max_buckets - first))
         slots = [e for e in self.model.tables[table].slots]
-        before = self.model.tick - age
+        before = self.model.clock - age
         gone = self.index.expire(table, before, *window)
         freed = self.model.expire(table, window, before)
         assert gone.tolist() == [slots[slot].key for slot in freed]
@@ -172,7 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(table=tables, age=st.integers(0, 4))
     def export(self, table: int, age: int) -> None:
-        since = self.model.tick - age
+        since = self.model.clock - age
         found = self.index.export(table, since)
         slots = enumerate(self.model.tables[table].slots)
         there = [(slot, e) for slot, e in slots if e is not None and e.stamp >= since]
@@ -218,7 +218,7 @@ class IndexMachine(RuleBasedStateMachine):
                     entry.stamp = int(found.stamps[n])
                     entry.score = 0 if found.scores is None else int(found.scores[n])
         self.index.set_tick(tick)
-        self.model.tick = tick
+        self.model.clock = tick
 
     @rule()
     def clear(self) -> None:

@@ -55,8 +55,8 @@ def test_long_trace(device: torch.device, policy: str) -> None:
     twin = Twin(trace, on(device, cache.plan_))
     for lookups in trace.lookup_batches():
         twin.plan(lookups, group(lookups))
-    assert twin.model.whole["conflict_misses"] > 0
-    assert twin.model.whole["write_backs"] > 100
+    assert twin.model.totals["conflict_misses"] > 0
+    assert twin.model.totals["write_backs"] > 100
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,7 +156,7 @@ def test_lru_evicts_the_one_not_used_for_longest() -> None:
     for new, old in ((40, 0), (41, 1), (2, None), (42, 3)):
         plan, _, _ = twin.plan(lookups := (first + new).view(1), group(lookups))
         brought_in = {} if old is None else {int(first) + new: int(first) + old}
-        assert plan.brought_in == brought_in
+        assert plan.fetched == brought_in
 
 
 def test_lfu_keeps_what_is_used_more_often() -> None:
@@ -166,7 +166,7 @@ def test_lfu_keeps_what_is_used_more_often() -> None:
     plan, _, _ = twin.plan(lookups := (first + 50).view(1), group(lookups))
     assert plan.slots == {int(first) + 50: None}, "used once, all others at least twice"
     plan, _, _ = twin.plan(lookups, group(lookups))
-    assert plan.brought_in == {int(first) + 50: int(first) + 31}, "of equal ones the last one used"
+    assert plan.fetched == {int(first) + 50: int(first) + 31}, "of equal ones the last one used"
 
 
 def test_batches_in_flight_keep_their_rows() -> None:

@@ -219,7 +219,7 @@ def test_empty_segments_and_no_segments(device: torch.device) -> None:
         twin.find(batch)
         twin.train(batch)
         twin.erase(batch)
-    assert twin.model.tick == 3
+    assert twin.model.clock == 3
 
 
 def test_repeated_keys_are_one_miss(device: torch.device) -> None:
@@ -347,7 +347,7 @@ def test_queues_follow_ranks_that_rise_and_fall(order: str, count: int) -> None:
     _batches(twin, 12, count, falling=-3)
     _batches(twin, 12, count)
     twin.index[3] += 70_000  # more than the times of a queue reach
-    twin.model.tick += 70_000
+    twin.model.clock += 70_000
     _batches(twin, 12, count)
 
 

@@ -106,7 +106,7 @@ def test_rows_that_earlier_updates_may_write_are_fetched_later(
         arguments = (*memory, rows, count, row_slots, evicted)
         emulated.move_(*arguments, (oldest, conflicts, *later))
         listed = dict(zip(*(t[: int(later[2])].tolist() for t in later[:2]), strict=True))
-        fetched = {row: plan.slots[row] for row in plan.brought_in}
+        fetched = {row: plan.slots[row] for row in plan.fetched}
         expected = {
             r: s for r, s in fetched.items() if s is not None and sets_of_conflicts[s // 32]
         }

@@ -82,7 +82,7 @@ def _train(twin: Twin, keys: Sequence[int], score: int) -> None:
 def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
     """More keys at a time than a warp has lanes, both to fill a bucket and to replace in it."""
     twin = Twin(Tables(((80, 80, 1024),), order, insert_policy), OPS)
-    table, twin.model.tick = twin.model.tables[0], 3
+    table, twin.model.clock = twin.model.tables[0], 3
     for slot in range(80 * SLOTS):  # all are full, and the entries of bucket 3 the least
         bucket, way = divmod(slot, SLOTS)
         key = unmix(way << 40 | bucket)

@@ -54,9 +54,9 @@ def test_what_a_trace_counts_is_what_the_model_of_the_cache_counts(policy: str) 
         expected = []
         for number, accesses in enumerate(trace.slices(), start=1):
             rows = np.repeat(trace.rows[accesses], trace.lookups[accesses]).tolist()
-            before = dict(model.whole)
+            before = dict(model.totals)
             model.plan(rows, number, number)
-            expected.append({k: model.whole[k] - before[k] for k in before})
+            expected.append({k: model.totals[k] - before[k] for k in before})
         got = record["samples"]
         assert record["status"] == "ok", record["reason"]
         assert got["lookups"] == [c["lookups"] for c in expected] == [96] * 9
