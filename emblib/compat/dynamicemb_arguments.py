@@ -32,6 +32,7 @@ from emblib.compat.dynamicemb_types import (
 from emblib.compat.fbgemm_types import EmbOptimType, WeightDecayMode
 from emblib.init import Constant, KeyModulo, Normal, TruncatedNormal, Uniform
 
+# Eviction order by score strategy, in emblib and in DynamicEmb.
 _EVICTIONS = {
     DynamicEmbScoreStrategy.TIMESTAMP: (Eviction.LRU, DynamicEmbEvictStrategy.LRU),
     DynamicEmbScoreStrategy.STEP: (Eviction.STEP, DynamicEmbEvictStrategy.CUSTOMIZED),
@@ -62,7 +63,12 @@ def evict_strategy(strategy: dynamicemb_types.ScoreStrategy) -> DynamicEmbEvictS
 
 
 def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> DynamicSpec:
-    """One table.
+    """Return the specification of one table.
+
+    Args:
+        options: options of the table, with `dim` and `max_capacity`.
+        name: name of the table.
+        initial_state: initial value of its optimizer states.
 
     Raises:
         ValueError: options that are missing or contradict each other.
@@ -113,8 +119,8 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
     width = options.bucket_capacity
     if width == dynamicemb_types.MAX_BUCKET_CAPACITY:
         raise NotImplementedError(
-            "bucket_capacity MAX_BUCKET_CAPACITY asks for the least key of the whole table to give "
-            "way; here it is the least of the 64 slots that a key may have"
+            "bucket_capacity MAX_BUCKET_CAPACITY asks for the lowest key of the whole table to be "
+            "evicted; here it is the lowest in the 64 slots that a key may have"
         )
     if width <= 0 or width % dynamicemb_types.BUCKET_ALIGNMENT:
         raise ValueError(
@@ -185,7 +191,10 @@ def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
 
 
 def precision(args: SimpleNamespace) -> Precision:
-    """Dtypes of a module: one of the weights for all tables; state is float32."""
+    """Return the dtypes of a module, whose tables must have one `embedding_dtype`.
+
+    `args` are the arguments of the module. Optimizer states are float32.
+    """
     dtypes = {o.embedding_dtype or torch.float32 for o in args.table_options}
     if len(dtypes) > 1:
         names = sorted(map(str, dtypes))
@@ -207,6 +216,7 @@ def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> 
 
 _ADAGRAD = ("eps", "initial_accumulator_value")
 _ADAM = ("eps", "beta1", "beta2", "weight_decay", "initial_accumulator_value")
+# The numbers of each supported optimizer, besides the learning rate.
 _USES: dict[EmbOptimType, tuple[str, ...]] = {
     EmbOptimType.SGD: (),
     EmbOptimType.EXACT_SGD: (),

@@ -21,11 +21,19 @@ from emblib.sharding.dense import unwrapped
 from emblib.sharding.ranks import RankGroup
 
 Scores = int | Mapping[str, Mapping[str, int]]
-_Named = tuple[Path, DynamicEmbTables, str]  # directory and name of a table
+"""One number for all tables, or numbers by module (path or name) and table."""
+
+
+class _DumpedTable(NamedTuple):
+    """A table, and the directory that has its files."""
+
+    directory: Path
+    module: DynamicEmbTables
+    name: str
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
-    """Path (from `model` on), name and tables of all that have dynamic tables in a model.
+    """Yield path (from `model` on), name and tables of all modules with dynamic tables.
 
     These are modules of tables, and sharded collections with tables that a planner of DynamicEmb
     made dynamic. Wrappers such as `DistributedModelParallel` are not part of the path.
@@ -41,7 +49,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, str, DynamicEmbTables]]:
 def _by_module(
     model: nn.Module, numbers: Scores
 ) -> Iterator[tuple[str, DynamicEmbTables, dict[str, int]]]:
-    """Return the numbers of each module's tables; modules are given by path or by name.
+    """Yield path and tables of each module that `numbers` names, and the numbers by table.
 
     Raises:
         TypeError: neither an int nor ints by module and table.
@@ -66,7 +74,7 @@ def _by_module(
 
 
 def set_score(model: nn.Module, table_score: Scores) -> None:
-    """Scores of CUSTOMIZED tables from the next batch on: one for all, or by module and table."""
+    """Set the scores of CUSTOMIZED tables, from the next batch on."""
     for _, module, scores in _by_module(model, table_score):
         module.set_score(scores)
 
@@ -80,7 +88,7 @@ def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
 def incremental_dump(
     model: nn.Module, score_threshold: Scores, pg: Any = None
 ) -> tuple[dict[str, dict[str, tuple[Tensor, Tensor]]], dict[str, dict[str, int]]]:
-    """Keys and rows with a score of at least the threshold, and the thresholds of the next call.
+    """Return keys and rows with a score of at least the threshold, and thresholds of the next call.
 
     Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
     all call this; None is all processes.
@@ -138,9 +146,12 @@ def dump_module(
     counter: bool,
     pg: Any,
 ) -> None:
-    """Write tables of one module to a directory, which may have older files of them."""
+    """Write tables of one module to a directory, which may have older files of them.
+
+    See `DynamicEmbDump`; `table_names` of None writes all tables.
+    """
     ranks, root = RankGroup.from_value(pg), Path(save_dir)
-    tables = [(root, module, name) for name in _chosen(module, table_names)]
+    tables = [_DumpedTable(root, module, name) for name in _chosen(module, table_names)]
     left_out = _left_out(states=optim, counts=counter)
     _dump(ranks, root, tables, left_out, allow_overwrite=True)
 
@@ -155,7 +166,7 @@ def _chosen(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
 def _dump(
     ranks: RankGroup,
     root: Path,
-    tables: Sequence[_Named],
+    tables: Sequence[_DumpedTable],
     left_out: Sequence[str],
     *,
     allow_overwrite: bool,
@@ -198,7 +209,7 @@ def _discard(ranks: RankGroup, names: Sequence[tuple[Path, str]]) -> None:
 
 
 def _label(directory: Path, name: str) -> str:
-    """Name a table within a dump."""
+    """Return the name of a table within a dump."""
     return f"{directory.name}/{name}"
 
 
@@ -213,7 +224,7 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
         )
 
 
-def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
+def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable]) -> None:
     """Raise ValueError on every rank where ranks would write or read other tables."""
     local_description = (str(root), [(str(directory), name) for directory, _, name in tables])
     for rank, theirs in enumerate(ranks.gather_objects(local_description)):
@@ -281,13 +292,19 @@ def load_module(
     counter: bool,
     pg: Any,
 ) -> None:
-    """Read tables of one module from the directory that `dump_module` wrote."""
-    tables = [(Path(save_dir), module, name) for name in _chosen(module, table_names)]
+    """Read tables of one module from the directory that `dump_module` wrote.
+
+    See `DynamicEmbLoad`; `table_names` of None reads all tables.
+    """
+    root = Path(save_dir)
+    tables = [_DumpedTable(root, module, name) for name in _chosen(module, table_names)]
     left_out = _left_out(states=optim, counts=counter)
-    _load(RankGroup.from_value(pg), Path(save_dir), tables, left_out)
+    _load(RankGroup.from_value(pg), root, tables, left_out)
 
 
-def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequence[str]) -> None:
+def _load(
+    ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable], left_out: Sequence[str]
+) -> None:
     _check_same(ranks, root, tables)
     optim = "states" not in left_out
     tables_read, arguments = [], {}
@@ -337,8 +354,12 @@ def _left_out(**flags: bool | None) -> list[str]:
 
 def _tables_of(
     root: Path, model: nn.Module, names: Mapping[str, Sequence[str]] | None
-) -> Iterator[_Named]:
-    """Directory, module and name of each table that is meant."""
+) -> Iterator[_DumpedTable]:
+    """Yield the tables of a model whose names are requested; None requests all.
+
+    Raises:
+        ValueError: a module has no table of a requested name.
+    """
     modules = list(modules_of(model))
     if not modules:
         warnings.warn(
@@ -352,4 +373,4 @@ def _tables_of(
         if unknown := sorted(set(requested_names) - set(module.table_names)):
             raise ValueError(f"{path} has no tables {unknown}, it has {module.table_names}")
         for name in requested_names:
-            yield root / path, module, name
+            yield _DumpedTable(root / path, module, name)

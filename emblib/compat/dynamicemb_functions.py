@@ -25,7 +25,7 @@ from emblib.dynamic.saving.dynamicemb import export_dynamicemb
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
 from emblib.sharding.ranks import RankGroup
 
-_SAVED = {
+_NAME_IN_DUMPS = {
     optim.SGD: "sgd",
     optim.Adam: "adam",
     optim.Adagrad: "exact_adagrad",
@@ -36,9 +36,12 @@ _SAVED = {
 def opt_args(
     bags: DynamicEmbeddingBags, table: int, options: DynamicEmbTableOptions
 ) -> dict[str, Any]:
-    """Return the values that DynamicEmb saves of an optimizer and a table, by its names."""
+    """Return the values that DynamicEmb saves of an optimizer and a table, by its names.
+
+    `table` is the number of the table in `bags`. A GPU is waited for.
+    """
     rule: Any = bags.optimizer
-    saved: dict[str, Any] = {"opt_type": _SAVED[type(rule)], "lr": bags.learning_rate}
+    saved: dict[str, Any] = {"opt_type": _NAME_IN_DUMPS[type(rule)], "lr": bags.learning_rate}
     if isinstance(rule, optim.Adam):
         decay = rule.weight_decay.rate if rule.weight_decay else 0.0
         saved |= {"iters": bags.step, "beta1": rule.betas[0], "beta2": rule.betas[1]}
@@ -51,6 +54,9 @@ def opt_args(
         saved["evict_strategy"] = f"EvictStrategy.K{name}"
     saved["dist_type"] = options.dist_type
     return saved
+
+
+_MAX_DRAWN_KEYS = 1 << 18  # keys that `fill` draws at a time; bounds its memory
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,15 @@ def check_kind(
 ) -> None:
     """Check that a table was dumped by one of the same kind.
 
+    Args:
+        table: name of the table.
+        path: path of the file, for error messages.
+        content: parsed content of the file, as `opt_args` returned it.
+        current: result of `opt_args` of the table that loads.
+        with_optimizer: whether the optimizer must be the same.
+
     Raises:
-        DumpError: an entry of the file at `path` is no name.
+        DumpError: an entry that should be a name is none.
         ValueError: the table is of another kind.
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
@@ -192,7 +205,10 @@ class DynamicEmbTables:
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return the entries of a table that this rank writes; all ranks call this."""
+        """Return the entries of a table that this rank writes; all ranks call this.
+
+        `leave_out` may have "states" and "counts".
+        """
         module, index = self.table_module_of(name)
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
@@ -205,11 +221,11 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Return whether ranks read their own files if as many ranks dumped, as in DynamicEmb."""
+        """Return whether rank r finds all its keys in the file of rank r of as many ranks."""
         return True
 
     def flush(self) -> None:
-        """Have every update in the memory that it belongs to, as it always is without tiers."""
+        """Write rows that are dirty in the fast tier back; without tiers this does nothing."""
         for module in {id(k): k for k, _ in map(self.table_module_of, self.table_names)}.values():
             module.flush()
 
@@ -288,7 +304,9 @@ class DynamicEmbTables:
         load_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
 
     def set_score(self, named_score: Mapping[str, int]) -> None:
-        """Scores of CUSTOMIZED tables by name, from the next batch on.
+        """Set the scores of CUSTOMIZED tables, by name, from the next batch on.
+
+        A score below the previous one warns, unless `warns_of_lower_scores()` is False.
 
         Raises:
             ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one.
@@ -301,8 +319,8 @@ class DynamicEmbTables:
                 raise ValueError("a score must not be 0, which DynamicEmb reserves")
             module, index = self.table_module_of(name)
             scores.setdefault(id(module), (module, {}))[1][index] = score
-        for module, of_kernel in scores.values():
-            module.set_eviction_score(of_kernel)
+        for module, scores_by_index in scores.values():
+            module.set_eviction_score(scores_by_index)
         for name, score in named_score.items():
             if name in before and score < before[name] and warns_of_lower_scores():
                 warnings.warn(
@@ -367,10 +385,11 @@ class DynamicEmbTables:
     def incremental_dump(
         self, named_thresholds: Mapping[str, int], pg: Any = None
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
-        """Keys and rows with a score of at least the threshold, and the scores of the next batch.
+        """Return keys and rows by table, and the scores of the next batch by table.
 
-        Keys are sorted, rows are `[N, D]`; both are on the CPU. They are those of all ranks of
-        `pg`, which all call this; None is all processes.
+        Keys are those whose score is at least the threshold, of all ranks of `pg`, which all call
+        this; None is all processes. They are sorted, rows are `[N, D]`; both are on the CPU. The
+        scores are thresholds for the next call.
         """
         ranks = RankGroup.from_value(pg)
         entries_by_table: dict[str, tuple[Tensor, Tensor]] = {}
@@ -397,7 +416,7 @@ class DynamicEmbTables:
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
 
     def dist_type(self, table: str) -> str:
-        """Return the name of the routing of ids to ranks."""
+        """Return the name of the rule that routes the table's keys to ranks."""
         return self.options_of(table).dist_type
 
 
@@ -407,7 +426,13 @@ def is_compound(strategy: Any) -> bool:
 
 
 def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
-    """Raise on every rank if any rank failed, and say the outcome; all ranks call this."""
+    """Raise on every rank if any rank failed; all ranks call this, and wait for each other.
+
+    Args:
+        ranks: ranks that agree.
+        error: the error of this rank, which it raises; None if it has none.
+        outcome: state of the tables after a failure, for the message of the other ranks.
+    """
     messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -423,13 +448,17 @@ def fill(
     generator: torch.Generator,
     owns: Callable[[Tensor], Tensor],
 ) -> None:
-    """Insert random keys into a table until it has `size`, by training forwards without update."""
+    """Insert random keys into a table until it has `size`, by training forwards without update.
+
+    Ends early if a forward inserts no key. Only keys of which `owns` is true are used.
+    """
     feature = module.feature_tables.index(index)
     spec, was_training = module.tables[index], module.training
     module.train()
     try:
         while (missing := size - module.size(index)) > 0:
-            keys = torch.randint(2**62, (min(2 * missing + 64, 1 << 18),), generator=generator)
+            num_drawn = min(2 * missing + 64, _MAX_DRAWN_KEYS)  # some are of other ranks
+            keys = torch.randint(2**62, (num_drawn,), generator=generator)
             keys = keys[owns(keys)][: min(missing, BATCH_SIZE_PER_DUMP)]
             offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
             offsets[feature + 1 :] = keys.numel()

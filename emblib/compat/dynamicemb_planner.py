@@ -194,13 +194,13 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         debug: bool = True,
         **others: Any,
     ) -> None:
-        self._given = dict(constraints or {})
+        self._table_constraints = dict(constraints or {})
         self._names = None
         if eb_configs is not None:
             self._names = [config.name for config in eb_configs]
             self._check_names(self._names)
         if enumerator is not None:
-            enumerator.agreed("constraints", self._given)
+            enumerator.agreed("constraints", self._table_constraints)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -218,16 +218,18 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     def _check_names(self, names: Sequence[str]) -> None:
         if len(set(names)) != len(names):
             raise ValueError(f"names of tables must be unique, got {list(names)}")
-        if set(names) != set(self._given):
+        constrained = set(self._table_constraints)
+        if set(names) != constrained:
             raise ValueError(
                 "every table needs a constraint, and every constraint a table: without a "
-                f"constraint are {sorted(set(names) - set(self._given))}, without a table "
-                f"{sorted(set(self._given) - set(names))}"
+                f"constraint are {sorted(set(names) - constrained)}, without a table "
+                f"{sorted(constrained - set(names))}"
             )
 
     def _dynamic(self) -> dict[str, DynamicEmbTableOptions]:
+        """Return the options of the dynamic tables, by name."""
         options_by_table = {}
-        for name, constraint in self._given.items():
+        for name, constraint in self._table_constraints.items():
             options = getattr(constraint, "dynamicemb_options", None)
             if getattr(constraint, "use_dynamicemb", False) and options is not None:
                 options_by_table[name] = options

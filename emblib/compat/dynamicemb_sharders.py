@@ -113,7 +113,14 @@ def hash_storage(
 def dynamic_config(
     config: Any, sharding: DynamicEmbParameterSharding, rule: Optimizer, **more: Any
 ) -> Any:
-    """Return the configuration of a table as a hash table, of the capacity of the plan."""
+    """Return the configuration of a table as a hash table, of the capacity of the plan.
+
+    Args:
+        config: configuration of the table.
+        sharding: its sharding; `ranks` has one entry per rank.
+        rule: the optimizer of tables whose configuration has none.
+        more: further arguments of `hash_storage`.
+    """
     world_size = len(sharding.ranks or ())
     rows, storage = hash_storage(
         sharding.dynamicemb_options, config.name, config.optimizer or rule, world_size, **more
@@ -341,10 +348,12 @@ class ShardedCollectionTables(DynamicEmbTables):
 
 
 def _goes_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor:
+    """Return which keys `dist_type` routes to a rank, bool."""
     return dynamicemb_files.owner(keys, world_size, dist_type) == rank
 
 
 def _copied(entries: Entries) -> Entries:
+    """Return entries whose rows are tensors on the CPU, which can be sent to other ranks."""
     every = torch.arange(len(entries))
     rows = {name: rows[every].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)

@@ -36,7 +36,7 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 
-_BUCKET_ROWS = 32
+_BUCKET_ROWS = 32  # of emblib's hash tables
 
 
 def split(
@@ -45,10 +45,16 @@ def split(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
-    """Return the tables as the device holds them, and their backing store if they do not fit.
+    """Return the tables as the device has them, and their backing store if they do not fit.
 
     Both tiers together have max_capacity rows, unless the store is `external_storage`, which takes
     all rows that the device evicts. On a CPU, local_hbm_for_values = 0 sets no limit.
+
+    Args:
+        options: options of each table of a module.
+        specs: the same tables, each with all its rows.
+        rule: the optimizer, whose states take memory.
+        device: device of the tables.
 
     Raises:
         NotImplementedError: a GPU without memory for values; tables without eviction that do not
@@ -108,7 +114,7 @@ def _num_fast_rows(
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
-    """Return the bytes of a row and its optimizer state, which is float32."""
+    """Return the bytes of a row of `dim` numbers of `dtype`, and of its float32 optimizer state."""
     return dim * dtype.itemsize + 4 * numbers_of_states(rule, dim)
 
 
@@ -118,10 +124,10 @@ def numbers_of_states(rule: optim.Optimizer, dim: int) -> int:
 
 
 class _Prefetched(NamedTuple):
-    """A prefetched batch: the scores of its keys by table, and its counts."""
+    """What `prefetch` fixes of a batch."""
 
-    scores: Tensor | None
-    counts: Tensor | None
+    scores: Tensor | None  # int64 [T], of its keys by table; None if the tables have no scores
+    counts: Tensor | None  # int64 [L], uses per lookup; None for those of `forward`
 
 
 class Cache:
@@ -164,7 +170,13 @@ class Cache:
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     """Dynamic tables with a fused optimizer, as DynamicEmb's class of this name.
 
+    The arguments are DynamicEmb's; `docs/dynamicemb.md` lists what each option does here.
     `self.bags` is the `emblib.DynamicEmbeddingBags` that does the work.
+
+    Raises:
+        NotImplementedError: an option or an optimizer that emblib does not have.
+        ValueError: options that contradict each other, or tables that differ in options that must
+            be equal (`DynamicEmbTableOptions.get_grouped_key`).
     """
 
     def __init__(
@@ -300,11 +312,13 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             scores.values.copy_(current)
 
     def _ids(self, indices: Tensor) -> Tensor:
+        """Return ids as int64, those of uint64 with the same bits."""
         if indices.dtype is torch.uint64:
             return indices.view(torch.int64)
         return indices.long()
 
     def _counts(self, weights: Tensor) -> Tensor:
+        """Return uses per lookup as int64; raise ValueError where they would not count."""
         strategy = self._options[0].score_strategy
         if strategy is not DynamicEmbScoreStrategy.LFU and not is_compound(strategy):
             raise ValueError(

@@ -14,7 +14,7 @@ BUCKET_ALIGNMENT = 16
 """Number that divides every `bucket_capacity`."""
 DEMB_TABLE_ALIGN_SIZE = BUCKET_ALIGNMENT
 MAX_BUCKET_CAPACITY = 2**63 - 1
-"""The bucket_capacity that asks for one bucket a table."""
+"""The bucket_capacity that asks for one bucket per table."""
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
@@ -61,7 +61,11 @@ class DynamicEmbInitializerMode(enum.Enum):
 
 @dataclass
 class DynamicEmbInitializerArgs:
-    """A mode and its numbers; bounds left out are +-1/sqrt(max_capacity)."""
+    """Distribution of the initial values of a row, and its numbers.
+
+    `mean` and `std_dev` are of the normal modes, `value` of CONSTANT. `lower` and `upper` are the
+    bounds of UNIFORM and TRUNCATED_NORMAL; None is +-1/sqrt(max_capacity).
+    """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
     mean: float = 0.0
@@ -74,13 +78,16 @@ class DynamicEmbInitializerArgs:
 class AdmissionStrategy(abc.ABC):
     """Base of the rules for which keys get a row; a subclass needs `admit` only.
 
-    What keys without a row read is the table's initializer, or that of the attribute
-    `initializer_args` of the strategy.
+    Keys without a row read values of the attribute `initializer_args` of the strategy, if it has
+    one, else of the table's initializer.
     """
 
     @abc.abstractmethod
     def admit(self, keys: Tensor, frequencies: Tensor) -> Tensor:
-        """Return which of the keys, with their counts, may have a row: one bool per key."""
+        """Return which keys may have a row, bool `[N]`.
+
+        `keys` and `frequencies`, the uses of each key so far, are int64 `[N]`.
+        """
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
@@ -109,7 +116,7 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
         """Return which counts are at least the threshold."""
         if keys.shape[:1] != frequencies.shape[:1]:
             raise ValueError(
-                "there must be one frequency a key, got "
+                "there must be one frequency per key, got "
                 f"{tuple(frequencies.shape)} for keys {tuple(keys.shape)}"
             )
         return frequencies >= self.threshold
@@ -130,7 +137,10 @@ def _zeros() -> DynamicEmbInitializerArgs:
 
 @dataclass(eq=False)
 class DynamicEmbTableOptions:
-    """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib."""
+    """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib.
+
+    Two objects are equal if their tables may be in one module (`get_grouped_key`).
+    """
 
     embedding_dtype: torch.dtype | None = None
     dim: int | None = None

@@ -5,10 +5,10 @@ Change the import and keep the code:
     from emblib.compat.fbgemm import ComputeDevice, EmbeddingLocation, OptimType
     from emblib.compat.fbgemm import SplitTableBatchedEmbeddingBagsCodegen
 
-`docs/options.md` says what each option is here. What differs: weights and optimizer state are in
-`state_dict` a table at a time; the step counts updates, not forwards; the caller's indices and
-offsets are never written to; FBGEMM's own enum members and option objects are taken as well. What
-there is not: TorchScript, and the tensors inside FBGEMM's cache.
+`docs/options.md` says what each option does here. What differs: `state_dict` has one entry per
+table, of weights and of each optimizer state; the step counts updates, not forwards; the caller's
+indices and offsets are never written to; FBGEMM's own enum members and option objects are accepted
+as well. TorchScript and the tensors inside FBGEMM's cache are missing.
 
 `install()` puts the names under `fbgemm_gpu`, so that an unmodified TorchRec uses them.
 """
@@ -75,7 +75,20 @@ _logger = logging.getLogger(__name__)
 class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     """Table-batched embeddings with a dense gradient, with the interface of FBGEMM's class.
 
-    `weights` is one flat parameter for any optimizer of `torch.optim`; it starts normal.
+    `weights` is one flat parameter for any optimizer of `torch.optim`. Initial values are normal.
+
+    Args:
+        embedding_specs: (rows, dim) of each table.
+        feature_table_map: the table of each feature; by default feature i reads table i.
+        weights_precision: FP32, FP16 or BF16.
+        pooling_mode: SUM, MEAN, or NONE for one row per lookup.
+        use_cpu: whether the tables are on the CPU, not on the current GPU.
+        output_dtype: FP32, FP16 or BF16.
+        use_mtia: flag that must be False.
+
+    Raises:
+        NotImplementedError: MTIA, or another number format.
+        RuntimeError: without `use_cpu`, torch sees no GPU.
     """
 
     def __init__(
@@ -141,7 +154,11 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         feature_requires_grad: Tensor | None = None,
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
     ) -> Tensor:
-        """Look up and pool, see `emblib.TableBatchedEmbeddingBags.forward`."""
+        """Look up and pool, see `emblib.TableBatchedEmbeddingBags.forward`.
+
+        With `feature_requires_grad`, `[F]`, sample weights get a gradient only at the lookups of
+        features whose entry is not 0.
+        """
         sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
         weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
@@ -152,7 +169,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         return self.bags.table_weights()
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
-        """Draw all weights, with torch's generator."""
+        """Draw all weights from [min_val, max_val), with torch's generator."""
         with torch.no_grad():
             for weights in self.split_embedding_weights():
                 weights.uniform_(min_val, max_val)
@@ -251,7 +268,7 @@ def keep_first_lookups(
 
 
 def _first_of_each(rows: Tensor) -> Tensor:
-    """Return for each column of `rows` whether it is the first of its value."""
+    """Return whether each column of `rows` `[2, L]` is the first of its value, bool `[L]`."""
     keep = torch.zeros(rows.size(1), dtype=torch.bool, device=rows.device)
     if rows.size(1) == 0:
         return keep
@@ -300,7 +317,9 @@ __all__ = [
 class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     """Table-batched embeddings with a fused optimizer, with the interface of FBGEMM's class.
 
-    `self.bags` is the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
+    The arguments are FBGEMM's; `docs/options.md` lists what each does here. Those that emblib does
+    not have raise NotImplementedError, those that contradict each other ValueError. `self.bags` is
+    the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
     `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to.
     """
 
@@ -377,7 +396,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.uuid = str(uuid.uuid4())
         self.step = 0
         self.prefetch_stream: torch.cuda.Stream | None = None
-        self._ahead = 0  # batches prefetched and not looked up yet
+        self._num_prefetched = 0  # batches prefetched and not looked up yet
         config = arguments.stats_reporter_config
         self.stats_reporter = config.create_reporter() if config is not None else None
         names = (self.logging_table_name, self.uuid)
@@ -408,8 +427,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         `hash_zch_runtime_meta` are ignored. With `vbe_output`, write the block of rank r and
         feature f at `vbe_output_offsets[r, f]`, and return `vbe_output`.
         """
-        is_given = vbe_output is not None, vbe_output_offsets is not None
-        if any(is_given) and not (all(is_given) and batch_size_per_feature_per_rank):
+        is_passed = vbe_output is not None, vbe_output_offsets is not None
+        if any(is_passed) and not (all(is_passed) and batch_size_per_feature_per_rank):
             raise ValueError(
                 "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
             )
@@ -424,9 +443,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         if vbe_output is None or vbe_output_offsets is None:
             return output
         dims = [self.dims[t] for t in self.feature_table_map]
+        # Elements of each block, rank after rank, in which order `output` has the blocks.
         sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
-        starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
         sizes = sizes.flatten().to(output.device)
+        starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
         positions = jagged.segment_positions(starts, sizes, output.numel())
         flat = vbe_output if vbe_output.dim() == 1 else vbe_output.view(-1)
         flat.index_copy_(0, positions, output.to(vbe_output.dtype))
@@ -454,8 +474,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._begin_step(indices)
         with self._counters.counting():
             output = lookup()
-        if self._ahead:
-            self._ahead -= 1
+        if self._num_prefetched:
+            self._num_prefetched -= 1
         else:
             self._report_cache(indices)
         self._report_output(output)
@@ -569,7 +589,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             timed = self._events.prefetch_timer.recording(self.step, indices.device)
         with self._counters.counting(), timed:
             self.bags.prefetch(indices, offsets, batch_sizes=batch_size_per_feature_per_rank)
-        self._ahead += 1
+        self._num_prefetched += 1
         self._report_cache(indices)
         if forward_stream is not None and indices.is_cuda:
             for tensor in (indices, offsets):
@@ -641,7 +661,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
             self._averaging.iterations = step
 
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
-        """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay`, `lower_bound`."""
+        """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound`.
+
+        A number that the optimizer does not have is stored, with a warning.
+
+        Raises:
+            NotImplementedError: another name.
+        """
         self._require_fused("update_hyper_parameters")
         fbgemm_arguments.update(self.bags, self._arguments, params_dict)
 

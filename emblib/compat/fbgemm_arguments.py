@@ -52,7 +52,8 @@ _ENUMS = {
     "pooling_mode": PoolingMode,
     "bounds_check_mode": BoundsCheckMode,
 }
-_WITHOUT_MEANING = {
+# Arguments that must be left out, and why.
+_UNSUPPORTED = {
     "tbe_input_multiplexer_config": "dumping inputs is a tool of FBGEMM's own; record the batches "
     "where they are made",
     "enable_raw_embedding_streaming": "there is no streaming server; write changed rows out with "
@@ -70,6 +71,7 @@ _FLOATS = {
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
 }
+# States with as many numbers as a row, by FBGEMM's names; all others have one number per row.
 _WHOLE_ROW_STATES = {
     EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
     EmbOptimType.ADAM: ("momentum1", "momentum2"),
@@ -91,9 +93,19 @@ class EmbeddingSpec(NamedTuple):
 
 
 def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
-    """Raise for unsupported arguments; return the others with emblib's enum members."""
+    """Check the arguments of the module, and return them for the functions of this file.
+
+    The namespace has every argument by its name, with emblib's enum members and defaults filled in;
+    `embedding_specs` are `EmbeddingSpec`. `compute_device` is that of all tables, and `device` a
+    torch.device.
+
+    Raises:
+        NotImplementedError: an argument, or a device, that emblib does not have.
+        RuntimeError: torch sees no GPU, and the tables are for one.
+        ValueError: arguments that contradict each other.
+    """
     args = SimpleNamespace(**arguments)
-    for name, reason in _WITHOUT_MEANING.items():
+    for name, reason in _UNSUPPORTED.items():
         if getattr(args, name) not in (None, False):
             raise NotImplementedError(f"{name} is not supported: {reason}; leave it out")
     for name, kind in _ENUMS.items():
@@ -167,15 +179,16 @@ def _device(args: SimpleNamespace) -> torch.device:
 
 
 def tables(args: SimpleNamespace) -> list[TableSpec]:
-    """Return rows, dim, name and placement of each table."""
+    """Return the specification of each table: rows, dim, name and placement."""
     states = _WHOLE_ROW_STATES.get(args.optimizer, ())
     specs = []
     for (rows, dim, location, _), name in zip(args.embedding_specs, _names(args), strict=True):
         placement = Placement.DEVICE if args.enforce_hbm else _PLACEMENTS[location]
-        leaves = (
+        # FBGEMM then has states in host memory; here a table's states are where its rows are.
+        leaves_device = (
             args.uvm_non_rowwise_momentum and states and args.compute_device is ComputeDevice.CUDA
         )
-        if leaves and placement is Placement.DEVICE and not args.enforce_hbm:
+        if leaves_device and placement is Placement.DEVICE and not args.enforce_hbm:
             placement = Placement.MANAGED
         specs.append(TableSpec(rows, dim, name, placement))
     return specs
@@ -201,7 +214,11 @@ def bounds_check(args: SimpleNamespace) -> BoundsCheck:
 
 
 def float_dtype(name: str, kind: SparseType) -> torch.dtype:
-    """Return the dtype of a number format that tables, outputs and states can have."""
+    """Return the dtype of a number format that tables, outputs and states can have.
+
+    Raises:
+        NotImplementedError: any other format; `name` is that of the argument, for the message.
+    """
     if kind not in _FLOATS:
         raise NotImplementedError(
             f"{name} must be SparseType.FP32, FP16 or BF16, got {kind.name}: there are no kernels "
@@ -214,13 +231,13 @@ def precision(args: SimpleNamespace) -> Precision:
     """Return the dtypes of weights, output and states, and the rounding of 16-bit values."""
     weights = float_dtype("weights_precision", args.weights_precision)
     states = _state_dtype(args)
-    narrow = weights != torch.float32 or states != torch.float32
+    is_narrow = weights != torch.float32 or states != torch.float32
     rounding = StochasticRounding(torch.initial_seed() % 2**53)
     return Precision(
         weights=weights,
         output=float_dtype("output_dtype", args.output_dtype),
         states=states,
-        stochastic_rounding=rounding if narrow and args.stochastic_rounding else None,
+        stochastic_rounding=rounding if is_narrow and args.stochastic_rounding else None,
     )
 
 
@@ -281,6 +298,7 @@ _DEFAULTS = {
 }
 _ADAM = ("learning_rate", "eps", "beta1", "beta2", "weight_decay")
 _ADAGRAD = ("learning_rate", "eps")
+# The numbers that each supported optimizer has.
 _USES = {
     EmbOptimType.EXACT_SGD: ("learning_rate",),
     EmbOptimType.EXACT_ADAGRAD: _ADAGRAD,
@@ -295,7 +313,8 @@ _USES = {
     EmbOptimType.NONE: (),
 }
 SUPPORTED = tuple(_USES)
-# Numbers whose loss would change the training result, so that they raise; others only warn.
+# Numbers that raise if the optimizer does not have them, because without them training would give
+# another result. Others only warn.
 _MUST_ACT = ("weight_decay", "max_norm")
 _OPTIONS_OF = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
@@ -329,7 +348,7 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
 
 def _check_inert_numbers(args: SimpleNamespace) -> None:
-    """Raise for hyperparameters that the optimizer does not have."""
+    """Raise or warn for hyperparameters other than the defaults that the optimizer lacks."""
     for name in _DEFAULTS.keys() - set(_USES[args.optimizer]):
         if getattr(args, name) == _DEFAULTS[name]:
             continue
@@ -494,6 +513,7 @@ _MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Op
     EmbOptimType.LARS_SGD: _lars,
 }
 
+# Names of `update_hyper_parameters`, and of the arguments that they change.
 _UPDATED = {
     "lr": "learning_rate",
     "eps": "eps",
@@ -504,7 +524,7 @@ _UPDATED = {
 
 
 def _with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> SimpleNamespace:
-    """Return the arguments with the numbers that act now, which a checkpoint may have set."""
+    """Return `args` with the current numbers of `bags`, which a checkpoint may have set."""
     current = SimpleNamespace(**vars(args))
     current.learning_rate, now = bags.learning_rate, bags.optimizer
     current.eps = getattr(now, "eps", args.eps)
@@ -518,7 +538,17 @@ def _with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> 
 def update(
     bags: TableBatchedEmbeddingBags, args: SimpleNamespace, new: Mapping[str, float]
 ) -> None:
-    """Change arguments `args` and the optimizer; arguments it lacks are only stored in `args`."""
+    """Change hyperparameters of the optimizer of `bags`, and store them in `args`.
+
+    Args:
+        bags: tables, of which the optimizer is changed.
+        args: arguments of the module, changed; a number that the optimizer lacks is only stored
+            here, with a warning.
+        new: new values by the names that FBGEMM's `update_hyper_parameters` has.
+
+    Raises:
+        NotImplementedError: another name; nothing is changed.
+    """
     new_args = _with_numbers_of(bags, args)
     for name, value in new.items():
         if name in _UPDATED:
@@ -551,13 +581,13 @@ def update(
 
 
 class InPlaceAverage:
-    """EMAINPLACE: periodically move the second half of every row towards its first half."""
+    """Periodic move of the second half of every row towards its first half (EMAINPLACE)."""
 
     def __init__(self, mode: EmainplaceModeDefinition) -> None:
         self.every = int(mode.step_ema)
         self.start = int(mode.step_start)
-        self.share = mode.step_ema_coef
-        self.iterations = 0
+        self.first_half_share = mode.step_ema_coef
+        self.iterations = 0  # 0 before the first step, which continues from the module's count
 
     def step(self, bags: TableBatchedEmbeddingBags) -> None:
         """Average before the lookup of a training step, counted by the steps of the module."""
@@ -567,7 +597,7 @@ class InPlaceAverage:
         with torch.no_grad():
             for weights in bags.table_weights():
                 half = weights.size(1) // 2
-                weights[:, half:].lerp_(weights[:, :half], self.share)
+                weights[:, half:].lerp_(weights[:, :half], self.first_half_share)
 
 
 def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:

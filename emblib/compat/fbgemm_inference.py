@@ -46,6 +46,7 @@ class QuantizedSpec(NamedTuple):
 
 
 _Rows = tuple[Tensor, Tensor | None]
+"""Numbers of the rows of a table, and scale and bias if the format has them; or whole rows."""
 
 _HEADER = 4  # bytes of scale and bias, two float16
 _FLOATS = {
@@ -56,11 +57,11 @@ _FLOATS = {
 
 
 class _FP8Format(NamedTuple):
-    """Values of an FP8 format: its rows' format, exponent bias, and byte of its largest number."""
+    """Facts of an FP8 format of torch."""
 
     rows: RowFormat
-    bias: int
-    largest: int
+    bias: int  # of the exponent
+    largest: int  # byte of the largest finite number
 
 
 _FP8 = {  # by exponent bits
@@ -69,7 +70,7 @@ _FP8 = {  # by exponent bits
 }
 _MAX_SCALE_EXPONENT = 15  # of a float16, which holds the scale of a row
 
-_FIXED: dict[str, tuple[Any, str]] = {
+_ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "there is no cache"),
     "gather_uvm_cache_stats": (False, "there is no cache"),
     "scale_bias_size_in_bytes": (_HEADER, "scale and bias of a row are two float16"),
@@ -168,7 +169,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if self.pooling_mode is PoolingMode.NONE and len(set(self._dims)) > 1:
             raise ValueError(f"without pooling all tables must have one dim, got {self._dims}")
         self.total_D: int = sum(self._dims)
-        self._served: list[QuantizedEmbeddingBags | InferenceEmbeddingBags] = []  # no submodule
+        # The module that looks up, once there are rows; in a list, so that it is no submodule.
+        self._served: list[QuantizedEmbeddingBags | InferenceEmbeddingBags] = []
         self._indexes: list[RowIndex | None] = []
         self.set_index_remappings(
             index_remapping or [], pruning_hash_load_factor, use_array_for_index_remapping
@@ -402,7 +404,13 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         update_row_indices: list[list[int]],
         update_weights: list[Tensor],
     ) -> None:
-        """Replace rows `update_row_indices` of tables, uint8 `[n, bytes]` with scale and bias."""
+        """Replace rows of tables, in place.
+
+        Args:
+            update_table_indices: numbers of the tables.
+            update_row_indices: numbers of the rows of each of these tables.
+            update_weights: the new rows of each, uint8 `[n, bytes]`, with scale and bias.
+        """
         tables = self._rows()
         for table, rows, weights in zip(
             update_table_indices, update_row_indices, update_weights, strict=True
@@ -452,7 +460,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 class ScriptableLookup(nn.Module):
     """The lookup of quantised tables in ops alone, for `torch.fx` and TorchScript.
 
-    It shares the memory of the tables. Invalid input is skipped without a report.
+    It shares the memory of the tables. Invalid ids read row 0, without a report.
     """
 
     packed: Tensor
@@ -476,7 +484,7 @@ class ScriptableLookup(nn.Module):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return pooled rows, as the module does."""
+        """Return pooled rows, as `IntNBitTableBatchedEmbeddingBagsCodegen.forward` does."""
         if self.is_pruned:
             indices = torch.ops.emblib.map_ids(
                 self.index, self.index_tables, self.features, indices, offsets, None
@@ -498,7 +506,10 @@ class ScriptableLookup(nn.Module):
 
 
 def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
-    """Return the index of a table whose id i has row `rows[i]`, or none where that is -1."""
+    """Return the index of a table whose id i has row `rows[i]`, or none where that is -1.
+
+    With `is_array` it is an array with an entry per id, else a hash table of the ids with a row.
+    """
     rows, ids = rows.flatten(), rows.numel()
     if is_array:
         entries = torch.nn.functional.pad(rows.int(), (0, ids % 2), value=-1).view(torch.int64)
@@ -513,13 +524,14 @@ def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
 
 def _check_fixed(arguments: Mapping[str, Any]) -> None:
     """Raise for arguments without a counterpart."""
-    for name, (only, reason) in _FIXED.items():
+    for name, (only, reason) in _ONLY_VALUES.items():
         value = arguments[name]
         if value != only:
             raise NotImplementedError(f"{name} must be {only!r}, got {value!r}: {reason}")
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
+    """Return the device; None is the current GPU, an int the GPU of that number."""
     if device is None:
         if not torch.cuda.is_available():
             raise RuntimeError(

@@ -19,7 +19,7 @@ from emblib.compat.fbgemm_types import (
 )
 
 _CACHED = EmbeddingLocation.MANAGED_CACHING
-_OUTSIDE = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
+_OUTSIDE_DEVICE = (EmbeddingLocation.MANAGED, EmbeddingLocation.MANAGED_CACHING)
 STATE_ORDER = (
     "sum",
     "exp_avg",
@@ -32,9 +32,11 @@ STATE_ORDER = (
 """FBGEMM's order of the optimizer states, by emblib's names."""
 
 
-_PLACES = ("dev", "host", "uvm")
+_MEMORIES = ("dev", "host", "uvm")
+"""Suffixes of FBGEMM's attributes: memory of the device, of a CPU, and of the host for a GPU."""
 
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""The result of `TableViews.get_states`."""
 
 
 class DoesNotHavePrefix(Exception):
@@ -70,8 +72,8 @@ class TableViews(nn.Module):
         self.logging_table_name = self.get_table_name_for_logging(args.table_names)
         self.embedding_shard_info = args.embedding_shard_info
         self.max_D = max(self.dims)
-        cached = [dim for _, dim, place, _ in args.embedding_specs if place == _CACHED]
-        self.max_D_cache = max(cached, default=0)
+        cached_dims = [spec.dim for spec in args.embedding_specs if spec.location == _CACHED]
+        self.max_D_cache = max(cached_dims, default=0)
         dims = [self.dims[t] for t in self.feature_table_map]
         self.total_D = sum(dims)
         self.total_hash_size = sum(rows)
@@ -97,9 +99,9 @@ class TableViews(nn.Module):
         return different[0] if count == 1 else f"<{count} tables>: {different}"
 
     def __getattr__(self, name: str) -> Any:
-        prefix, _, place = name.rpartition("_")
-        if place in _PLACES and prefix in self._prefixes():
-            return self.get_states(prefix)[_PLACES.index(place)]
+        prefix, _, memory = name.rpartition("_")
+        if memory in _MEMORIES and prefix in self._prefixes():
+            return self.get_states(prefix)[_MEMORIES.index(memory)]
         return super().__getattr__(name)
 
     # Weights
@@ -112,7 +114,7 @@ class TableViews(nn.Module):
         return self.bags.table_weights()
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
-        """Draw all weights, with torch's generator."""
+        """Draw all weights from [min_val, max_val), with torch's generator; empty the cache."""
         with torch.no_grad():
             for weights in self.bags.table_weights():
                 weights.uniform_(min_val, max_val)
@@ -203,8 +205,9 @@ class TableViews(nn.Module):
             prefix: `weights`, or FBGEMM's or emblib's name of a state, e.g. `momentum1` or `sum`.
 
         Returns:
-            the tables in device memory, concatenated, those of a CPU, those outside device memory;
-            the location of each table; its first element in the memory of its location.
+            tables in device memory, concatenated, those of a CPU, those outside device memory, each
+            empty if there are none; the `EmbeddingLocation` of each table, int32 `[T]`; its first
+            element in the memory of its location, int64 `[T]`. Tensors share the tables' memory.
 
         Raises:
             DoesNotHavePrefix: the module has no such state.
@@ -217,27 +220,29 @@ class TableViews(nn.Module):
             views = [states[name] for states in self.bags.table_optimizer_states()]
         else:
             raise DoesNotHavePrefix(f"there is no {prefix}, only {['weights', *self._prefixes()]}")
-        memory = [views[0].new_empty(0)] * len(_PLACES)
+        memories = [views[0].new_empty(0)] * len(_MEMORIES)
         offsets = [int(view.storage_offset()) for view in views]
         locations = [spec.location for spec in self.embedding_specs]
-        places = [1 if self.use_cpu else 2 if where in _OUTSIDE else 0 for where in locations]
-        for place in set(places):
-            tables_there = [t for t, other in enumerate(places) if other == place]
-            if len({views[t].untyped_storage().data_ptr() for t in tables_there}) > 1:
+        memory_of_table = [
+            1 if self.use_cpu else 2 if location in _OUTSIDE_DEVICE else 0 for location in locations
+        ]
+        for memory in set(memory_of_table):
+            tables = [t for t, other in enumerate(memory_of_table) if other == memory]
+            if len({views[t].untyped_storage().data_ptr() for t in tables}) > 1:
                 raise NotImplementedError(
-                    f"{prefix}_{_PLACES[place]}: the tables lie in several pieces of memory; use "
-                    "split_embedding_weights() or split_optimizer_states()"
+                    f"{prefix}_{_MEMORIES[memory]}: the tables lie in several pieces of memory; "
+                    "use split_embedding_weights() or split_optimizer_states()"
                 )
-            first = min(offsets[t] for t in tables_there)
-            count = max(offsets[t] + views[t].numel() for t in tables_there) - first
-            memory[place] = views[tables_there[0]].detach().as_strided((count,), (1,), first)
-            for t in tables_there:
+            first = min(offsets[t] for t in tables)
+            count = max(offsets[t] + views[t].numel() for t in tables) - first
+            memories[memory] = views[tables[0]].detach().as_strided((count,), (1,), first)
+            for t in tables:
                 offsets[t] -= first
         return (
-            memory[0],
-            memory[1],
-            memory[2],
-            torch.tensor([int(where) for where in locations], dtype=torch.int32),
+            memories[0],
+            memories[1],
+            memories[2],
+            torch.tensor([int(location) for location in locations], dtype=torch.int32),
             torch.tensor(offsets),
         )
 
@@ -247,7 +252,7 @@ class TableViews(nn.Module):
         return [self.get_states(prefix) for prefix in ("weights", *prefixes)]
 
     def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Let tables and states on a CPU have the given memory, with the values in it.
+        """Let tables and states on a CPU use the memory of `buffers`, with the values in it.
 
         Raises:
             AssertionError: a name, dtype, device, shape or stride that the module does not have.
@@ -283,9 +288,9 @@ class TableViews(nn.Module):
         self._require_fused("get_optimizer_buffer")
         if state == "iter":
             return self.iter
-        prefix, _, place = state.rpartition("_")
+        prefix, _, memory = state.rpartition("_")
         names = self._prefixes()
-        name = names.get(prefix if place in _PLACES else state)
+        name = names.get(prefix if memory in _MEMORIES else state)
         if name is None:
             raise ValueError(f"the optimizer's states are {sorted(names)}, got {state!r}")
         return getattr(self.bags, f"state_{name}")
@@ -344,6 +349,7 @@ class TableViews(nn.Module):
         self.bags.reset_cache_states()
 
     def _require_fused(self, what: str) -> None:
+        """Raise NotImplementedError unless backward updates the tables."""
         if self.weights_precision is SparseType.INT8:
             raise NotImplementedError(f"{what} is not supported: INT8 rows are not trained")
         if self.optimizer is EmbOptimType.NONE:

@@ -124,18 +124,28 @@ class EmbOptimType(enum.Enum):
 
 OptimType = EmbOptimType
 
-_FORMATS: dict[str, tuple[int, int, int, torch.dtype]] = {
-    "fp32": (0, 32, 1, torch.float32),
-    "fp16": (1, 16, 2, torch.float16),
-    "int8": (2, 8, 4, torch.uint8),
-    "int4": (3, 4, 8, torch.quint4x2),
-    "int2": (4, 2, 16, torch.quint2x4),
-    "bf16": (5, 16, 2, torch.bfloat16),
-    "fp8": (6, 8, 4, torch.uint8),
-    "mx4": (7, 4, 8, torch.uint8),
-    "nfp8": (8, 8, 4, torch.float8_e4m3fn),
+
+class _Format(NamedTuple):
+    """FBGEMM's facts about a number format."""
+
+    code: int
+    bits: int  # of a number
+    dim_divisor: int  # number that divides the dim of rows in FBGEMM's layout
+    dtype: torch.dtype  # that stores the format
+
+
+_FORMATS = {
+    "fp32": _Format(0, 32, 1, torch.float32),
+    "fp16": _Format(1, 16, 2, torch.float16),
+    "int8": _Format(2, 8, 4, torch.uint8),
+    "int4": _Format(3, 4, 8, torch.quint4x2),
+    "int2": _Format(4, 2, 16, torch.quint2x4),
+    "bf16": _Format(5, 16, 2, torch.bfloat16),
+    "fp8": _Format(6, 8, 4, torch.uint8),
+    "mx4": _Format(7, 4, 8, torch.uint8),
+    "nfp8": _Format(8, 8, 4, torch.float8_e4m3fn),
 }
-"""By value FBGEMM's code, the bits of a number, the divisor of dimensions, and the dtype."""
+"""The formats by the values of `SparseType`."""
 
 
 class SparseType(enum.Enum):
@@ -157,36 +167,36 @@ class SparseType(enum.Enum):
     @staticmethod
     def from_int(ty: int) -> "SparseType":
         """Return the format of a code of `as_int`."""
-        for value, (code, *_) in _FORMATS.items():
-            if code == ty:
+        for value, number_format in _FORMATS.items():
+            if number_format.code == ty:
                 return SparseType(value)
         raise ValueError(f"the code of a SparseType must be 0 to {len(_FORMATS) - 1}, got {ty}")
 
     def as_int(self) -> int:
         """Return FBGEMM's code of the format."""
-        return _FORMATS[self.value][0]
+        return _FORMATS[self.value].code
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
-        """Return the format of a torch dtype; with `is_mx`, uint8 is MX4."""
+        """Return the format of a torch dtype; uint8 and int8 are INT8, or with `is_mx` MX4."""
         if dtype in (torch.uint8, torch.int8):
             return SparseType.MX4 if is_mx else SparseType.INT8
-        for value, (*_, candidate) in _FORMATS.items():
-            if candidate == dtype:
+        for value, number_format in _FORMATS.items():
+            if number_format.dtype == dtype:
                 return SparseType(value)
         raise ValueError(f"no SparseType has the dtype {dtype}")
 
     def as_dtype(self) -> torch.dtype:
         """Return the torch dtype that stores the format."""
-        return _FORMATS[self.value][3]
+        return _FORMATS[self.value].dtype
 
     def bit_rate(self) -> int:
         """Return the bits of a number."""
-        return _FORMATS[self.value][1]
+        return _FORMATS[self.value].bits
 
     def align_size(self) -> int:
         """Return the divisor of dimensions in FBGEMM's row layout."""
-        return _FORMATS[self.value][2]
+        return _FORMATS[self.value].dim_divisor
 
     def is_float(self) -> bool:
         """Return whether the format is a floating-point format."""
@@ -315,7 +325,22 @@ class RecordCacheMetrics(NamedTuple):
 
 
 class VBEMetadata(NamedTuple):
-    """Layout of a variable batch: first bags and output elements of features and ranks."""
+    """Layout of a batch whose features or ranks differ in their numbers of bags.
+
+    Attributes:
+        B_offsets: first bag of each feature, and the number of bags, int32 `[F + 1]`.
+        output_offsets_feature_rank: first output element of each rank and feature, rank after rank,
+            and the number of elements, int64 `[ranks * F + 1]`.
+        B_offsets_rank_per_feature: first bag of each rank within each feature, int32 `[F, ranks +
+            1]`.
+        max_B: maximum number of bags of a feature.
+        max_B_feature_rank: maximum number of bags of a feature and rank.
+        output_size: number of output elements.
+        vbe_output: tensor that the output is written to.
+        vbe_output_offsets: first element there of each rank and feature, `[ranks, F]`.
+
+    Tensors are None and numbers -1 if all features have the same number of bags.
+    """
 
     B_offsets: Tensor | None = None
     output_offsets_feature_rank: Tensor | None = None
@@ -328,7 +353,10 @@ class VBEMetadata(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]) -> "VBEMetadata":
-        """Return the layout of bags per feature and rank, `[F][ranks]`; None for equal sizes."""
+        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`; None: equal ones.
+
+        `dims` are the columns of each feature. The tensors are on the CPU.
+        """
         if sizes is None:
             return cls()
         bags = torch.tensor(sizes)

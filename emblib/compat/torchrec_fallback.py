@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import Any
 
 from emblib.compat.raising import RaisesOnUse
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 
 THEIRS = "torchrec"
 _COPIES = "_copy_of_"
-_WAY_OUT = {THEIRS: FIRST_DOOR}
+_WAY_OUT = {THEIRS: RUN_TORCHREC_ITSELF}
 
 
 class FallbackError(ImportError):

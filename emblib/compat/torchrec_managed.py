@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import Eviction
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharders import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionSharder,
@@ -37,7 +37,8 @@ class LFU_EvictionPolicy:
         if threshold_filtering_func is not None:
             raise ValueError(
                 "threshold_filtering_func must be left out: storage=Hash(admission="
-                "FrequencyAdmission(threshold)) admits ids by their number of uses. " + FIRST_DOOR
+                "FrequencyAdmission(threshold)) admits ids by their number of uses. "
+                + RUN_TORCHREC_ITSELF
             )
 
 
@@ -63,7 +64,7 @@ class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
         if decay_exponent != 1.0:
             raise ValueError(
                 f"decay_exponent must be 1, got {decay_exponent}: ids are ranked by uses, then by "
-                f"the last use. {FIRST_DOOR}"
+                f"the last use. {RUN_TORCHREC_ITSELF}"
             )
         super().__init__(threshold_filtering_func)
 
@@ -230,7 +231,7 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
         if return_remapped_features:
             raise ValueError(
                 "return_remapped_features must be False: rows are found by the ids themselves, "
-                f"and there are no remapped ones. {FIRST_DOOR}"
+                f"and there are no remapped ones. {RUN_TORCHREC_ITSELF}"
             )
         if list(embedding_collection.configs) != managed_collision_collection.embedding_configs():
             raise ValueError("the two collections must have the same configurations of tables")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 from emblib.compat.torchrec_quant import (
     QuantEmbeddingBagCollectionSharder,
@@ -301,7 +301,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         if model_tracker_configs is not None:
             raise ValueError(
                 "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
-                f"changed, save(..., since=) of dynamic tables the keys. {FIRST_DOOR}"
+                f"changed, save(..., since=) of dynamic tables the keys. {RUN_TORCHREC_ITSELF}"
             )
         env = ShardingEnv(RankGroup()) if env is None else env
         ranks = ranks_of(env, device)
@@ -433,7 +433,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if set_options:
         raise ValueError(
             f"{', '.join(set_options)} must be left out: the pipelines of emblib neither compile "
-            f"nor rewrite the model, and free batches when they are trained. {FIRST_DOOR}"
+            f"nor rewrite the model, and free batches when they are trained. {RUN_TORCHREC_ITSELF}"
         )
 
 
@@ -480,7 +480,7 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
         if not execute_all_batches:
             raise ValueError(
                 "execute_all_batches must be True: batches that were read are trained; end the "
-                f"iterator where training is to end. {FIRST_DOOR}"
+                f"iterator where training is to end. {RUN_TORCHREC_ITSELF}"
             )
         _check_options({"apply_jit": apply_jit, "context_type": context_type, **options})
         super().__init__(model, optimizer, device, forward=custom_model_fwd)

@@ -293,13 +293,13 @@ _BY_REASON = {
     "rows on disks or behind other tiers have a storage: docs/tiers.md": "KeyValueParams",
 }
 RAISES = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
-"""Why a name raises where it is used, and what to use instead."""
+"""Reason by name: why it raises where it is used, and what to use instead."""
 
-FIRST_DOOR = (
+RUN_TORCHREC_ITSELF = (
     "TorchRec itself, unmodified, runs over emblib's kernels: EMBLIB_AS_FBGEMM=1, or "
     "emblib.compat.fbgemm.install() before torchrec is imported (docs/torchrec.md)"
 )
-"""The way out for whatever the names without TorchRec lack."""
+"""The way out for whatever emblib's names of TorchRec lack, a sentence of error messages."""
 
 
 def page() -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from emblib import sharding
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.compat.torchrec_sharding import (
     STORAGES,
-    WAYS,
+    WAYS_OUT,
     CacheParams,
     EmbeddingComputeKernel,
     ShardingPlan,
@@ -32,7 +32,8 @@ BATCH_SIZE = 512  # TorchRec's, where none is given
 _GIB = 1 << 30
 
 
-_RATES = {  # of TorchRec, bytes per ms, and the figure of a Calibration
+# TorchRec's bandwidths in bytes per ms, and the figures of a Calibration in bytes per s.
+_RATES = {
     "intra_host_bw": "link_bytes_per_s",
     "inter_host_bw": "network_bytes_per_s",
     "hbm_to_ddr_mem_bw": "host_bytes_per_s",
@@ -69,13 +70,13 @@ class Topology:
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} must be left out: times of memory are measured, "
-                f"calibration=Calibration(...) has them. {FIRST_DOOR}"
+                f"calibration=Calibration(...) has them. {RUN_TORCHREC_ITSELF}"
             )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
         # A plan for GPUs can be made on a machine without them, if `hbm_cap` is given.
-        elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
-        make: Any = planner.Topology if elsewhere else planner.Topology.detect
+        is_elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
+        make: Any = planner.Topology if is_elsewhere else planner.Topology.detect
         detected: planner.Topology = make(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
@@ -96,7 +97,19 @@ class Topology:
 
 @dataclass
 class ParameterConstraints:
-    """Constraints of the planner for a table, and facts that it cannot know."""
+    """Constraints of the planner for a table, and facts that it cannot know.
+
+    Attributes:
+        sharding_types: values of `ShardingType` that the plan may use; None for all.
+        compute_kernels: values of `EmbeddingComputeKernel` that it may use; None for all.
+        min_partition: minimum number of columns of a shard.
+        pooling_factors: ids per example and feature; one number is for all features.
+        batch_sizes: examples per rank of each feature, which must be equal.
+        cache_params: cache of a table whose rows are in host memory.
+
+    `is_weighted` and `feature_names` have no effect. Other fields raise ValueError if they are set,
+    except for a `num_poolings` of ones.
+    """
 
     sharding_types: Sequence[str] | None = None
     compute_kernels: Sequence[str] | None = None
@@ -117,7 +130,7 @@ class ParameterConstraints:
 
     def __post_init__(self) -> None:
         poolings = self.num_poolings
-        values = {name: getattr(self, name) for name in WAYS if hasattr(self, name)}
+        values = {name: getattr(self, name) for name in WAYS_OUT if hasattr(self, name)}
         values["num_poolings"] = poolings is not None and set(poolings) != {1.0}
         if EmbeddingComputeKernel.FUSED_UVM_CACHING.value in self._kernels():
             values["cache_params"] = None
@@ -249,7 +262,7 @@ class EmbeddingEnumerator:
         if unsupported := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(
                 f"{', '.join(unsupported)} must be left out: emblib's planner has one enumeration "
-                f"and one measured cost model. {FIRST_DOOR}"
+                f"and one measured cost model. {RUN_TORCHREC_ITSELF}"
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
@@ -262,7 +275,7 @@ class EmbeddingEnumerator:
         """Raise NotImplementedError: the options of a plan are not objects here."""
         raise NotImplementedError(
             "emblib's planner enumerates and searches in one: call collective_plan of the planner, "
-            f"and print(plan) shows what it chose and what each table costs. {FIRST_DOOR}"
+            f"and print(plan) shows what it chose and what each table costs. {RUN_TORCHREC_ITSELF}"
         )
 
     def agreed(self, name: str, other: Any) -> Any:
@@ -317,7 +330,7 @@ class EmbeddingShardingPlanner:
                 f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
                 "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost "
                 "model, and a report that print(plan) shows; constraints and callbacks change its "
-                "plans. " + FIRST_DOOR
+                "plans. " + RUN_TORCHREC_ITSELF
             )
         if enumerator is not None:
             topology = enumerator.agreed("topology", topology)

@@ -40,6 +40,7 @@ def _with_type(config: Any, data_type: DataType | torch.dtype) -> Any:
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments that are set; `arguments` are by name."""
     set_arguments = sorted(name for name, value in arguments.items() if value)
     if set_arguments:
         raise ValueError(
@@ -48,7 +49,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         )
 
 
-_OF_FBGEMM = (  # options of its memory, without an effect here
+_IGNORED_OPTIONS = (  # of FBGEMM's memory
     "register_tbes",
     "quant_state_dict_split_scale_bias",
     "row_alignment",
@@ -60,7 +61,7 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a quantised collection that emblib's has."""
     name = "table_name_to_quantized_weights"
     _refuse({name: options.pop(name, None)})
-    return {name: value for name, value in options.items() if name not in _OF_FBGEMM}
+    return {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
 
 
 class _Quantised:
@@ -68,9 +69,9 @@ class _Quantised:
 
     groups: Any
     eval: Any
-    _flag: ClassVar[str]  # the argument and the method that the float collection has, too
+    _flag: ClassVar[str]  # the argument, and the method that returns it, of either collection
 
-    def _for_inference(self, output_dtype: torch.dtype) -> None:
+    def _prepare_for_inference(self, output_dtype: torch.dtype) -> None:
         self.groups.set_output_dtype(output_dtype)
         self.eval()
 
@@ -83,7 +84,13 @@ class _Quantised:
 
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
-        """Return the quantised form of a collection that has a `qconfig`."""
+        """Return the quantised form of a collection that has a `qconfig`, on the same device.
+
+        `use_precomputed_fake_quant` is ignored.
+
+        Raises:
+            ValueError: a collection without a `qconfig`.
+        """
         qconfig = getattr(module, "qconfig", None)
         if qconfig is None:
             raise ValueError(
@@ -124,7 +131,7 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
         **options: Any,
     ) -> None:
         super().__init__(tables, device, is_weighted=is_weighted, **_options(options))
-        self._for_inference(output_dtype)
+        self._prepare_for_inference(output_dtype)
 
 
 class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
@@ -141,7 +148,7 @@ class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollectio
         **options: Any,
     ) -> None:
         super().__init__(tables, device, need_indices=need_indices, **_options(options))
-        self._for_inference(output_dtype)
+        self._prepare_for_inference(output_dtype)
 
 
 SHARDED[QuantEmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
@@ -195,25 +202,27 @@ class _OverDevices(Subscripted, nn.Module):
         device = module.device if device is None else torch.device(device)
         self._device, self.configs = device, module.configs
         self._plan = dict(table_name_to_parameter_sharding)
-        placed = {
+        device_numbers = {  # by table
             config.name: _device_of(config.name, self._plan[config.name], env.world_size)
             for config in self.configs
         }
-        numbers = sorted(set(placed.values()))
-        self._part_of = {name: numbers.index(number) for name, number in placed.items()}
-        self.parts = nn.ModuleList(self._part(module, placed, number) for number in numbers)
+        numbers = sorted(set(device_numbers.values()))
+        self._part_of = {name: numbers.index(number) for name, number in device_numbers.items()}
+        self.parts = nn.ModuleList(self._part(module, device_numbers, number) for number in numbers)
 
-    def _part(self, module: Any, placed: Mapping[str, int], number: int) -> nn.Module:
+    def _part(self, module: Any, device_numbers: Mapping[str, int], number: int) -> nn.Module:
+        """Return the collection of the tables on device `number`."""
         target = rank_device(self._device.type, number)
-        if len(set(placed.values())) == 1 and target.type == module.device.type == "cpu":
+        if len(set(device_numbers.values())) == 1 and target.type == module.device.type == "cpu":
             return module  # nothing to copy
-        configs = [config for config in self.configs if placed[config.name] == number]
+        configs = [config for config in self.configs if device_numbers[config.name] == number]
         with skip_initial_values():
             part = self._like(module, configs, target)
         part.copy_rows(module)
         return part
 
     def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
+        """Return a collection as `module`, of the tables `configs`, on `device`."""
         raise NotImplementedError
 
     def _outputs(self, features: KeyedJaggedTensor) -> Iterator[tuple[str, Any]]:
@@ -227,6 +236,7 @@ class _OverDevices(Subscripted, nn.Module):
                 yield name, next(results[self._part_of[config.name]])
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
+        """Return the results of a part, one per feature of each of its tables, on `device`."""
         raise NotImplementedError
 
     @property
@@ -365,7 +375,14 @@ class QuantEmbeddingCollectionSharder(_QuantSharder):
 
 
 def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) -> ShardingPlan:
-    """Place the whole quantised tables of a model on devices, the largest first.
+    """Return a plan of the quantised tables of a model: whole tables, balanced by their bytes.
+
+    The largest table comes first, each on the device with the fewest bytes so far.
+
+    Args:
+        module: model with quantised collections.
+        world_size: number of devices.
+        capacity: bytes for tables per device; None for no limit.
 
     Raises:
         ValueError: more bytes on a device than `capacity`.
@@ -379,6 +396,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
     }
     for path, collection in collections.items():
         for config in collection.configs:
+            # Tables that are not quantised count as float32.
             sizes.setdefault((path, config.name), config.num_embeddings * config.embedding_dim * 4)
     loads = [0] * world_size
     plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in collections}
@@ -397,6 +415,7 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
 
 
 def _quantised(module: nn.Module) -> dict[str, Any]:
+    """Return the quantised collections of a model, by path."""
     kinds = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
     return {path: part for path, part in module.named_modules() if isinstance(part, kinds)}
 
@@ -418,7 +437,7 @@ def quantize_embeddings(
     output_dtype: torch.dtype = torch.float,
     per_table_weight_dtype: Mapping[str, torch.dtype] | None = None,
 ) -> nn.Module:
-    """Replace the collections of a model by quantised ones.
+    """Replace the collections of a model by quantised ones; return the model or new collection.
 
     Args:
         module: the model, or one collection.

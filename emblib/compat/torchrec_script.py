@@ -4,7 +4,8 @@ TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.scri
 its collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`: lookups in
 the same memory, in code that TorchScript compiles. `register_classes` gives TorchScript classes
 with the attributes of emblib's jagged tensors, and functions for their static methods, so that
-scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before the model.
+scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before the model. Only
+one thread of a process may trace at a time.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -45,6 +46,7 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
+# TorchScript takes the type of an attribute from such functions.
 def _unknown_numbers() -> list[int] | None:
     return None
 
@@ -301,6 +303,7 @@ def _regroup_as_dict(
     return grouped
 
 
+# Static methods and functions, and what TorchScript compiles in their place.
 _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
     (JaggedTensor.empty, empty_bags),
     (KeyedJaggedTensor.empty, empty_batch),
@@ -319,27 +322,31 @@ def register_classes() -> None:
     """Let TorchScript compile emblib's jagged tensors as the classes and functions above."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
-        for theirs, scripted in (
+        for replaced, scripted in (
             (JaggedTensor, ScriptJaggedTensor),
             (KeyedJaggedTensor, ScriptKeyedJaggedTensor),
             (KeyedTensor, ScriptKeyedTensor),
         ):
             compiled = torch._C._jit_script_class_compile(  # noqa: SLF001 (a module of torch)
-                _jit_internal._qualified_name(theirs),  # noqa: SLF001 (a module of torch)
-                torch.jit.frontend.get_jit_class_def(scripted, theirs.__name__),
+                _jit_internal._qualified_name(replaced),  # noqa: SLF001 (a module of torch)
+                torch.jit.frontend.get_jit_class_def(scripted, replaced.__name__),
                 torch.jit.frontend.get_default_args_for_class(scripted),
                 _jit_internal.createResolutionCallbackForClassMethods(scripted),
             )
-            torch.jit._state._add_script_class(theirs, compiled)  # noqa: SLF001 (a module of torch)
+            torch.jit._state._add_script_class(replaced, compiled)  # noqa: SLF001 (a module of torch)
         for function, scripted_function in _FUNCTIONS:
             compiled = torch.jit.script(scripted_function)
             torch.jit._state._set_jit_function_cache(function, compiled)  # noqa: SLF001
 
 
 class ScriptableTable(nn.Module):
-    """The lookup of a dense table in operators of PyTorch, with its parameter and dtype of sums.
+    """The lookup of a dense table in operators of PyTorch; it shares the table's parameter.
 
     A table that backward updates is looked up without gradients only.
+
+    Args:
+        handle: handle of the table, of a collection's `handles()`.
+        pooled: whether bags are summed; else there is a row per id.
     """
 
     def __init__(self, handle: Any, *, pooled: bool) -> None:
@@ -348,7 +355,11 @@ class ScriptableTable(nn.Module):
         self.is_trained = updates_in_backward(handle.module.optimizer)
 
     def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return sums of bags, or a row per id."""
+        """Return sums of bags `[bags, D]`, or a row per id `[L, D]`, float32.
+
+        `offsets` are `[bags + 1]`, `weights` `[L]`. Raises RuntimeError if a gradient is wanted of
+        a table that backward updates.
+        """
         if self.is_trained and torch.is_grad_enabled():
             raise RuntimeError("backward updates the tables: TorchScript needs torch.no_grad()")
         if not self.pooled:
@@ -367,7 +378,21 @@ class ScriptableTable(nn.Module):
 class ScriptableBags(nn.Module):
     """An embedding bag collection that TorchScript compiles.
 
-    It shares the memory of the collection.
+    It shares the memory of the collection. A *read* is one feature of one table, numbered in the
+    order of the configurations. Each kernel looks up some reads, whose ids are concatenated.
+
+    Attributes:
+        kernels: lookups, one per group of quantised tables or per read of a dense table.
+        wanted: features of the reads of each kernel.
+        order: position of each read in the concatenated outputs of the kernels.
+        dims: columns of each read.
+        dims_in_order: columns of each output of the kernels.
+        features: feature of each read.
+        names: name of the result of each read: the feature, or `feature@table` if several tables
+            read it.
+        divides: whether an output is a sum that MEAN divides by the length of the bag.
+        weighted: whether batches have weights.
+        need_indices: whether results have the ids as weights (`EmbeddingCollection`).
 
     Raises:
         TypeError: tables that are neither quantised nor plain rows in one memory.
@@ -380,45 +405,49 @@ class ScriptableBags(nn.Module):
         self.pooled = self._pools
         groups, configs, handles = collection.groups, collection.configs, collection.handles()
         reads = [(c, feature) for c in configs for feature in c.feature_names]
-        counts = [feature for _, feature in reads]
+        features = [feature for _, feature in reads]
         kernels: list[nn.Module] = []
-        units: list[list[int]] = []  # of each kernel
+        reads_of_kernel: list[list[int]] = []
         for info in groups.active:
             if hasattr(info.module, "packed"):
                 kernels.append(ScriptableLookup(info.module))
-                units.append(list(info.units))
+                reads_of_kernel.append(list(info.units))
             elif isinstance(info.module, DenseModule) and info.module.row_cache is None:
                 for unit in info.units:
                     handle = handles[reads[unit][0].name]
                     kernels.append(ScriptableTable(handle, pooled=self.pooled))
-                    units.append([unit])
+                    reads_of_kernel.append([unit])
             else:
                 raise TypeError(
                     "TorchScript takes collections of quantised tables, or of plain ones in one "
                     f"memory, this one has {type(info.module).__name__}: export it with "
                     "torch.export, or quantise all tables"
                 )
-        order = [unit for numbers in units for unit in numbers]
+        order = [read for numbers in reads_of_kernel for read in numbers]
         self.kernels = nn.ModuleList(kernels)
-        self.wanted: list[list[str]] = [[reads[u][1] for u in numbers] for numbers in units]
-        self.order: list[int] = [order.index(u) for u in range(len(reads))]
-        self.dims: list[int] = [reads[u][0].embedding_dim for u in range(len(reads))]
-        self.dims_in_order: list[int] = [self.dims[u] for u in order]
-        self.features: list[str] = counts
+        self.wanted: list[list[str]] = [
+            [features[r] for r in numbers] for numbers in reads_of_kernel
+        ]
+        self.order: list[int] = [order.index(r) for r in range(len(reads))]
+        self.dims: list[int] = [config.embedding_dim for config, _ in reads]
+        self.dims_in_order: list[int] = [self.dims[r] for r in order]
+        self.features: list[str] = features
         self.names: list[str] = [
-            f if counts.count(f) == 1 else f"{f}@{config.name}" for config, f in reads
+            f if features.count(f) == 1 else f"{f}@{config.name}" for config, f in reads
         ]
         is_sum = [isinstance(k, ScriptableTable) or groups.pooling is Pooling.SUM for k in kernels]
-        sums = [flag for flag, numbers in zip(is_sum, units, strict=True) for _ in numbers]
+        is_sum_in_order = [
+            flag for flag, numbers in zip(is_sum, reads_of_kernel, strict=True) for _ in numbers
+        ]
         self.divides: list[bool] = [
-            self.pooled and flag and reads[u][0].pooling is Pooling.MEAN
-            for u, flag in zip(order, sums, strict=True)
+            self.pooled and flag and reads[r][0].pooling is Pooling.MEAN
+            for r, flag in zip(order, is_sum_in_order, strict=True)
         ]
         self.weighted = self.pooled and bool(collection.is_weighted())
         self.need_indices = not self.pooled and bool(collection.need_indices())
 
     def blocks_of(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        """Return the rows of each feature of each table, in the order of the configurations."""
+        """Return the output of each read, `[B, D]`, or `[L, D]` without pooling."""
         if features.variable_stride_per_key():
             raise ValueError("batches must have one batch size for all features in TorchScript")
         keys, stride = features.keys(), features.stride()
@@ -429,33 +458,33 @@ class ScriptableBags(nn.Module):
         blocks: list[Tensor] = []
         for number, kernel in enumerate(self.kernels):
             ids: list[Tensor] = []
-            bags: list[Tensor] = []
+            bag_lengths: list[Tensor] = []
             scales: list[Tensor] = []
             for key in self.wanted[number]:
                 position = keys.index(key)
-                first, last = int(offsets[position * stride]), int(offsets[(position + 1) * stride])
-                ids.append(values[first:last])
-                bags.append(lengths[position * stride : (position + 1) * stride])
+                start, end = int(offsets[position * stride]), int(offsets[(position + 1) * stride])
+                ids.append(values[start:end])
+                bag_lengths.append(lengths[position * stride : (position + 1) * stride])
                 if self.weighted and weights is not None:
-                    scales.append(weights[first:last].float())
-            counts = torch.cat(bags)
-            ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+                    scales.append(weights[start:end].float())
+            counts = torch.cat(bag_lengths)
+            bag_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             indices = torch.cat(ids)
             scale: Tensor | None = torch.cat(scales) if self.weighted else None
-            out = kernel(indices, ends.to(indices.dtype), scale)
-            first = 0
-            for bag, part in zip(bags, ids):  # noqa: B905 (TorchScript)
+            out = kernel(indices, bag_offsets.to(indices.dtype), scale)
+            first_row, first_column = 0, 0
+            for read_lengths, read_ids in zip(bag_lengths, ids):  # noqa: B905 (TorchScript)
                 if not self.pooled:
-                    blocks.append(out[first : first + part.numel()])
-                    first += part.numel()
+                    blocks.append(out[first_row : first_row + read_ids.numel()])
+                    first_row += read_ids.numel()
                     continue
                 width = self.dims_in_order[len(blocks)]
-                block = out[:, first : first + width]
+                block = out[:, first_column : first_column + width]
                 if self.divides[len(blocks)]:
-                    block = block / bag.clamp(min=1).unsqueeze(1)
+                    block = block / read_lengths.clamp(min=1).unsqueeze(1)
                 blocks.append(block)
-                first += width
-        return [blocks[place] for place in self.order]
+                first_column += width
+        return [blocks[position] for position in self.order]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of a batch, as the collection does."""
@@ -535,7 +564,7 @@ def scriptable(collection: Any) -> nn.Module:
 
 # Tracing
 
-_tracing = {"depth": 0}
+_tracing = {"depth": 0}  # traces of `Tracer` that are running, in this process
 
 
 def is_fx_tracing() -> bool:
@@ -558,8 +587,8 @@ class Tracer(torch.fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether calls of a module stay calls in the graph."""
-        named = type(m).__name__ in self._leaf_modules
-        return self.is_whole(m) or named or super().is_leaf_module(m, module_qualified_name)
+        is_named = type(m).__name__ in self._leaf_modules
+        return self.is_whole(m) or is_named or super().is_leaf_module(m, module_qualified_name)
 
     @staticmethod
     def is_whole(m: nn.Module) -> bool:
@@ -594,7 +623,7 @@ class Tracer(torch.fx.Tracer):
 
 
 class _Whole(nn.Module):
-    """A module around one that is never traced."""
+    """A module whose only child, which is never traced, does the work."""
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()

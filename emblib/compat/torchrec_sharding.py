@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ from torch import Tensor
 from emblib import CacheConfig, CachePolicy, Placement, sharding
 from emblib.collections import TableConfig
 from emblib.compat.fbgemm_types import CacheAlgorithm
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.sharding import RankGroup, Shard, World
 from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.sharding_types import Rule, TableShape
@@ -55,8 +56,17 @@ class EmbeddingComputeKernel(Enum):
     FUSED_TRITON = "fused_triton"
 
 
-KERNELS = tuple(kernel.value for kernel in EmbeddingComputeKernel)[:5]
-"""The kernels that emblib has."""
+KERNELS = tuple(
+    kernel.value
+    for kernel in (
+        EmbeddingComputeKernel.DENSE,
+        EmbeddingComputeKernel.FUSED,
+        EmbeddingComputeKernel.FUSED_UVM,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING,
+        EmbeddingComputeKernel.QUANT,
+    )
+)
+"""Values of the kernels that emblib has."""
 
 
 def checked_kernel(kernel: Any) -> str:
@@ -69,11 +79,12 @@ def checked_kernel(kernel: Any) -> str:
     if value not in KERNELS:
         raise ValueError(
             f"compute_kernel must be one of {', '.join(KERNELS)}, got {value!r}: rows on disks or "
-            f"behind other tiers are a storage of the table (docs/tiers.md). {FIRST_DOOR}"
+            f"behind other tiers are a storage of the table (docs/tiers.md). {RUN_TORCHREC_ITSELF}"
         )
     return value
 
 
+# Storage of the rows by kernel; other kernels leave that of the table's configuration.
 STORAGES = {
     EmbeddingComputeKernel.FUSED_UVM.value: Dense(Placement.MANAGED),
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: Dense(Placement.MANAGED_CACHING),
@@ -82,11 +93,11 @@ STORAGES = {
 
 @dataclass(frozen=True)
 class ShardMetadata:
-    """A shard of a table: offsets, sizes, and rank with device (`rank:1/cpu`)."""
+    """A shard of a table, a block of its rows and columns."""
 
-    shard_offsets: list[int]
-    shard_sizes: list[int]
-    placement: str
+    shard_offsets: list[int]  # first row and first column
+    shard_sizes: list[int]  # rows and columns
+    placement: str  # rank and device, such as rank:1/cpu
 
 
 class LocalShard(NamedTuple):
@@ -105,7 +116,7 @@ class ShardedTensor(ShardedTable):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> ShardedTensor:
-        """Return a tensor with the same shards and other memory."""
+        """Return a tensor with the same shards; `parts` are the values of this rank, by shard."""
         return ShardedTensor(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def local_shards(self) -> list[LocalShard]:
@@ -157,8 +168,10 @@ class EnumerableShardingSpec:
 class CacheParams:
     """The cache of a table whose kernel is FUSED_UVM_CACHING.
 
+    None is emblib's default. `prefetch_pipeline` has no effect: any cache may be prefetched.
+
     Raises:
-        ValueError: `reserved_memory`, `precision`, `prefetch_pipeline` or `stats`.
+        ValueError: `reserved_memory`, `precision`, `stats` or `multipass_prefetch_config`.
     """
 
     algorithm: CacheAlgorithm | None = None
@@ -176,7 +189,7 @@ class CacheParams:
             raise ValueError(
                 f"{', '.join(set_options)} of CacheParams must be None: give the table "
                 "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
-                f"options (any cache may be prefetched). {FIRST_DOOR}"
+                f"options (any cache may be prefetched). {RUN_TORCHREC_ITSELF}"
             )
 
     @classmethod
@@ -195,19 +208,24 @@ class CacheParams:
 
 
 def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of FBGEMM's tables that are elsewhere in emblib."""
+    """Raise ValueError for options that are set, not None or False; `values` are by name.
+
+    Every name is one of `WAYS_OUT`, which says what to use instead; `owner` has these options.
+    """
     # A mode may have the value 0.
     set_options = [
         name for name, value in values.items() if value is not None and value is not False
     ]
     if set_options:
-        ways = "; ".join(f"{name}: {WAYS[name]}" for name in set_options)
+        ways = "; ".join(f"{name}: {WAYS_OUT[name]}" for name in set_options)
         raise ValueError(
-            f"{', '.join(set_options)} of {owner} must be left out here. {ways}. {FIRST_DOOR}"
+            f"{', '.join(set_options)} of {owner} must be left out here. {ways}. "
+            f"{RUN_TORCHREC_ITSELF}"
         )
 
 
-WAYS = {
+# Options of FBGEMM's tables that have no effect here, and what to use instead.
+WAYS_OUT = {
     "stochastic_rounding": "rounding=StochasticRounding() of the table's configuration",
     "bounds_check_mode": "invalid ids are skipped with a warning",
     "output_dtype": "lookups return float32; cast them",
@@ -226,7 +244,14 @@ class ModuleShardingPlan:
 
 @dataclass
 class ParameterSharding:
-    """Sharding of one table, by `sharding_spec`; a replicated table has none.
+    """Sharding of one table.
+
+    Attributes:
+        sharding_type: value of a `ShardingType`.
+        compute_kernel: value of an `EmbeddingComputeKernel`.
+        ranks: ranks of the shards, in their order; None for a replicated table.
+        sharding_spec: an `EnumerableShardingSpec` of the shards; None for a replicated table.
+        cache_params: cache of a table whose kernel is FUSED_UVM_CACHING.
 
     Raises:
         ValueError: options of FBGEMM's tables that emblib has elsewhere.
@@ -272,14 +297,14 @@ class ParameterSharding:
                 "it from table_wise(rank), row_wise() and the like"
             )
         return sharding.ParameterSharding(
-            kind, tuple(map(_box, self.sharding_spec.shards)), storage
+            kind, tuple(map(_shard_of, self.sharding_spec.shards)), storage
         )
 
     @classmethod
     def of(
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
-        """Convert from emblib's class."""
+        """Convert from emblib's class; the storage of the table, if it has one, sets the kernel."""
         if table.is_replicated:
             converted = cls(table.type.value, kernel)
         else:
@@ -308,12 +333,13 @@ class ParameterSharding:
 
 
 def _type_name(table: sharding.ParameterSharding) -> str:
+    """Return TorchRec's name of a sharding type; for types that it lacks, ROW_WISE."""
     torchrec_names = [kind.value for kind in ShardingType]
-    # Parts of any other tiling are still parts: TorchRec has no word for it.
     return table.type.value if table.type.value in torchrec_names else ShardingType.ROW_WISE.value
 
 
-def _box(shard: Any) -> Shard:
+def _shard_of(shard: Any) -> Shard:
+    """Convert a `ShardMetadata`, or one of torch, whose placement is an object."""
     (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
     placement = shard.placement
     text = placement if isinstance(placement, str) else f"rank:{placement.rank()}/"
@@ -420,10 +446,10 @@ class ShardingEnv:
 
 @dataclass(frozen=True)
 class Placing:
-    """Result of `table_wise` and similar functions: a rule, and the storage of the rows."""
+    """Result of `table_wise` and similar functions: a sharding before the sizes are known."""
 
-    rule: Rule
-    compute_kernel: str | None = None
+    rule: Rule  # function of the shape of a table and the ranks that returns its sharding
+    compute_kernel: str | None = None  # None is FUSED
 
 
 def data_parallel() -> Placing:
@@ -450,10 +476,10 @@ def row_wise(
                 f"sizes must be at most one per rank = {world.size} and add up to {shape.rows} "
                 f"rows, got {sizes}"
             )
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        end_rows = itertools.accumulate(sizes)
         shards = tuple(
             Shard(rank, (end - size, end), (0, shape.columns))
-            for rank, (size, end) in enumerate(zip(sizes, ends, strict=True))
+            for rank, (size, end) in enumerate(zip(sizes, end_rows, strict=True))
             if size
         )
         return sharding.ParameterSharding(sharding.ShardingType.ROW_WISE, shards)
@@ -503,7 +529,7 @@ def configs_of(module: Any) -> Iterator[TableConfig]:
 def apply_to_all(
     module: Any, parameter_sharding_generator: Placing, sharder: Any = None
 ) -> dict[str, Placing]:
-    """Return the same sharding for every table."""
+    """Return the same sharding for every table, by name; `sharder` is ignored."""
     return {config.name: parameter_sharding_generator for config in configs_of(module)}
 
 
@@ -517,8 +543,18 @@ def construct_module_sharding_plan(
 ) -> EmbeddingModuleShardingPlan:
     """Return the plan of one collection, from the result of `table_wise` etc. for each table.
 
-    Sizes are those of all processes unless they are given. A table is fused unless its kernel says
-    otherwise: what optimizer it has is asked when it is sharded.
+    Args:
+        module: the collection.
+        per_param_sharding: sharding of each table, by name.
+        sharder: ignored.
+        local_size: number of ranks per host; None is that of the processes.
+        world_size: number of ranks; None is that of all processes.
+        device_type: device type of the ranks; None is that of the processes, or "cpu" if both sizes
+            are passed.
+
+    Raises:
+        TypeError: a sharding that is not such a result.
+        ValueError: a rule that does not fit a table or the ranks.
     """
     ranks = RankGroup() if world_size is None or local_size is None else None
     size = world_size or (ranks.size if ranks else 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 from emblib.compat.raising import raising
 from emblib.compat.torchrec_fallback import Fallback
-from emblib.compat.torchrec_names import DIFFERS, FIRST_DOOR, MODULES, RAISES
+from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF
 
 OWN = "emblib.compat.torchrec"
 THEIRS = "torchrec"
@@ -35,7 +35,7 @@ class TreeModule(ModuleType):
         fallback = vars(self).get("fallback")
         if fallback is None or name.startswith("__"):
             message = f"module {self.__name__!r} has no attribute {name!r}"
-            raise AttributeError(f"{message}. {FIRST_DOOR}", name=name)
+            raise AttributeError(f"{message}. {RUN_TORCHREC_ITSELF}", name=name)
         return fallback.attribute(self.__name__.removeprefix(f"{OWN}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,9 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
         ImportError: the table has a name that is neither implemented nor raises.
     """
     modules: dict[str, ModuleType] = {"": package}
-    raises = {name: raising(name, f"{reason}. {FIRST_DOOR}") for name, reason in RAISES.items()}
+    raises = {
+        name: raising(name, f"{reason}. {RUN_TORCHREC_ITSELF}") for name, reason in RAISES.items()
+    }
     lacking = []
     for path in MODULES:
         module = modules.setdefault(path, TreeModule(f"{OWN}.{path}"))
@@ -113,7 +115,7 @@ class MissingModules:
                     f"{name}: emblib has no counterpart of this module or name of TorchRec"
                     + (f"; it has {', '.join(near)}" if near else "")
                     + ". emblib.compat.torchrec.install(fallback=True) takes it from an installed "
-                    f"torchrec. {FIRST_DOOR}",
+                    f"torchrec. {RUN_TORCHREC_ITSELF}",
                     name=root,
                 )
 

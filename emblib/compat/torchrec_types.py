@@ -15,7 +15,7 @@ from torch import Tensor
 from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
 
@@ -185,7 +185,7 @@ class _Config:
             ways = "; ".join(
                 f"{option} is not supported: {_ELSEWHERE[option]}" for option in refused
             )
-            raise ValueError(f"{ways}. {FIRST_DOOR}")
+            raise ValueError(f"{ways}. {RUN_TORCHREC_ITSELF}")
         is_quantised = data_type in _BITS
         if storage is None:
             storage = Quantized(_BITS[DataType(data_type)]) if is_quantised else Dense()

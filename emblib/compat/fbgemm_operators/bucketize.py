@@ -18,8 +18,10 @@ from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Lengths, rows, weights, positions in the bag, and where each index is in the result."""
 
-# Parts of the schemas of block_bucketize_sparse_features and its variants.
+# Parts of the schemas of block_bucketize_sparse_features and its variants, in this order:
+# _FIRST, weights, _OPTIONS, _LAST, results.
 _OPTIONS = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 )
@@ -34,7 +36,7 @@ _FIRST = (
 
 
 def _segments(lengths: Tensor, total: int) -> Tensor:
-    """Return the bag of each lookup."""
+    """Return the bag of each of `total` lookups, int64 `[total]`."""
     bags = torch.arange(lengths.numel(), device=lengths.device)
     return bags.repeat_interleave(lengths, output_size=total)
 
@@ -42,7 +44,7 @@ def _segments(lengths: Tensor, total: int) -> Tensor:
 def _bags_and_features(
     lengths: Tensor, indices: Tensor, block_sizes: Tensor, batch_sizes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return bag and feature of each lookup."""
+    """Return bag and feature of each lookup, int64 `[L]`."""
     bag = _segments(lengths, indices.numel())
     if batch_sizes is None:
         return bag, bag // max(lengths.numel() // max(block_sizes.numel(), 1), 1)
@@ -58,17 +60,18 @@ def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[
 
 
 def _bag_positions(lengths: Tensor, like: Tensor) -> Tensor:
+    """Return the position of each lookup in its bag, in the shape and dtype of `like` `[L]`."""
     lengths = lengths.to(like.dtype)
     return segment_positions(torch.zeros_like(lengths), lengths, like.numel())
 
 
 class _Bucketed(NamedTuple):
-    """Lookups by bucket: lengths, rows, the position of each in the input, and the buckets."""
+    """Lookups in the order of the result: by bucket, then by bag."""
 
-    lengths: Tensor
-    rows: Tensor
-    positions: Tensor
-    bucket: Tensor | None
+    lengths: Tensor  # lookups per bucket and bag, [buckets * bags]
+    rows: Tensor  # [L], within the bucket
+    positions: Tensor  # int64 [L], of each in the input
+    bucket: Tensor | None  # [L], of each lookup of the input; None if not computed
 
 
 def _routing(
@@ -129,7 +132,10 @@ def _split_evenly(
     total_num_blocks: Tensor | None,
     buckets: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets of equally many blocks; rows beyond are spread."""
+    """Return bucket and local row, for buckets of equally many blocks.
+
+    A row beyond the blocks of its table is spread: block `row % blocks`, local row `row // blocks`.
+    """
     block = block_sizes.to(indices.dtype)[feature]
     if total_num_blocks is None:
         total = torch.full_like(block, buckets)
@@ -137,9 +143,9 @@ def _split_evenly(
         total = total_num_blocks.to(indices.dtype)[feature]
     blocks = total // buckets
     size = (block * blocks).clamp(min=1)  # blocks of 0 rows: all rows are spread
-    inside = indices < block * total
-    bucket = torch.where(inside, indices // size, indices % total // blocks)
-    return bucket, torch.where(inside, indices % size, indices // total)
+    is_in_block = indices < block * total
+    bucket = torch.where(is_in_block, indices // size, indices % total // blocks)
+    return bucket, torch.where(is_in_block, indices % size, indices // total)
 
 
 def _split_at(
@@ -174,7 +180,16 @@ def _shape(tensor: Tensor | None) -> list[int]:
 
 
 class _Blocks(NamedTuple):
-    """The arguments that say which rows of each feature a bucket has."""
+    """The arguments that say which rows of each feature a bucket has, with F features.
+
+    Attributes:
+        sizes: rows per block, `[F]`; 0 spreads all rows.
+        batch_sizes: number of bags, `[F]`; None if all features have as many.
+        bounds: per feature the first row of each bucket, and the end, `[buckets + 1]`; None for
+            buckets of equally many blocks.
+        total: number of blocks, `[F]`, a multiple of the buckets; None for one per bucket.
+        keep: whether the rows of a feature stay global, `[F]`; None for no feature.
+    """
 
     sizes: Tensor
     batch_sizes: Tensor | None
@@ -230,9 +245,28 @@ def block_bucketize_sparse_features_inference(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Distribute lookups over `my_size` buckets by blocks of rows.
 
+    Args:
+        lengths: lookups of each bag, `[F * B]`.
+        indices: int32 or int64 `[L]`, not negative.
+        bucketize_pos: whether positions in the bag are returned.
+        sequence: whether the position of each index in the result is returned.
+        block_sizes: rows per block, `[F]`; 0 spreads all rows of the feature.
+        my_size: number of buckets.
+        weights: `[L]` or `[L, ...]`.
+        batch_size_per_feature: number of bags, `[F]`, if features differ in them.
+        max_B: ignored.
+        block_bucketize_pos: per feature the first row of each bucket, and the end.
+        return_bucket_mapping: whether the bucket of each index is returned.
+        keep_orig_idx: whether rows stay as they are in `indices`.
+        total_num_blocks: number of blocks, `[F]`; by default one per bucket.
+        keep_orig_idx_per_feature: the same as `keep_orig_idx`, by feature, `[F]`.
+
     Returns:
         lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
         in the result each of `indices` is, and the bucket of each of `indices`.
+
+    Raises:
+        RuntimeError: tensors that do not fit each other.
     """
     lengths = lengths.flatten()
     blocks = _Blocks(
@@ -264,8 +298,8 @@ def block_bucketize_sparse_features_inference(
     rows = buckets.rows
     if keep_orig_idx_per_feature is not None:
         _, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
-        keep = keep_orig_idx_per_feature.bool()[feature]
-        rows = torch.where(keep[buckets.positions], indices[buckets.positions], rows)
+        keeps_row = keep_orig_idx_per_feature.bool()[feature]
+        rows = torch.where(keeps_row[buckets.positions], indices[buckets.positions], rows)
     elif keep_orig_idx:
         rows = indices[buckets.positions]
     return (
@@ -383,7 +417,23 @@ def bounds_check_indices(
     """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
 
     Offsets are clamped to be increasing and to end at the number of lookups; rows outside their
-    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode.
+    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode, and further
+    modes check nothing else. A GPU is waited for.
+
+    Args:
+        rows_per_table: rows of the table of each feature, `[F]`.
+        indices: `[L]`, written.
+        offsets: `[bags + 1]`, written.
+        bounds_check_mode: mode, 0, 1 or 2.
+        warning: int64 `[1]`; mode 1 adds the number of repairs.
+        weights: `[L]`, or empty for none; not written.
+        B_offsets: first bag of each feature, and the number of bags, if features differ in them.
+        max_B: ignored.
+        b_t_map: ignored.
+        info_B_num_bits: ignored.
+        info_B_mask: ignored.
+        bounds_check_version: ignored.
+        prefetch_pipeline: ignored.
     """
     _check_sizes(rows_per_table, indices, offsets, weights, B_offsets)
     if bounds_check_mode not in (0, 1, 2):
@@ -398,11 +448,10 @@ def bounds_check_indices(
         feature = bag // max(bags // max(rows_per_table.numel(), 1), 1)
     else:
         feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
-    start = int(repaired[0]) if bags >= 0 and offsets.numel() else 0
-    checked_ids = indices[start:]
+    checked_ids = indices[int(repaired[0]) :]  # those of a bag; earlier ones are not looked up
     rows = rows_per_table.to(indices.dtype)[feature]
-    invalid = (checked_ids < -1) | (checked_ids >= rows)
-    count = int(invalid.sum()) + int((repaired != offsets).sum())
+    is_invalid = (checked_ids < -1) | (checked_ids >= rows)
+    count = int(is_invalid.sum()) + int((repaired != offsets).sum())
     if not count:
         return
     if bounds_check_mode == 0:
@@ -413,7 +462,7 @@ def bounds_check_indices(
     if bounds_check_mode == 1:
         warning += count
         warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
-    checked_ids.masked_fill_(invalid, 0)
+    checked_ids.masked_fill_(is_invalid, 0)
     offsets.copy_(repaired)
 
 

@@ -16,6 +16,7 @@ from emblib.compat.fbgemm_operators.jagged import complete_cumsum
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
 _Combined = tuple[Tensor, Tensor, Tensor]
+"""Indices, offsets or lengths, and weights of all tables."""
 
 
 # Calibration
@@ -28,6 +29,7 @@ def _predictions(logit: Tensor, positive_weight: float) -> Tensor:
 
 
 def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tensor:
+    """Return the bin of each prediction, int64; as in FBGEMM, bins count from 0, not `lower`."""
     return ((predictions / ((upper - lower) / bins)).ceil() - 1).long()
 
 
@@ -51,6 +53,7 @@ def _calibrate(
     weight: float,
     logit: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """Return predictions in the shape of `logit`, calibrated in bins of over `min_examples`."""
     num_examples = examples.index_select(0, bins)
     share = positives.index_select(0, bins) / num_examples
     calibrated = share * weight + predictions * (1.0 - weight)
@@ -74,7 +77,18 @@ def histogram_binning_calibration(
     bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return calibrated predictions and the bins, of equal width."""
+    """Return calibrated predictions and their bins, int64 `[N]`, of equal width.
+
+    Args:
+        logit: logits of any shape; predictions have its shape and dtype.
+        bin_num_examples: earlier examples of each bin, `[bins]`.
+        bin_num_positives: positives among them, `[bins]`.
+        positive_weight: weight of positives in training, by which logits are shifted.
+        lower_bound: with `upper_bound`, the width of all bins.
+        upper_bound: see `lower_bound`.
+        bin_ctr_in_use_after: number of examples that a bin must exceed to calibrate.
+        bin_ctr_weight_value: weight of the share of positives, against the prediction.
+    """
     predictions = _predictions(logit.flatten(), positive_weight)
     bins = _bins_of(predictions, lower_bound, upper_bound, bin_num_examples.numel())
     counts = bin_num_examples, bin_num_positives
@@ -96,7 +110,11 @@ def histogram_binning_calibration_by_feature(
     bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return calibrated predictions and the bins; each segment has `num_bins` of its own."""
+    """Calibrate as `histogram_binning_calibration`; each segment has `num_bins` of its own.
+
+    `segment_lengths` `[N]` is 1 for examples with a segment, of which `segment_value` has one
+    entry each, from 0; examples without one share a further segment.
+    """
     predictions = _predictions(logit.flatten(), positive_weight)
     first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
     bins = _bins_of(predictions, lower_bound, upper_bound, num_bins) + first_bin
@@ -117,7 +135,7 @@ def generic_histogram_binning_calibration_by_feature(
     bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return calibrated predictions and the bins, with the boundaries `bin_boundaries`."""
+    """Calibrate as `histogram_binning_calibration_by_feature`, with bins between boundaries."""
     num_bins = bin_boundaries.numel() + 1
     check(
         bin_num_examples.numel() == (num_segments + 1) * num_bins,
@@ -203,7 +221,7 @@ def _check_lists(
 def _combine_weights(
     indices: Sequence[Tensor], weights: Sequence[Tensor], ends: Sequence[int], total: int
 ) -> Tensor:
-    """Concatenate the weights up to each end, with 1 where there are none; empty if all are."""
+    """Concatenate the weights up to each end, with 1 for missing ones; empty if all are missing."""
     if not any(weight.numel() for weight in weights):
         return torch.empty(0)
     parts = [

@@ -1,4 +1,8 @@
-"""Operators on jagged data: offsets, permutations, padding, selection, deduplication."""
+"""Operators on jagged data: offsets, permutations, padding, selection, deduplication.
+
+Names and arguments are FBGEMM's. Lengths and offsets are int32 or int64. Where a result has a size
+that no argument tells (`permuted_lengths_sum`, `total_L` and the like), a GPU is waited for.
+"""
 
 from collections.abc import Sequence
 
@@ -11,6 +15,7 @@ from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Permuted = tuple[Tensor, Tensor, Tensor | None]
+"""Lengths, values and weights of permuted segments."""
 
 
 # Offsets
@@ -33,13 +38,13 @@ operator("asynchronous_batched_complete_cumsum(Tensor values) -> Tensor")(comple
 
 @operator("asynchronous_inclusive_cumsum")
 def inclusive_cumsum(t_in: Tensor) -> Tensor:
-    """Return the sums of the first 1, ..., n entries."""
+    """Return the sums of the first 1, ..., n entries, in the shape of the input."""
     return t_in.flatten().cumsum(0, dtype=t_in.dtype).view_as(t_in)
 
 
 @operator("asynchronous_exclusive_cumsum")
 def exclusive_cumsum(t_in: Tensor) -> Tensor:
-    """Return the sums of the first 0, 1, ..., n - 1 entries."""
+    """Return the sums of the first 0, 1, ..., n - 1 entries, in the shape of the input."""
     return inclusive_cumsum(t_in) - t_in
 
 
@@ -126,7 +131,10 @@ def permute_1d_sparse_data(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Return lengths, values and weights of the segments `permute`; it may omit or repeat some."""
+    """Return lengths, values and weights of the segments `permute`; it may omit or repeat some.
+
+    `permuted_lengths_sum` is the number of values of the result.
+    """
     permuted_lengths = lengths.index_select(0, permute)
     total = int(permuted_lengths.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
     starts, order = complete_cumsum(lengths.long()), permute.long()
@@ -213,7 +221,17 @@ def permute_2d_sparse_preallocated_out(
 def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: SymInt
 ) -> Tensor:
-    """Expand a permutation of segments to the permutation of their entries."""
+    """Expand a permutation of segments to the permutation of their entries.
+
+    Args:
+        permute: `[S]`, the segments in their new order.
+        input_offset: first entry of each segment in the old order, and the end, `[S + 1]`.
+        output_offset: the same in the new order.
+        output_size: number of entries.
+
+    Returns:
+        the old position of each entry of the new order, in the dtype of `permute`.
+    """
     check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
     check_one_per("output_offset", output_offset, "segment, and one more", permute.numel() + 1)
     starts = input_offset.index_select(0, permute).to(permute.dtype)
@@ -230,8 +248,8 @@ def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float)
     index = offsets[:-1].unsqueeze(1) + position
     # Row 0 is the padding. Offsets beyond the values select a row that does not exist, and raise.
     index = torch.where(index < offsets[1:].unsqueeze(1), index + 1, 0)
-    extra = values.new_full((1, *values.shape[1:]), padding)
-    rows = torch.cat([extra, values]).index_select(0, index.flatten())
+    padding_row = values.new_full((1, *values.shape[1:]), padding)
+    rows = torch.cat([padding_row, values]).index_select(0, index.flatten())
     return rows.view(*index.shape, *values.shape[1:])
 
 
@@ -297,9 +315,9 @@ def dense_to_jagged(
         segment = torch.arange(lengths.numel(), device=dense.device)
         segment = segment.repeat_interleave(lengths, output_size=total)
         position = segment_positions(torch.zeros_like(lengths), lengths, total)
-        inside = position < size
+        is_inside = position < size
         rows = dense.flatten(0, 1).index_select(0, segment * size + position.clamp(max=size - 1))
-        dense = torch.where(inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
+        dense = torch.where(is_inside.view(-1, *[1] * (rows.dim() - 1)), rows, 0)
     return dense, list(x_offsets)
 
 

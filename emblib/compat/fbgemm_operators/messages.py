@@ -21,7 +21,7 @@ _EXPONENT_BIAS = 127  # of a float32
 _MIN_NORMAL = 2.0**-126  # of a float32
 _SCALE_BYTES = 8  # of a FP8 row
 _FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
-"""Exponent bits, bias and largest value, forward and backward."""
+"""Exponent bits, bias and largest value of a scaled row; True is the forward direction."""
 _MX4_MAX_EXPONENT = 2  # 4 is the largest power of two of MX4
 _MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
@@ -40,7 +40,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 @operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
-    """Return values of any shape as uint8, clamped to `max_pos`, see the module."""
+    """Return values of any shape as HFP8 bytes, uint8, clamped to +-`max_pos`; NaN becomes it."""
     mantissa_bits = 7 - ebits
     values = input.float()
     size = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
@@ -83,7 +83,7 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
 
 @operator("FP8RowwiseQuantizedToFloat")
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
-    """Return the values of FP8 rows, with the columns that filled them up."""
+    """Return the values of FP8 rows, with the columns that fill them up to a multiple of 4."""
     check_rows("input", input)
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
     ebits, bias, _ = _FP8_FORMATS[forward]

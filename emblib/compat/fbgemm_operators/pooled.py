@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,17 +72,25 @@ for _name in (
 # Groups of keys
 
 
-def _pieces(
+class _Block(NamedTuple):
+    """The columns of a key."""
+
+    tensor: int  # number of the tensor that has them
+    start: int
+    width: int
+
+
+def _blocks_of(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
-) -> dict[str, tuple[int, int, int]]:
-    """Return tensor, first column and number of columns of each key."""
-    pieces: dict[str, tuple[int, int, int]] = {}
+) -> dict[str, _Block]:
+    """Return the block of each key, the first one of a key that occurs twice."""
+    blocks: dict[str, _Block] = {}
     for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         start = 0
         for name, width in zip(names, widths, strict=True):
-            pieces.setdefault(name, (tensor, start, width))
+            blocks.setdefault(name, _Block(tensor, start, width))
             start += width
-    return pieces
+    return blocks
 
 
 @operator("regroup_keyed_tensor")
@@ -91,21 +100,22 @@ def regroup_keyed_tensor(
     lengths: Sequence[Sequence[int]],
     groups: Sequence[Sequence[str]],
 ) -> list[Tensor]:
-    """Return for each group its keys' columns, concatenated."""
-    pieces = _pieces(keys, lengths)
-    result = []
-    for group in groups:
-        group_pieces = (pieces[key] for key in group)
-        result.append(
-            torch.cat(
-                [
-                    pooled_embs[tensor].narrow(1, start, width)
-                    for tensor, start, width in group_pieces
-                ],
-                dim=1,
-            )
+    """Return for each group its keys' columns, concatenated.
+
+    Args:
+        pooled_embs: tensors `[B, columns]`.
+        keys: keys of each tensor.
+        lengths: columns of each key of each tensor.
+        groups: keys of each result.
+    """
+    blocks = _blocks_of(keys, lengths)
+    return [
+        torch.cat(
+            [pooled_embs[tensor].narrow(1, start, width) for tensor, start, width in group_blocks],
+            dim=1,
         )
-    return result
+        for group_blocks in ([blocks[key] for key in group] for group in groups)
+    ]
 
 
 _LINK = 5  # last column of a permutation of `kt_regroup_arguments`
@@ -120,18 +130,20 @@ def kt_regroup_arguments(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Return the arguments of `permute_multi_embedding` that regroup keys.
 
-    A row of the permutation has input, output, first column in the input and in the output, columns
-    and a link. Rows that read the same columns are linked: the first of them to the next, the
-    others to the negative number of the next, or of all rows.
+    These are the permutation, the columns of each input and of each output as int32 tensors on the
+    device of `embs`, and the latter as a list. A row of the permutation, int32 `[keys, 6]`, has
+    input, output, first column in the input and in the output, columns and a link. Rows that read
+    the same columns are linked: the first of them to the next, the others to the negative number of
+    the next, or of all rows.
     """
-    pieces = _pieces(keys, lengths)
+    blocks = _blocks_of(keys, lengths)
     rows: list[list[int]] = []
     widths = []
     uses: dict[str, list[int]] = {}
     for output, group in enumerate(groups):
         column = 0
         for key in group:
-            tensor, start, width = pieces[key]
+            tensor, start, width = blocks[key]
             uses.setdefault(key, []).append(len(rows))
             rows.append([tensor, output, start, column, width, 0])
             column += width
@@ -205,7 +217,9 @@ def batch_index_select_dim0(
     input_columns: Sequence[SymInt],
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
-    """Return rows of matrices that are concatenated in the flat `inputs`, flat.
+    """Return rows `indices` of matrices that are concatenated in the flat `inputs`, flat.
+
+    The lists have for each matrix its number of selected rows, its rows and its columns.
 
     With `permute_output_dim_0_1`, which needs equally many rows of each, the output is row-major
     over all matrices.

@@ -18,9 +18,9 @@ from emblib.compat.fbgemm_operators.checks import check, check_ids, check_one_pe
 from emblib.compat.fbgemm_operators.registry import operator
 
 _FREE = -1
-_IDENTITIES = 2**31 - 1  # int32 buffers have ids modulo this
-_ROWS_PER_SAMPLE = 23
-_DECAY = 0.98
+_INT32_MODULUS = 2**31 - 1  # int32 buffers have ids modulo this
+_SAMPLE_STEP = 23  # FBGEMM's: thresholds are estimated from every 23rd id
+_DECAY = 0.98  # FBGEMM's: factor of the counts of use per pruning
 
 
 @operator(
@@ -161,7 +161,7 @@ def zero_collision_hash(
     num_probed_slots = size if opt_in_prob == -1 else size - num_reserved_slots
     shift = torch.zeros_like(input, dtype=torch.int64) if offsets is None else offsets
     bits = hash_ids(input)
-    identity_of_id = input if identities.dtype == input.dtype else input.fmod(_IDENTITIES)
+    identity_of_id = input if identities.dtype == input.dtype else input.fmod(_INT32_MODULUS)
     position = unsigned_modulo(bits, num_probed_slots)
     if disable_fallback:
         slots = torch.full_like(position, -1)
@@ -191,13 +191,18 @@ def zero_collision_hash(
 
 
 def _tables(offsets: Tensor) -> list[slice]:
+    """Return the ids of each table, given the first id of each and the end; waits for a GPU."""
     ends = offsets.tolist()
     return [slice(first, last) for first, last in itertools.pairwise(ends)]
 
 
 @operator("init_address_lookup")
 def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_sizes: Tensor) -> None:
-    """Give the first `emb_sizes` ids of each table their rows, and row 0 to all others."""
+    """Map the first `emb_sizes[t]` ids of table t to their own rows, and all others to row 0.
+
+    `address_lookups`, the rows of the ids of all tables, is written; table t has those from
+    `buffer_offsets[t]` on.
+    """
     for part, rows in zip(_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
         lookup = address_lookups[part]
         ids = torch.arange(len(lookup), device=lookup.device)
@@ -207,10 +212,10 @@ def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_siz
 def _threshold(use: Tensor, rows: Tensor, iteration: int) -> Tensor:
     """Return the use that ids with a row of their own exceed, by a sample of every 23rd id."""
     pruned = (1.0 - (rows.float() / len(use)).double()).float()
-    count = len(use) // _ROWS_PER_SAMPLE
+    count = len(use) // _SAMPLE_STEP
     if count:  # a smaller table is its own sample
-        position = torch.arange(count, device=use.device) * _ROWS_PER_SAMPLE
-        use = use[(position + iteration % _ROWS_PER_SAMPLE).clamp(max=len(use) - 1)]
+        position = torch.arange(count, device=use.device) * _SAMPLE_STEP
+        use = use[(position + iteration % _SAMPLE_STEP).clamp(max=len(use) - 1)]
     position = (pruned * len(use)).floor().long().clamp(max=len(use) - 1)
     return use.sort().values[position]
 
@@ -287,7 +292,8 @@ def remap_indices_update_utils(
         row_util: uses of the ids of all tables, float32; written.
         buffer_offsets: first id of each table, and the end.
         full_values_list: ids to count per feature, if `values` has each once.
-        update_util: whether to count.
+        update_util: whether to count; None counts in some steps only, as FBGEMM does: in the first
+            10, every 19th until 100, then every 39th.
     """
     if update_util is None:
         update_util = iter < 10 or (iter < 100 and (iter + 1) % 19 == 0) or (iter + 1) % 39 == 0

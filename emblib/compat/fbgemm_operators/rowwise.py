@@ -28,7 +28,7 @@ def _packed(values: Tensor) -> Tensor:
 
 
 def to_fused_8bit(t: Tensor) -> Tensor:
-    """Quantise rows to 8 bits, followed by float32 scale and minimum."""
+    """Quantise rows `[..., D]` to uint8 `[..., D + 8]`: codes, then float32 scale and minimum."""
     check_rows("t", t)
     low, high = _range(t)
     width = high - low
@@ -81,7 +81,13 @@ for _target, _code in (("Float", 0), ("Half", 1), ("Bfloat16", 5)):
 
 
 def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
-    """Quantise rows to `bit_rate` bits, lowest bits first, then float16 scale and minimum."""
+    """Quantise rows `[..., D]` to codes of `bit_rate` bits, then float16 scale and minimum.
+
+    The result is uint8 `[..., D * bit_rate / 8 + 4]`; the first code is in the lowest bits.
+
+    Raises:
+        ValueError: a bit rate other than 2, 4 and 8, or a D whose codes do not fill whole bytes.
+    """
     _check_bits(bit_rate)
     check_rows("input", input)
     per_byte = 8 // bit_rate
@@ -94,9 +100,9 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     scale = torch.where(width == 0, 1.0, width / largest).half()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     inverse = 1.0 / scale.float()
-    degenerate = inverse.isinf()
-    scale = torch.where(degenerate, torch.ones_like(scale), scale)
-    inverse = torch.where(degenerate, torch.ones_like(inverse), inverse)
+    is_too_small = inverse.isinf()
+    scale = torch.where(is_too_small, torch.ones_like(scale), scale)
+    inverse = torch.where(is_too_small, torch.ones_like(inverse), inverse)
     codes = ((input.float() - low.float()) * inverse).round().clamp(0, largest).to(torch.uint8)
     packed = codes[..., 0::per_byte].clone()
     for position in range(1, per_byte):
