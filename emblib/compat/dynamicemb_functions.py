@@ -225,7 +225,7 @@ class DynamicEmbTables:
         return True
 
     def flush(self) -> None:
-        """Write rows that are dirty in the fast tier back; without tiers this does nothing."""
+        """Commit both tiers to the backing store, and wait; without one this does nothing."""
         for module in {id(k): k for k, _ in map(self.table_module_of, self.table_names)}.values():
             module.flush()
 

@@ -131,6 +131,7 @@ def get_optimizer_ckpt_state_dim(
 
 # Files of dumps
 
+# Items of files in a dump, by the suffixes that `find_files` takes.
 _ITEMS = {
     "emb_keys": "emb_keys",
     "emb_values": "emb_values",

@@ -101,8 +101,8 @@ def hash_storage(
     backing = tiers
     if tiers is not None and options.external_storage is None:
         store: Any = tiers.store
-        (behind,) = store.capacity
-        backing = BackingStore(HostRows(behind * world_size, store.eviction), tiers.mode)
+        (slow_rows,) = store.capacity
+        backing = BackingStore(HostRows(slow_rows * world_size, store.eviction), tiers.mode)
     names = {f.name for f in fields(Hash)} & {f.name for f in fields(fast)}
     storage = DynamicEmbHash(
         **{choice: getattr(fast, choice) for choice in names}, backing=backing, options=options
@@ -141,8 +141,8 @@ class _DynamicSharder:
     """Additions of both sharders to TorchRec's: dynamic tables, and `fused_params` for them."""
 
     optimizer: Optimizer | None
-    module_type: Any
-    initial_state: float
+    module_type: Any  # class of collections that it shards
+    initial_state: float  # initial value of the optimizer states of a new row
     options: dict[str, Any]
 
     def prepare(self, module: nn.Module, plan: Any) -> nn.Module:
@@ -234,8 +234,8 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
             )
 
 
-def _own_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
-    """Return fused_params without those of dynamic tables, and the initial state.
+def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
+    """Return fused_params without those of dynamic tables, and the initial optimizer state.
 
     Raises:
         ValueError: an output dtype other than float32.
@@ -256,7 +256,7 @@ class DynamicEmbeddingCollectionSharder(_DynamicSharder, EmbeddingCollectionShar
         qcomm_codecs_registry: Any = None,
         use_index_dedup: bool = False,
     ) -> None:
-        params, self.initial_state = _own_params(fused_params)
+        params, self.initial_state = _split_params(fused_params)
         super().__init__(params, qcomm_codecs_registry, use_index_dedup)
 
 
@@ -266,7 +266,7 @@ class DynamicEmbeddingBagCollectionSharder(_DynamicSharder, EmbeddingBagCollecti
     def __init__(
         self, fused_params: Mapping[str, Any] | None = None, qcomm_codecs_registry: Any = None
     ) -> None:
-        params, self.initial_state = _own_params(fused_params)
+        params, self.initial_state = _split_params(fused_params)
         super().__init__(params, qcomm_codecs_registry)
 
 

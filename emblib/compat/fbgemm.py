@@ -532,7 +532,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def _needs_python_hooks(self) -> bool:
         """Return whether a forward does more than look up; if not, it compiles into one graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
-        observed = self._events is not None or self._counters.active
+        observed = self._events is not None or self._counters.is_active
         return observed or writes_back or self._averaging is not None
 
     def _begin_step(self, indices: Tensor) -> None:
@@ -585,7 +585,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 )
         indices = self._cast(indices)
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._events is not None and self._counters.cached:
+        if self._events is not None and self._counters.has_cache:
             timed = self._events.prefetch_timer.recording(self.step, indices.device)
         with self._counters.counting(), timed:
             self.bags.prefetch(indices, offsets, batch_sizes=batch_size_per_feature_per_rank)
@@ -596,7 +596,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 tensor.record_stream(torch.cuda.current_stream(self.current_device))
 
     def _report_cache(self, indices: Tensor) -> None:
-        if self._events is not None and self._counters.cached:
+        if self._events is not None and self._counters.has_cache:
             dtype = self.bags.cache.dtype or self.bags.precision.weights
             self._events.cache(indices, dtype.itemsize * self.max_D_cache)
 

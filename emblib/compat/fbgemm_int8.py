@@ -16,11 +16,14 @@ from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_operators import bucketize, rowwise
 from emblib.compat.fbgemm_types import BoundsCheckMode, PoolingMode
 
-_HEADER = 8
+_HEADER = 8  # bytes of the scale and the minimum, two float32
 
 
 class _Untrained(torch.autograd.Function):
-    """Passes a tensor on, and raises in the backward pass."""
+    """Function that returns its first argument, and raises in the backward pass.
+
+    `anchor` requires a gradient, so that there is such a pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -37,13 +40,15 @@ class _Untrained(torch.autograd.Function):
 class Int8Tables(nn.Module):
     """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
 
+    It has the attributes and methods of `emblib.TableBatchedEmbeddingBags` that the module uses.
+
     Args:
-        args: the normalised arguments of the module.
+        args: arguments of the module, as `fbgemm_arguments.normalise` returns them.
     """
 
-    weights: Tensor
-    rows: Tensor
-    hyperparams: Tensor
+    weights: Tensor  # uint8, the rows of all tables
+    rows: Tensor  # int64 [F], rows of the table of each feature
+    hyperparams: Tensor  # zeros, as nothing is trained
     anchor: Tensor
 
     def __init__(self, args: SimpleNamespace) -> None:
@@ -86,7 +91,10 @@ class Int8Tables(nn.Module):
         per_sample_weights: Tensor | None = None,
         batch_sizes: object = None,
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; a backward pass raises."""
+        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; a backward pass raises.
+
+        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. A GPU is waited for.
+        """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")
         indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)

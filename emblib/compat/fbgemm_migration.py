@@ -32,14 +32,15 @@ from emblib.migration import (
 
 
 def _arguments(old: Any) -> dict[str, Any]:
-    """Return arguments that make a module as `old`, with FBGEMM's own enums and options."""
+    """Return arguments that make a module as `old`, with FBGEMM's enums and options."""
     names: Any = sys.modules[type(old).__module__]
     args, kind = old.optimizer_args, old.optimizer.name
     decay = old.weight_decay_mode.name
     ignored = _ignored(old)
-    acts = kind != "EXACT_ROWWISE_ADAGRAD" or decay != "NONE"  # else FBGEMM ignores the rate
     has_decay = kind.startswith(("EXACT_ROWWISE", "ADAM", "PARTIAL", "LAMB", "LARS"))
-    has_decay = has_decay and acts and "weight_decay" not in ignored
+    if kind == "EXACT_ROWWISE_ADAGRAD" and decay == "NONE":
+        has_decay = False  # FBGEMM ignores the rate
+    has_decay = has_decay and "weight_decay" not in ignored
     has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored
     placements = old.weights_physical_placements
     arguments = {
@@ -189,7 +190,7 @@ def _copy_values(
 class _ReplacedTBE(Replaced):
     """Base of the replacements of table-batched modules: features, calls, sizes."""
 
-    _made_with: dict[str, Any]
+    _made_with: dict[str, Any]  # arguments that make the old and the new module
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
@@ -438,6 +439,7 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
 
 
 def _check(old: Any) -> None:
+    """Raise NotMigrated unless a module is of one of FBGEMM's classes itself."""
     if type(old).__name__ not in FACTORIES:
         raise NotMigrated(f"{type(old).__name__} is a subclass, whose code would be lost")
     if not type(old).__module__.startswith("fbgemm_gpu."):

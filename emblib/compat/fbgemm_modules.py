@@ -56,6 +56,7 @@ _RAISES = {
         "KVEmbeddingInference": _DISK,
     }.items()
 }
+# Names of key-value tables that may be used, because only those tables raise.
 _KEY_VALUE: dict[str, Any] = {
     "BackendType": BackendType,
     "EnrichmentResponseFormat": EnrichmentResponseFormat,
@@ -73,7 +74,11 @@ def get_table_batched_offsets_from_dense(
     total_B: int | None = None,
     use_cpu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`."""
+    """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`.
+
+    They are on the current GPU if there is one, unless `use_cpu`. With `L` and `total_B`, the T * B
+    bags, the indices may have any shape.
+    """
     if L is None or total_B is None:
         tables, batch, L = merged_indices.shape
         total_B = tables * batch
@@ -85,7 +90,10 @@ def get_table_batched_offsets_from_dense(
 
 
 def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the names of each module, below the root."""
+    """Return the names of each module, by its path below the root.
+
+    `names` are those of `emblib.compat.fbgemm`.
+    """
     disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
     kinds = {
         name: names[name]
@@ -154,6 +162,9 @@ class Installation:
     """The modules under the name `fbgemm_gpu`, for the rest of the process.
 
     There is no way back: PyTorch ends the process if the real library registers operators again.
+
+    Args:
+        names: names of `emblib.compat.fbgemm`, with their values.
     """
 
     _fallback: Fallback | None = None

@@ -116,6 +116,7 @@ class StdLogStatsReporterConfig(TBEStatsReporterConfig):
         return StdLogStatsReporter(self.interval) if self.interval > 0 else None
 
 
+# Counts of emblib's caches, in the order of `UVMCacheStatsIndex`.
 _NAMES = (
     "calls",
     "lookups",
@@ -130,8 +131,13 @@ _UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
 class CacheCounters:
     """The counts of FBGEMM's module, computed from the cache's counts around each batch.
 
-    Nothing is asked of the device unless the module was made with an option that counts. `cached`:
-    whether there is a cache; `gathers`: whether gather_uvm_cache_stats was asked for.
+    Counts are read from the device, which is waited for, only if an option of the module counts.
+
+    Attributes:
+        has_cache: whether a table is cached.
+        gathers: whether gather_uvm_cache_stats is set.
+        cache_miss_counter: int64 `[2]`, batches with a miss, and distinct rows that were missing.
+        table_wise_cache_miss: int64 `[T]`, the latter by table; `[0]` unless it is recorded.
     """
 
     def __init__(self, bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> None:
@@ -139,7 +145,7 @@ class CacheCounters:
         self._bags = bags
         self._batches, self._by_table = metrics
         self.gathers = bool(args.gather_uvm_cache_stats)
-        self.cached = any(spec.placement.cached for spec in bags.tables)
+        self.has_cache = any(spec.placement.cached for spec in bags.tables)
         num_tables = len(bags.tables) if self._by_table else 0
         self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
         self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64)
@@ -147,14 +153,14 @@ class CacheCounters:
         self._logged = torch.zeros(len(_NAMES), dtype=torch.int64)
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether there is anything to count."""
-        return self.cached and (self.gathers or self._batches or self._by_table)
+        return self.has_cache and (self.gathers or self._batches or self._by_table)
 
     def _counts(self) -> Tensor:
         """Return int64 `[1 + T, 6]`: of all tables, then of each."""
         lines = torch.zeros(1 + len(self._bags.tables), len(_NAMES), dtype=torch.int64)
-        if self.cached:
+        if self.has_cache:
             stats = self._bags.cache_stats()
             of_tables = [stats.tables.get(name) for name in self._bags.table_names]
             for line, counts in zip(lines, (stats, *of_tables), strict=True):
@@ -165,7 +171,7 @@ class CacheCounters:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count what happens inside the context, which may load one batch into the cache."""
-        if not self.active:
+        if not self.is_active:
             yield
             return
         before = self._counts()
@@ -183,7 +189,11 @@ class CacheCounters:
             self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
-        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`."""
+        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`: all batches, or the last one.
+
+        Raises:
+            RuntimeError: the module was made without gather_uvm_cache_stats.
+        """
         if not self.gathers:
             raise RuntimeError("make the module with gather_uvm_cache_stats=True to read them")
         return self._last.clone() if local else self._counts()[0]
@@ -212,7 +222,7 @@ def prefetch_passes(
     input_tensor: Tensor,
     output_tensor: Tensor,
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Yield the parts of a prefetch in order: `(input, output, start)`."""
+    """Return the parts of a prefetch in order: `(input, output, start)`, slices of both tensors."""
     size = input_tensor.size(0)
     config = multipass_prefetch_config
     if config is None or config.num_passes == 1 or size <= config.num_passes:
@@ -252,7 +262,13 @@ class Timer:
 
 
 class Events:
-    """The statistics of one module for its reporter; `step` counts forwards."""
+    """The statistics of one module for its reporter; `step` counts forwards.
+
+    Args:
+        reporter: reporter that receives them.
+        names: names of the tables and of the module.
+        counters: counts of the module's cache.
+    """
 
     def __init__(
         self, reporter: TBEStatsReporter, names: tuple[str, str], counters: CacheCounters
@@ -286,13 +302,16 @@ class Events:
         if not self.reporter.should_report(self.step):
             return
         tensors = [*bags.parameters(), *bags.buffers()]
-        near = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+        device_bytes = sum(tensor.nbytes for tensor in tensors if tensor.is_cuda)
+        registered_bytes = sum(tensor.nbytes for tensor in tensors)
+        # Tables outside device memory are neither parameters nor buffers.
         tables = bags.nbytes()
-        everything = sum(tensor.nbytes for tensor in tensors)
-        far = tables["weights"] + tables["optimizer_state"] - bags.weights.nbytes
-        far -= sum(getattr(bags, f"state_{state.name}").nbytes for state in bags.optimizer.states)
-        self._amount("tbe.total_hbm_usage", near)
-        self._amount("tbe.total_uvm_usage", everything - near + far)
+        outside_bytes = tables["weights"] + tables["optimizer_state"] - bags.weights.nbytes
+        outside_bytes -= sum(
+            getattr(bags, f"state_{state.name}").nbytes for state in bags.optimizer.states
+        )
+        self._amount("tbe.total_hbm_usage", device_bytes)
+        self._amount("tbe.total_uvm_usage", registered_bytes - device_bytes + outside_bytes)
 
     def cache(self, indices: Tensor, row_bytes: int) -> None:
         """Report a prefetched batch: its size, and the counts since the last, as bytes per step."""

@@ -45,6 +45,7 @@ _SOURCES: tuple[ModuleType, ...] = (
     jagged,
     collections,
 )
+# Names of TorchRec whose implementation has another name.
 _OTHERS: dict[str, Any] = {
     "BaseEmbeddingSharder": torchrec_sharders.ModuleSharder,
     "BaseQuantEmbeddingSharder": torchrec_quant.QuantEmbeddingBagCollectionSharder.__base__,

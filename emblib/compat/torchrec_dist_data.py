@@ -144,6 +144,10 @@ class KJTAllToAll(nn.Module):
     def _send(
         self, batch: KeyedJaggedTensor, parts: Sequence[KeyedJaggedTensor], pending: Any
     ) -> Awaitable[KeyedJaggedTensor]:
+        """Receive the sizes, then send lengths, ids and weights; `parts` are those of each rank.
+
+        A message to a rank is the lengths, then the ids, of its features, in the dtype of the ids.
+        """
         ranks, num_features = self._ranks, self._splits[self._ranks.rank]
         received = pending.wait().view(ranks.size, 1 + num_features).tolist()
         strides = [row[0] for row in received]
@@ -173,8 +177,11 @@ def _feature_major(
 ) -> KeyedJaggedTensor:
     """Return a batch from rank-major messages of lengths and ids.
 
-    `messages` has for each rank the bags per feature and the ids of each feature; `values` and
-    `weights` are awaitables of the received lengths and ids, and weights.
+    Args:
+        keys: features of this rank.
+        messages: number of bags per feature, then number of ids of each feature, for each rank.
+        values: awaitable of the received lengths and ids.
+        weights: awaitable of the received weights; None if batches have none.
     """
     strides, counts = [row[0] for row in messages], [row[1:] for row in messages]
     num_features = len(keys)

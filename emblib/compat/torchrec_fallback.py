@@ -23,9 +23,9 @@ from typing import Any
 from emblib.compat.raising import RaisesOnUse
 from emblib.compat.torchrec_names import RUN_TORCHREC_ITSELF
 
-THEIRS = "torchrec"
-_COPIES = "_copy_of_"
-_WAY_OUT = {THEIRS: RUN_TORCHREC_ITSELF}
+TORCHREC = "torchrec"
+_COPIES = "_copy_of_"  # beginning of the names of second copies in `sys.modules`
+_WAY_OUT = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
 
 
 class FallbackError(ImportError):
@@ -43,7 +43,7 @@ class Fallback:
         ModuleNotFoundError: no such library is installed.
     """
 
-    def __init__(self, modules: Mapping[str, ModuleType], library: str = THEIRS) -> None:
+    def __init__(self, modules: Mapping[str, ModuleType], library: str = TORCHREC) -> None:
         spec = PathFinder.find_spec(library)
         if spec is None or not spec.submodule_search_locations:
             raise ModuleNotFoundError(
@@ -54,7 +54,7 @@ class Fallback:
         self._library = library
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
-        self._packages: list[ModuleType] = []
+        self._packages: list[ModuleType] = []  # modules that `install` made packages
         self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
@@ -64,7 +64,7 @@ class Fallback:
                 module.__path__ = []  # so that modules below it are searched
                 self._packages.append(module)
             for attribute, value in list(vars(module).items()):
-                if self._library == THEIRS != name and isinstance(value, RaisesOnUse):
+                if self._library == TORCHREC != name and isinstance(value, RaisesOnUse):
                     self._raising[name, attribute] = vars(module).pop(attribute)
             vars(module)["fallback"] = self
         sys.meta_path.insert(0, self)
@@ -79,9 +79,9 @@ class Fallback:
         for module in self._packages:
             del module.__path__
         for name, module in list(sys.modules.items()):
-            is_theirs = name.startswith(f"{self._library}.")
-            is_theirs = is_theirs and module is not self._modules.get(name)
-            if is_theirs or name.startswith(f"{_COPIES}{self._library}_"):
+            is_of_library = name.startswith(f"{self._library}.")
+            is_of_library = is_of_library and module is not self._modules.get(name)
+            if is_of_library or name.startswith(f"{_COPIES}{self._library}_"):
                 del sys.modules[name]
 
     def find_spec(

@@ -391,6 +391,7 @@ def _pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor,
 
 
 def _table(handle: Any) -> MigratedTable:
+    """Return the rows and states of a table, given its handle in the new collection."""
     views = handle.views()
     rows = views.pop("weight")
     return MigratedTable(rows, views, handle.module, handle.weight)
@@ -414,6 +415,7 @@ def _configs(collection: Any) -> list[Any]:
 
 
 def _options(old: Any) -> dict[str, Any]:
+    """Return the constructor options of a collection besides its tables."""
     if _is_pooled(old):
         return {"is_weighted": old.is_weighted()}
     return {"need_indices": old.need_indices()}

@@ -179,14 +179,14 @@ class DataParallelWrapper(DDP):
     """Base of wrappers of the dense part: `wrap(module, ranks, ignored)` returns the wrapped."""
 
 
-_SHORT = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ALLREDUCE_DTYPES = {None: None, "fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DefaultDataParallelWrapper(DataParallelWrapper):
     """Wrapper of the dense part: DistributedDataParallel with these options.
 
     Args:
-        bucket_cap_mb: size of the messages.
+        bucket_cap_mb: size of the messages in MiB.
         static_graph: whether every step uses the same parameters.
         find_unused_parameters: whether some steps do not use all of them.
         allreduce_comm_precision: "fp16" or "bf16" sends and adds up gradients in it.
@@ -203,7 +203,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         params_to_ignore: Sequence[str] | None = None,
         ddp_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if allreduce_comm_precision not in _SHORT:
+        if allreduce_comm_precision not in _ALLREDUCE_DTYPES:
             raise ValueError(
                 "allreduce_comm_precision must be 'fp16', 'bf16', or None for the dtype of the "
                 f"parameters, got {allreduce_comm_precision!r}"
@@ -216,7 +216,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
             "broadcast_buffers": False,
             **(ddp_kwargs or {}),
         }
-        super().__init__(options, _SHORT[allreduce_comm_precision])
+        super().__init__(options, _ALLREDUCE_DTYPES[allreduce_comm_precision])
         object.__setattr__(self, "params_to_ignore", tuple(params_to_ignore or ()))
 
     params_to_ignore: tuple[str, ...]

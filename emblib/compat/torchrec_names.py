@@ -237,7 +237,7 @@ DIFFERS = {
     "HeuristicalStorageReservation": "no term for batches: the planner counts them",
     "InferenceStorageReservation": "as `HeuristicalStorageReservation`",
     "ParameterSharding": "options of FBGEMM's tables raise and say where they are",
-    "CacheParams": "`algorithm` and `load_factor`; others raise",
+    "CacheParams": "`algorithm` and `load_factor`; `prefetch_pipeline` has no effect, others raise",
     "EmbeddingModuleShardingPlan": "a dict with emblib's checks",
     "EnumerableShardingSpec": "shards only",
     "ShardMetadata": "`placement` is text, `rank:1/cpu`; torch's is taken, too",

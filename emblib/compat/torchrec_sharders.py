@@ -182,7 +182,10 @@ def fuse_embedding_optimizer(
     device: torch.device,
     location: None = None,
 ) -> nn.Module:
-    """Fuse an optimizer into all collections of a model, in place, and return the model."""
+    """Fuse an optimizer into all collections of a model, in place; return the model on `device`.
+
+    `optimizer_type` is a class that `apply_optimizer_in_backward` takes for tables.
+    """
     _refuse_location(location)
     kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
     collections = [m for m in model.modules() if isinstance(m, kinds)]
@@ -199,7 +202,7 @@ def fuse_embedding_optimizer(
 
 # Sharded collections
 
-_dedup = {"on": False}
+_dedup = {"on": False}  # of this process
 
 
 def set_ec_index_dedup(val: bool) -> None:
@@ -216,7 +219,7 @@ class EmbeddingBagCollectionContext:
     """State of a batch between `input_dist` and `output_dist` of a sharded collection."""
 
     def __init__(self) -> None:
-        self.received: Any = None
+        self.received: Any = None  # the batch that `compute` looked up
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of the received batch until the work queued on `stream` is done."""
@@ -412,7 +415,7 @@ class ModuleSharder(Subscripted):
         self.qcomm_codecs_registry = qcomm_codecs_registry
         self.optimizer = optimizer_of(fused_params)
         self.comm_precision = comm_precision_of(qcomm_codecs_registry, pooled=self._pooled)
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}  # further arguments of `sharded_module_type`
 
     def shard(
         self,
@@ -506,7 +509,11 @@ def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer 
 
 
 def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
-    """Return the ranks of `env`, with tables on `device`."""
+    """Return the ranks of `env`, with tables on `device`; None is the device of the ranks.
+
+    Raises:
+        ValueError: `env` is several devices of one process.
+    """
     ranks = env.training_ranks()
     if device is None or torch.device(device).type == ranks.device.type:
         return ranks
@@ -516,7 +523,7 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
 
 
 def replace_child(module: nn.Module, child: nn.Module, replacement: nn.Module) -> None:
-    """Put a module in the place of another, wherever a model has it."""
+    """Replace `child` by `replacement` wherever a model has it, in place."""
     for parent in list(module.modules()):
         for name, each in list(parent.named_children()):
             if each is child:

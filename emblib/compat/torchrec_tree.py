@@ -18,8 +18,8 @@ from emblib.compat.raising import raising
 from emblib.compat.torchrec_fallback import Fallback
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES, RUN_TORCHREC_ITSELF
 
-OWN = "emblib.compat.torchrec"
-THEIRS = "torchrec"
+TREE = "emblib.compat.torchrec"  # name of the package that has the tree
+TORCHREC = "torchrec"  # name under which it is installed
 
 
 class TreeModule(ModuleType):
@@ -28,7 +28,7 @@ class TreeModule(ModuleType):
     It is a package for Python, so that an import of a name that it lacks reaches `MissingModules`.
     """
 
-    fallback: Fallback | None
+    fallback: Fallback | None  # set while a fallback is installed
 
     def __getattr__(self, name: str) -> Any:
         """Return a name that the table lacks, from the installed TorchRec if that is asked for."""
@@ -36,7 +36,7 @@ class TreeModule(ModuleType):
         if fallback is None or name.startswith("__"):
             message = f"module {self.__name__!r} has no attribute {name!r}"
             raise AttributeError(f"{message}. {RUN_TORCHREC_ITSELF}", name=name)
-        return fallback.attribute(self.__name__.removeprefix(f"{OWN}."), name)
+        return fallback.attribute(self.__name__.removeprefix(f"{TREE}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function that the module is named after.
@@ -71,7 +71,7 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
     }
     lacking = []
     for path in MODULES:
-        module = modules.setdefault(path, TreeModule(f"{OWN}.{path}"))
+        module = modules.setdefault(path, TreeModule(f"{TREE}.{path}"))
         if path:
             module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
             module.__package__ = module.__name__
@@ -93,7 +93,7 @@ def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dic
         if path:
             parent, _, name = path.rpartition(".")
             setattr(modules[parent], name, module)
-            sys.modules[f"{OWN}.{path}"] = module
+            sys.modules[f"{TREE}.{path}"] = module
     return modules
 
 
@@ -107,7 +107,7 @@ class MissingModules:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         """Raise ModuleNotFoundError below the tree; leave all other modules to others."""
-        for root in (OWN, THEIRS):
+        for root in (TREE, TORCHREC):
             installed: Any = sys.modules.get(root)
             if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
                 near = get_close_matches(name.removeprefix(f"{root}."), filter(None, MODULES), 3)
@@ -124,7 +124,9 @@ class Installation:
     """The tree under the name `torchrec`; as a context manager it is removed at the end."""
 
     def __init__(self, modules: Mapping[str, ModuleType]) -> None:
-        self._modules = {f"{THEIRS}.{path}" if path else THEIRS: m for path, m in modules.items()}
+        self._modules = {
+            f"{TORCHREC}.{path}" if path else TORCHREC: m for path, m in modules.items()
+        }
         self._fallback: Fallback | None = None
 
     def install(self, *, fallback: bool = False) -> Installation:
@@ -137,11 +139,11 @@ class Installation:
             ModuleNotFoundError: a fallback without an installed TorchRec.
             RuntimeError: another `torchrec` was imported before.
         """
-        root = self._modules[THEIRS]
+        root = self._modules[TORCHREC]
         other = sorted(
             name
             for name, module in sys.modules.items()
-            if (name == THEIRS or name.startswith(f"{THEIRS}."))
+            if (name == TORCHREC or name.startswith(f"{TORCHREC}."))
             and module is not self._modules.get(name)
             and self._fallback is None
         )

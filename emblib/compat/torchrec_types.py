@@ -21,7 +21,7 @@ from emblib.storage import Dense, Quantized
 
 
 class Interface(ABCMeta):
-    """Type of interfaces, whose instances are also those of emblib's classes."""
+    """Type of interfaces, whose instances are also those of `emblib_classes`, a class attribute."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         kinds = cls.__dict__.get("emblib_classes", ())
@@ -37,9 +37,8 @@ class Subscripted:
 class DataType(Enum):
     """Type of numbers; rows have FP32, FP16, BF16, INT8 or INT4, others raise in a configuration.
 
-    It is equal to the torch dtype of a configuration.
-
-    A configuration of quantised rows has the INT8 or INT4 itself.
+    FP32, FP16 and BF16 equal the torch dtype that a configuration has as `data_type`; one of
+    quantised rows has INT8 or INT4 itself.
     """
 
     FP32 = "FP32"
@@ -73,7 +72,7 @@ PoolingType = Pooling
 
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
-_TYPES = {bits: data_type for data_type, bits in _BITS.items()}
+_TYPE_OF_BITS = {bits: data_type for data_type, bits in _BITS.items()}
 
 
 def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
@@ -92,7 +91,10 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
 
 @dataclass
 class BaseEmbeddingConfig(metaclass=Interface):
-    """Base of TorchRec's configurations; those of emblib's collections are instances, too."""
+    """Record with the fields of TorchRec's base of configurations; nothing here reads them.
+
+    The configurations of emblib's collections are instances of it.
+    """
 
     num_embeddings: int
     embedding_dim: int
@@ -130,6 +132,7 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     emblib_classes = (emblib_collections.TableConfig,)
 
 
+# Options of TorchRec's configurations that raise, and what to use instead.
 _ELSEWHERE = {
     "num_embeddings_post_pruning": "prune the table beforehand",
     "need_pos": "use emblib.collections.FeatureProcessedEmbeddingBagCollection with a "
@@ -201,7 +204,7 @@ class _Config:
             **options,
         )
         if isinstance(storage, Quantized):
-            object.__setattr__(self, "data_type", _TYPES[storage.bits])
+            object.__setattr__(self, "data_type", _TYPE_OF_BITS[storage.bits])
         names = _Names(self.feature_names)  # type: ignore[attr-defined]
         object.__setattr__(self, "feature_names", names)
 
@@ -236,20 +239,20 @@ class EmbeddingConfig(_Config, emblib_collections.EmbeddingConfig):
     """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
 
 
-# Of FBGEMM's tables, and no question here: caches may always be prefetched, ids are always checked.
-IDLE = {"prefetch_pipeline", "bounds_check_mode"}
+# `fused_params` that are ignored: any cache may be prefetched, and ids are always checked.
+IGNORED_FUSED_PARAMS = {"prefetch_pipeline", "bounds_check_mode"}
 
 
 def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     """Return the optimizer of a sharder's `fused_params`; None if they have no optimizer arguments.
 
     Raises:
-        ValueError: something that would have no effect.
+        ValueError: a parameter that would have no effect.
     """
     if not fused_params:
         return None
     fused = optimizers.from_fused_params(fused_params)
-    unknown = sorted(fused.rest.keys() - IDLE)
+    unknown = sorted(fused.rest.keys() - IGNORED_FUSED_PARAMS)
     if unknown:
         raise ValueError(
             f"fused_params {unknown} have no effect here: the storage of a table selects the "

@@ -95,13 +95,14 @@ class ComputeJTDictToKJT(nn.Module):
 
 
 def _equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return whether two tensors have one shape and are close, or both are None."""
     if first is None or second is None:
         return first is second
     return first.shape == second.shape and bool(torch.allclose(first, second.to(first.dtype)))
 
 
 def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
-    """Return whether two jagged tensors have the same bags and weights."""
+    """Return whether two jagged tensors have the same bags and weights, up to `torch.allclose`."""
     if not isinstance(jt_1, JaggedTensor) or not isinstance(jt_2, JaggedTensor):
         return False
     return (
@@ -112,7 +113,10 @@ def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
 
 
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
-    """Return whether two batches have the same keys in the same order, bags and weights."""
+    """Return whether two batches have the same keys in the same order, bags and weights.
+
+    Values and weights are compared by `torch.allclose`; a GPU is waited for.
+    """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
     first, second = kjt_1.inverse_indices_or_none(), kjt_2.inverse_indices_or_none()
@@ -133,7 +137,10 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
 
 
 def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
-    """Convert `torch.nested` tensors by feature to a batch; return a batch unchanged."""
+    """Convert a mapping of `torch.nested` tensors, or a TensorDict, to a batch of its `keys`.
+
+    None takes all keys. A batch of TorchRec is converted, one of emblib returned unchanged.
+    """
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
         names = list(features.keys() if keys is None else keys)
         return KeyedJaggedTensor.from_nested({name: features[name] for name in names})
@@ -224,7 +231,7 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of a sharder, replaced by those of a table; `lr` is the rate there."""
+    """Return `fused_params`, replaced by those of a table, whose `lr` becomes `learning_rate`."""
     table_params = dict(param_fused_params or {})
     if "lr" in table_params:
         table_params["learning_rate"] = table_params.pop("lr")

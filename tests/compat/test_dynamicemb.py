@@ -302,7 +302,7 @@ def test_a_threshold_of_zero_admits_all() -> None:
 def test_rules_of_admission_can_be_asked() -> None:
     rule = FrequencyAdmissionStrategy(2)
     assert rule.admit(torch.tensor([4, 5]), torch.tensor([1, 2])).tolist() == [False, True]
-    with pytest.raises(ValueError, match="one frequency a key"):
+    with pytest.raises(ValueError, match="one frequency per key"):
         rule.admit(torch.tensor([4, 5]), torch.tensor([1]))
     with pytest.raises(ValueError, match="threshold must be >= 0, got -1"):
         FrequencyAdmissionStrategy(-1)

@@ -12,7 +12,7 @@ import pytest
 import emblib.compat.torchrec
 from emblib.compat import torchrec_names
 from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
-from emblib.compat.torchrec_tree import OWN, status, table
+from emblib.compat.torchrec_tree import TREE, status, table
 from tests.compat import torchrec_probes_distributed
 from tests.compat.peer import peer_module
 from tests.compat.torchrec_probes import PROBES, Names, Probe
@@ -22,11 +22,11 @@ PROBED = {name for names in PROBES for name in names}
 ALL = {other for _, _, other in table()}
 
 
-def module(path: str, root: str = OWN) -> Any:
+def module(path: str, root: str = TREE) -> Any:
     return importlib.import_module(f"{root}.{path}" if path else root)
 
 
-def resolved(root: str = OWN) -> dict[str, Any]:
+def resolved(root: str = TREE) -> dict[str, Any]:
     """Each name's object, from the first module of the table that has it."""
     found: dict[str, Any] = {}
     for path, name, other in table():

@@ -27,7 +27,10 @@ def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
 
 
 def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first entry of its table's map and the number of entries, of each id."""
+    """Return for each id the first entry of its table's map, and the number of entries.
+
+    `offsets` are `[T * B + 1]`, `map_offsets` `[T + 1]`.
+    """
     tables = map_offsets.numel() - 1
     check(
         ids.dtype == offsets.dtype and tables > 0 and (offsets.numel() - 1) % tables == 0,
@@ -92,7 +95,11 @@ def embedding_bag_rowwise_prune(
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id, by arrays that are concatenated; invalid ids have row -1."""
+    """Return the row of each id, by arrays that are concatenated; invalid ids have row -1.
+
+    `offsets` are `[T * B + 1]` in the dtype of `indices`; table t has the array from entry
+    `index_remappings_offsets[t]` on.
+    """
     first, count = _map_of(indices, offsets, index_remappings_offsets)
     return map_ids(indices, first, count, index_remappings)
 
@@ -136,7 +143,10 @@ def pruned_hashmap_insert(
 def pruned_hashmap_lookup(
     indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor
 ) -> Tensor:
-    """Return the row of each id, -1 for ids that are not in the map."""
+    """Return the row of each id, -1 for ids that are not in the map.
+
+    Arguments are those of `pruned_hashmap_insert`. A GPU is waited for.
+    """
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
     result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
     undecided = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
@@ -155,7 +165,10 @@ class PrunedMap:
     """A map of this process from ids to rows, table by table: FBGEMM's class `PrunedMapCPU`."""
 
     def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
-        """Set the row of each id of T tables; row -1 is a pruned one."""
+        """Set the row of each id of T tables, and forget earlier ones; row -1 is a pruned one.
+
+        `indices` and `dense_indices`, ids and their rows, are `[L]`, `offsets` `[T * B + 1]`.
+        """
         sizes = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
         # A table of no slots would map every id to itself.
         ends = torch.nn.functional.pad(sizes.clamp(min=1).cumsum(0), (1, 0))
