@@ -31,7 +31,7 @@ from experiments.report.data import Run
 
 # A picture of report.md with its caption.
 FIGURE = re.compile(r"^!\[[^\n]*\]\([^\n]*\.png\)\n\n\*\*[^\n]*\n\n", re.MULTILINE)
-SILENT = ("figure", "svg", "style", "script")  # elements whose text is not compared
+IGNORED_ELEMENTS = ("figure", "svg", "style", "script")  # of a page; their text is not compared
 FIGURES_HEADING = "Figures"  # heading that only reports with figures have
 SHOWN_CHARACTERS = 60  # length of a quoted difference
 
@@ -45,7 +45,7 @@ class _Words(HTMLParser):
         self._inside: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag in SILENT:
+        if tag in IGNORED_ELEMENTS:
             self._inside.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

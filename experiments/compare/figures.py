@@ -27,6 +27,7 @@ from experiments.report.figures import contender_curve
 from experiments.report.style import Drawing, Figure, Panel, colour_of, marker_of
 
 PHASES = ("step", "forward")
+# Words and line of each bandwidth of `Machine.bandwidths`.
 BANDWIDTHS: dict[str, tuple[str, LineStyle]] = {
     "theory": ("bandwidth in theory", DOTTED),
     "copy": ("bandwidth of copies", DASHED),

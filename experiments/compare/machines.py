@@ -284,6 +284,7 @@ def _cells(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _role(record: Record, base: Record) -> str:
+    """Return the position of a cell in its experiment; `base` is the sweep's base point."""
     if record["section"] != SWEEP:
         return str(record["section"])
     params, first = record["params"], base["params"]

@@ -17,7 +17,7 @@ from experiments.report.charts import plain_ticks
 from experiments.report.data import Run
 from experiments.report.published import JudgedFigure, Reproduction, shown
 from experiments.report.style import INK, Drawing, Figure, Panel
-from experiments.report.tables import Column, Table, Value
+from experiments.report.tables import Column, Table, TitledTable, Value
 from experiments.results import metrics
 
 NOTES = (
@@ -59,12 +59,12 @@ def _pair(finding: JudgedFigure) -> str:
     return f"{text.digits(finding.ours, 4)} for {shown(figure.value)} {figure.unit}"
 
 
-def tables(run: Run) -> list[tuple[str, str, Table]]:
-    """Return (title, explanation, table) of each publication that the run is compared with."""
+def tables(run: Run) -> list[TitledTable]:
+    """Return a table per publication that the run is compared with, then those of `keys`."""
     judgements = anchors.judge_run(run)
     sources = {f.source.key: f.source for f in judgements}
     published = [
-        (
+        TitledTable(
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
             table([f for f in judgements if f.source.key == key]),

@@ -1,7 +1,7 @@
 """What the report of traces through caches says: its answer and its tables.
 
 Rows are traces (`run.traces`): one per cell, policy (a contender or an ideal cache) and size of the
-cache. OF names the two hit rates: per lookup, and per distinct row of a batch.
+cache. UNITS names the two hit rates: per lookup, and per distinct row of a batch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _IDEALS = (
 )
 NOTES = (_FORMULA, *_IDEALS, metrics.FORMULA)
 
-OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
+UNITS = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
 
 def answer(run: Run) -> list[str]:
@@ -81,7 +81,7 @@ def _policy(contender: str) -> str:
 def _workload_words(run: Run) -> str:
     record = next(r for r in run.records if r["section"] == SWEEP)
     p = record["params"]
-    law = (
+    ids = (
         describe_distribution(p)
         if p["distribution"] != "zipf"
         else f"zipf s={p['s']:g}"
@@ -89,7 +89,7 @@ def _workload_words(run: Run) -> str:
         else "uniform ids"
     )
     tables = "a table" if record["features"] == 1 else f"{record['features']} tables"
-    return f"{tables} of {record['rows']:,} rows ({law})"
+    return f"{tables} of {record['rows']:,} rows ({ids})"
 
 
 def _step_cost(run: Run) -> str:
@@ -113,6 +113,7 @@ def _other_steps(run: Run) -> list[str]:
 
 
 def _timed_step(run: Run, arm: str) -> pd.Series | None:
+    """Return the row of an arm's step in `run.table`; None without a result."""
     rows = select(run.table, arm=arm, phase="step", status="ok")
     return rows.iloc[0] if len(rows) else None
 
@@ -178,7 +179,7 @@ def section_table(run: Run, section: str) -> Table | None:
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
         line = [Value(point_words(run, first)), Value(size_of(first), 100 * float(fraction))]
-        for column in OF:
+        for column in UNITS:
             shares = [by_name[column].get(name, math.nan) for name in names]
             line += [Value(text.percent(share), 100 * share) for share in shares]
         lines.append(line)
@@ -258,7 +259,7 @@ def _hit_rates(run: Run) -> list[Figure]:
                 f"Per {unit[:-1]}, {point_words(run, rows[rows['cell'] == cell].iloc[0])}",
                 _curves(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
             )
-            for column, unit in OF.items()
+            for column, unit in UNITS.items()
             for cell in cells
         ]
         figure_caption = caption if cells == [base] else "As above. Higher is better."
@@ -280,7 +281,7 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     sizes = sorted(100 * rows["fraction"].unique())
     names = [f"{s:.2g}" for s in sizes]
     x_scale = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
-    y_scale = percent_scale(f"hits, {OF[column]} (%)")
+    y_scale = percent_scale(f"hits, {UNITS[column]} (%)")
     return curves(lines, x_scale, y_scale, names="best" if legend else "")
 
 
@@ -344,7 +345,7 @@ def _along_axes(run: Run) -> Figure | None:
         line_rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1)].sort_values(axis)
         if line_rows[axis].nunique() < 2:
             continue
-        for column, unit in OF.items():
+        for column, unit in UNITS.items():
             lines = [
                 policy_curve(str(name), line[axis], 100 * line[column])
                 for name, line in line_rows.groupby("contender", sort=False)
@@ -371,7 +372,7 @@ def _filling(run: Run) -> Figure | None:
     records = [r for r in run.records if (r["cell"], r["arm"]) in keys and r["status"] == "ok"]
     records = [r for r in records if "cache_rows" in r]
     panels = []
-    for column, of in OF.items() if records else ():
+    for column, unit_words in UNITS.items() if records else ():
         unit, lines = column[: -len("_hit_rate")], []
         for record in records:
             samples, name = record["samples"], record["contender"]
@@ -382,7 +383,9 @@ def _filling(run: Run) -> Figure | None:
         num_warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
         mark = Mark(num_warm + 0.5, line=":", words="counted from here", upright=True)
         y_scale = percent_scale("hits (%)")
-        panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark])))
+        panels.append(
+            Panel(f"Per {unit_words[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark]))
+        )
     return Figure(
         "filling",
         f"From an empty cache of {size_of(headline.iloc[0])} of the rows",

@@ -12,10 +12,11 @@ from experiments.report import text
 from experiments.report.charts import Curve, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, time_value
+from experiments.report.tables import Column, Table, TitledTable, Value, time_value
 
-ROW = 256  # bytes: of D = 64 in float32
-CURVES = {  # constant -> (what it is, whose colour)
+ROW_BYTES = 256  # of the row that tables and sentences are about: D = 64 in float32
+# Constants of rows, [[bytes, nanoseconds], ...]: what each is of, and the name of its colour.
+CURVES = {
     "lookup_near": ("a lookup, table in cache", "tbe"),
     "lookup_far": ("a lookup, large table", "tt"),
     "update_near": ("an update, table in cache", "torch"),
@@ -23,12 +24,14 @@ CURVES = {  # constant -> (what it is, whose colour)
     "bag": ("a bag", "sky"),
     "bag_gradient": ("a bag's gradient", "reference_tt"),
 }
+# Constants in seconds.
 SECONDS = {
     "step_s": "a step that looks up nothing",
     "unit_s": "one more shard of a table, forward and backward",
     "exchange_s": "an empty all-to-all between two ranks",
     "message_s": "one more rank in the all-to-all",
 }
+# Constants in nanoseconds.
 NANOSECONDS = {
     "route_ns": "an id, sorted by destination",
     "arrange_ns": "a byte of pooled rows, copied to its position",
@@ -37,6 +40,7 @@ NANOSECONDS = {
     "hash_ns": "a key of a dynamic table, in addition to a plain row",
     "tt_ns": "a multiply-add of a tensor-train row",
 }
+# Constants in bytes per second.
 LINKS = {
     "link_bytes_per_s": "between ranks of a node, all sending",
     "network_bytes_per_s": "between nodes, all sending; on one host this is its own memory",
@@ -70,7 +74,10 @@ def write_files(run: Run) -> Mapping[str, str]:
 
 
 def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
-    """Return the nanoseconds for `nbytes`, interpolated linearly between measured points."""
+    """Return the nanoseconds for `nbytes`, interpolated linearly between points (bytes, ns).
+
+    Beyond the first and the last point it is theirs; points ascend in bytes.
+    """
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= nbytes <= x1:
             return float(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
@@ -84,8 +91,8 @@ def answer(run: Run) -> list[str]:
         return ["No answer: the constants could not be measured."]
     max_world = max(by_world)
     costs = by_world[max_world]
-    near_ns, far_ns = (interpolate(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
-    slow_ns, fast_ns = (interpolate(costs[f"update_{n}"], ROW) for n in ("far", "near"))
+    near_ns, far_ns = (interpolate(costs[f"lookup_{n}"], ROW_BYTES) for n in ("near", "far"))
+    slow_ns, fast_ns = (interpolate(costs[f"update_{n}"], ROW_BYTES) for n in ("far", "near"))
     sentences = [
         f"On this machine a row of 64 floats costs {text.seconds(near_ns * 1e-9)} to look up where "
         f"its table is in cache and {text.seconds(far_ns * 1e-9)} where it is far larger, "
@@ -102,7 +109,7 @@ def answer(run: Run) -> list[str]:
     return sentences
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return one row per constant with one column per world."""
     by_world = calibrations(run)
     if not by_world:
@@ -110,11 +117,13 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
     for world in sorted(by_world):
         columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
-    curves_of = [(name, f"{title}, row of {ROW} bytes") for name, (title, _) in CURVES.items()]
+    curves_of = [
+        (name, f"{title}, row of {ROW_BYTES} bytes") for name, (title, _) in CURVES.items()
+    ]
     entries = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
     rows = [row for row in entries if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
     note = f"Constants: {by_world[max(by_world)]['source']}."
-    return [("Constants of the cost model", note, Table.of(rows, columns))]
+    return [TitledTable("Constants of the cost model", note, Table.of(rows, columns))]
 
 
 def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) -> Value:
@@ -124,7 +133,7 @@ def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) 
     if name in LINKS:
         return Value.of(costs[name], lambda rate: f"{text.digits(rate / 1e9)} GB/s")
     if name in CURVES:
-        return time_value(interpolate(costs[name], ROW) * 1e-9)
+        return time_value(interpolate(costs[name], ROW_BYTES) * 1e-9)
     return time_value(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
 
 

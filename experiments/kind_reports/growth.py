@@ -15,6 +15,7 @@ from experiments.report.style import WIDTH, Figure, Panel
 from experiments.report.tables import (
     Column,
     Table,
+    TitledTable,
     bytes_value,
     count_value,
     factor_value,
@@ -65,7 +66,7 @@ def _memory(row: pd.Series) -> str:
     return f", with at most {text.times(ratio)} the memory it ends with"
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table, a row per hash table."""
     rows = run.frame("growth")
     columns: dict[str, Column] = {
@@ -85,7 +86,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     table = Table.of(rows, columns, names=1)
     sections = run.sections()
     words = f"{run.sizes(sections[0])}." if sections else ""
-    return [("Tables that grow", words, table)] if table.rows else []
+    return [TitledTable("Tables that grow", words, table)] if table.rows else []
 
 
 def figures(run: Run) -> list[Figure]:

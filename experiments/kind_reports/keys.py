@@ -18,6 +18,7 @@ from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, m
 from experiments.report.tables import (
     Column,
     Table,
+    TitledTable,
     Value,
     bytes_value,
     count_value,
@@ -34,8 +35,8 @@ NOTES = (
     "time; where the new keys do not fit, they take the places of others, as in a full table. Of a "
     "table that evicts from time to time, a sample is the mean of as many calls as that is.",
 )
-CEILINGS = ("lines", "lines_huge")
-LINE = 0.3  # inches of a bar
+CEILINGS = ("lines", "lines_huge")  # contenders that read memory and store no keys
+BAR_HEIGHT = 0.3  # inches
 
 
 def good_operations(run: Run) -> pd.DataFrame:
@@ -102,7 +103,7 @@ def _load_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
     return [f"From load {low:g} to {high:g}, keys/s change: {', '.join(parts)}."] if parts else []
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return a table per case and mode, and one of the sweep: a row per arm and operation."""
     parts = []
     for mode in run.modes:
@@ -113,7 +114,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             words = f"{run.sizes(section)}. {note}".strip()
             suffix = f", {mode}" * (len(run.modes) > 1)
             section_rows = rows[rows["section"] == section]
-            parts.append((text.capitalised(title) + suffix, words, _table(run, section_rows)))
+            table = _table(run, section_rows)
+            parts.append(TitledTable(text.capitalised(title) + suffix, words, table))
     return parts
 
 
@@ -155,7 +157,7 @@ def figures(run: Run) -> list[Figure]:
     )
     section = str(headline_rows["section"].iloc[0])
     panel = Panel(
-        run.title(section), _bars(headline_rows), 1.8 * WIDTH, 1.0 + LINE * len(headline_rows)
+        run.title(section), _bars(headline_rows), 1.8 * WIDTH, 1.0 + BAR_HEIGHT * len(headline_rows)
     )
     result = [
         Figure(
@@ -167,11 +169,11 @@ def figures(run: Run) -> list[Figure]:
             [panel],
         )
     ]
-    headline_rows = rows[rows["contender"] == run.subject.contender]
-    headline_rows = headline_rows[headline_rows.groupby("cell")["load"].transform("nunique") > 1]
+    subject_rows = rows[rows["contender"] == run.subject.contender]
+    subject_rows = subject_rows[subject_rows.groupby("cell")["load"].transform("nunique") > 1]
     panels: list[Panel] = []
     for operation in OPERATIONS.values():
-        part = headline_rows[headline_rows["operation"] == operation]
+        part = subject_rows[subject_rows["operation"] == operation]
         if len(part):
             panels.append(Panel(operation, _loads(part, legend=not panels)))
     if panels:
@@ -202,14 +204,14 @@ def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
     """Draw the keys per second against the load, a curve per dim."""
     lines = []
     for number, (dim, line) in enumerate(rows.sort_values("load").groupby("D")):
-        shade = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
+        opacity = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
         lines.append(
             contender_curve(
                 str(line["contender"].iloc[0]),
                 line["load"],
                 line["keys_per_s"] / 1e6,
                 marker=marker_of(f"{dim}"),
-                opacity=min(1.0, shade),
+                opacity=opacity,
                 label=f"D={dim}",
             )
         )

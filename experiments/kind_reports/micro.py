@@ -10,7 +10,14 @@ from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
 from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count_value, time_value
+from experiments.report.tables import (
+    Column,
+    Table,
+    TitledTable,
+    Value,
+    count_value,
+    time_value,
+)
 
 ONE_CALL = "lookup[{device}-one lookup]"
 OP_ALONE = "lookup_op[{device}]"
@@ -86,7 +93,7 @@ def figures(run: Run) -> list[Figure]:
     ]
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table with a row per benchmark."""
     rows = _timed(run)
     columns: dict[str, Column] = {
@@ -103,4 +110,4 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "samples": lambda r: Value(f"{r['samples']} in {r['processes']}", r["samples"]),
     }
     table = Table.of(rows, columns)
-    return [("Benchmarks", "Time per call.", table)] if table.rows else []
+    return [TitledTable("Benchmarks", "Time per call.", table)] if table.rows else []

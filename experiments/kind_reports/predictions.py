@@ -10,7 +10,14 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import Column, Table, Value, count_value, time_value
+from experiments.report.tables import (
+    Column,
+    Table,
+    TitledTable,
+    Value,
+    count_value,
+    time_value,
+)
 
 NOTES = (
     "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "
@@ -58,7 +65,7 @@ def _ratio_range(rows: pd.DataFrame) -> str:
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return predictions and measurements, then the constants."""
     rows = run.frame("predictions")
     if not len(rows):
@@ -76,15 +83,17 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     uncached_columns: dict[str, Column] = {
         "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
     }
-    parts = [("Steps without a cache", "", Table.of(uncached_rows, columns | uncached_columns))]
+    table = Table.of(uncached_rows, columns | uncached_columns)
+    parts = [TitledTable("Steps without a cache", "", table)]
     if len(cached_rows):
-        behind: dict[str, Column] = {
+        cached_columns: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
             "lookups that hit": lambda r: _two_decimals(r["hit_rate"]),
             "distinct that hit": lambda r: _two_decimals(r["row_hit_rate"]),
             "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
-        parts.append(("Steps with cached rows", "", Table.of(cached_rows, columns | behind)))
+        table = Table.of(cached_rows, columns | cached_columns)
+        parts.append(TitledTable("Steps with cached rows", "", table))
     return [*parts, _constants(run)]
 
 
@@ -92,7 +101,7 @@ def _two_decimals(value: float) -> Value:
     return Value.of(value, lambda v: f"{v:.2f}")
 
 
-def _constants(run: Run) -> tuple[str, str, Table]:
+def _constants(run: Run) -> TitledTable:
     lines = []
     for record in run.records:
         if record["status"] == "ok" and "constants" in record:
@@ -105,7 +114,7 @@ def _constants(run: Run) -> tuple[str, str, Table]:
         "one": lambda r: str(r[1]).replace("_", " "),
         "takes": lambda r: time_value(r[2]),
     }
-    return "Constants of the model", "", Table.of(lines, columns)
+    return TitledTable("Constants of the model", "", Table.of(lines, columns))
 
 
 def figures(run: Run) -> list[Figure]:

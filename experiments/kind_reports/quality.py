@@ -16,6 +16,7 @@ from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
 from experiments.report.tables import (
     Column,
     Table,
+    TitledTable,
     Value,
     bytes_value,
     factor_value,
@@ -37,11 +38,11 @@ NOTES = (
     "the network around it: forward, backward and all updates. Ratios are paired step by step; "
     "shown are the median over steps, then the mean over seeds with its 95 % interval.",
 )
-CLOSE = 0.001  # a smaller loss of AUC counts as none
-TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
-_MARKERS = "osDv^P*XhpdH<>o"
+NEGLIGIBLE_LOSS = 0.001  # of AUC; a smaller loss counts as none
+TENSOR_TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
+_MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of TRAINED
 HEIGHT = 4.2  # inches of a panel
-ASIDE = 0.022  # shift between methods of one size, on a logarithmic axis
+METHOD_SHIFT = 0.022  # between methods of one size, in powers of two, so that marks differ
 MIDDLE_METHOD = 10  # position in TRAINED of the method that is drawn without a shift
 
 
@@ -78,7 +79,7 @@ def case_report(run: Run) -> CaseReport:
 
 def _case_sentence(run: Run) -> list[str]:
     """Say what models with tensor trains lose."""
-    trains = select(good_results(run), contender=TRAINS[0])
+    trains = select(good_results(run), contender=TENSOR_TRAINS[0])
     return [
         f"Trained on {row['data']} data with tensor trains of {_share_words(row['share'])} of the "
         f"bytes of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from "
@@ -125,11 +126,13 @@ def _signed(value: float) -> str:
 
 
 def _smallest_without_loss(rows: pd.DataFrame) -> str:
-    """State the smallest share per data set whose AUC is within CLOSE of plain tables."""
+    """State the smallest share per data set that loses at most NEGLIGIBLE_LOSS of AUC."""
     by_data = []
     for data, group in rows.groupby("data", sort=False):
-        rows_without_loss = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
-        trains = rows_without_loss[rows_without_loss["contender"].isin(TRAINS)]
+        rows_without_loss = group[
+            (group["contender"] != PLAIN) & (group["auc_change"] >= -NEGLIGIBLE_LOSS)
+        ]
+        trains = rows_without_loss[rows_without_loss["contender"].isin(TENSOR_TRAINS)]
         sentences = [
             f"{name} down to {_share_words(method_rows['share'].min())}"
             f" ({TRAINED[str(method_rows.loc[method_rows['share'].idxmin(), 'contender'])]})"
@@ -138,7 +141,7 @@ def _smallest_without_loss(rows: pd.DataFrame) -> str:
         ]
         by_data.append(f"{data}: {', '.join(sentences) or 'no method at any share'}")
     return (
-        f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
+        f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
         if by_data
         else ""
     )
@@ -212,7 +215,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     ]
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return the table of data sets, then a table of results per data set."""
     records = {r["data"]: r for r in run.records if "samples_of" in r}
     columns: dict[str, Column] = {
@@ -229,13 +232,13 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     if not records:
         return []
     words = "Best AUC: of the probabilities that drew the labels, where they are known."
-    parts = [("Data that models are trained on", words, Table.of(list(records.values()), columns))]
+    table = Table.of(list(records.values()), columns)
+    parts = [TitledTable("Data that models are trained on", words, table)]
     rows = run.frame("quality")
     for name, record in records.items():
         words = f"{text.capitalised(record['title'])}."
-        parts.append(
-            (f"Models trained on {name}", words, _results_table(rows[rows["data"] == name]))
-        )
+        table = _results_table(rows[rows["data"] == name])
+        parts.append(TitledTable(f"Models trained on {name}", words, table))
     return parts
 
 
@@ -275,7 +278,7 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
     for data, group in rows.groupby("data", sort=False):
         # Intervals may leave the panel: with few seeds some are far wider than all effects.
         low, high = group["auc_change"].min(), group["auc_change"].max()
-        margin = 0.5 * (high - low) or CLOSE
+        margin = 0.5 * (high - low) or NEGLIGIBLE_LOSS
         change = Scale("change of AUC", low=low - margin, high=high + margin, shown=_short)
         lines = [
             _curve(str(m), group_of_method, column)
@@ -298,7 +301,7 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     has_intervals = not low.isna().any()
     x = rows[column]
     if column == "times_smaller" and method != PLAIN:
-        x = x * 2 ** (ASIDE * (number - MIDDLE_METHOD))
+        x = x * 2 ** (METHOD_SHIFT * (number - MIDDLE_METHOD))
     return Curve(
         x,
         rows["auc_change"],

@@ -17,6 +17,7 @@ from experiments.report.style import HEIGHT, WIDTH, Figure, Panel
 from experiments.report.tables import (
     Column,
     Table,
+    TitledTable,
     bytes_value,
     count_value,
     number_value,
@@ -43,8 +44,8 @@ NOTES = (
     "emblib.open_frozen, which reads all checksums once and maps the file, and torch.load for "
     "others. 'From disk' is after the system was asked to drop the file from memory.",
 )
-# Colours tell libraries apart, lines the formats.
-LINES: Mapping[str, LineStyle] = {"fp32": DOTTED, "int8": "-", "int4": DASHED}
+# Colours tell libraries apart, lines the formats, with which names of contenders end.
+LINE_OF_FORMAT: Mapping[str, LineStyle] = {"fp32": DOTTED, "int8": "-", "int4": DASHED}
 
 
 def answer(run: Run) -> list[str]:
@@ -99,7 +100,7 @@ def _ok(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["status"] == "ok"] if len(rows) else rows
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return a table of latencies per cell, then one of memory and cold starts."""
     rows, parts = run.frame("latencies"), []
     for cell in dict.fromkeys(rows["cell"]) if len(rows) else ():
@@ -108,7 +109,8 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         loads = sorted({load for line in lines for load in line["p99"]})
         batch = text.count(of_cell["B"].iloc[0], "sample")
         title = f"Requests of {batch}"
-        parts.append((title, "Latencies and rates of requests.", _table(run, lines, loads)))
+        table = _table(run, lines, loads)
+        parts.append(TitledTable(title, "Latencies and rates of requests.", table))
     starts = run.frame("cold_starts")
     if len(starts):
         columns: dict[str, Column] = {
@@ -119,7 +121,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             "after": lambda r: time_value(r["median_s"]),
             "starts": lambda r: count_value(r["samples"]),
         }
-        parts.append(("Memory and cold start", "", Table.of(starts, columns)))
+        parts.append(TitledTable("Memory and cold start", "", Table.of(starts, columns)))
     return parts
 
 
@@ -171,7 +173,7 @@ def figures(run: Run) -> list[Figure]:
                 group["bags_per_s"] / 1e3,
                 group["p99_s"],
                 label=label_of(str(name)),
-                line=LINES.get(str(name).rpartition("_")[2], "-"),
+                line=LINE_OF_FORMAT.get(str(name).rpartition("_")[2], "-"),
             )
             for name, group in of_batch.groupby("contender", sort=False)
         ]

@@ -25,6 +25,7 @@ from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
 from experiments.report.tables import (
     Column,
     Table,
+    TitledTable,
     Value,
     bytes_value,
     count_value,
@@ -63,6 +64,7 @@ def measured_steps(run: Run) -> pd.DataFrame:
 
 
 def _usable_cores(run: Run) -> int | None:
+    """Return the cores that the run could use; None if its environment does not say."""
     return (run.environment.get("cpu") or {}).get("usable_cores")
 
 
@@ -122,16 +124,16 @@ def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
 
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
-    own_rows = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
+    emblib_rows = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     sentences: list[str] = []
-    shared, cores = _core_sentence(run, own_rows), _usable_cores(run)
-    own_rows = own_rows[own_rows["world_size"] <= cores] if cores else own_rows
-    largest = own_rows["world_size"].max() if len(own_rows) else 1
-    if not largest > 1 or not own_rows["compute_s"].notna().any():
+    shared, cores = _core_sentence(run, emblib_rows), _usable_cores(run)
+    emblib_rows = emblib_rows[emblib_rows["world_size"] <= cores] if cores else emblib_rows
+    largest = emblib_rows["world_size"].max() if len(emblib_rows) else 1
+    if not largest > 1 or not emblib_rows["compute_s"].notna().any():
         return shared
     for scaling in Scaling:
-        last = own_rows[
-            (own_rows["world_size"] == largest) & (own_rows["scaling"] == scaling.value)
+        last = emblib_rows[
+            (emblib_rows["world_size"] == largest) & (emblib_rows["scaling"] == scaling.value)
         ]
         if not len(last):
             continue
@@ -149,6 +151,7 @@ def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
 
 
 def _efficiency(row: pd.Series) -> str:
+    """Say how long a step takes, how much of it is communication, and how efficient it is."""
     share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
     efficiency = ""
     if not text.missing(row["efficiency"]):
@@ -194,7 +197,7 @@ def _cell_title(run: Run, cell: str) -> str:
     return next(str(r["title"]) for r in run.records if r["cell"] == cell)
 
 
-def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
+def tables(run: Run) -> Sequence[TitledTable]:
     """Return one table per section, a row per arm and world; then the predictions."""
     rows, all_rows = measured_steps(run), run.frame("sharding")
     parts = []
@@ -206,11 +209,11 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
             table = _table(all_rows[all_rows["cell"] == cell], rows[rows["cell"] == cell])
-            parts.append((text.capitalised(title), line, table))
+            parts.append(TitledTable(text.capitalised(title), line, table))
     predicted = sharding.predictions(run.records)
     if len(predicted):
         words = "Of worlds that were not measured these are predictions, and nothing else."
-        parts.append(("Predicted steps", words, _predictions(predicted)))
+        parts.append(TitledTable("Predicted steps", words, _predictions(predicted)))
     return parts
 
 
@@ -275,8 +278,9 @@ def _predictions(rows: pd.DataFrame) -> Table:
     )
 
 
-BAR = 0.3  # inches per bar
-TYPES = {  # sharding type -> colour of the palette and marker, for emblib's and TorchRec's alike
+BAR_HEIGHT = 0.3  # inches
+# Colour of the palette and marker by sharding type, the same for emblib's and TorchRec's.
+TYPE_STYLES = {
     "data-parallel": ("other_3", "X"),
     "table-wise": ("tbe", "o"),
     "row-wise": ("tt", "s"),
@@ -291,12 +295,12 @@ def colour(sharding_type: str) -> str:
     """Return the colour of a sharding type; that of others depends on their name."""
     names = list(COLOURS)
     fallback = names[zlib.crc32(sharding_type.encode()) % len(names)]
-    return COLOURS[TYPES.get(sharding_type, (fallback, ""))[0]]
+    return COLOURS[TYPE_STYLES.get(sharding_type, (fallback, ""))[0]]
 
 
 def marker(sharding_type: str) -> str:
     """Return the marker of a sharding type."""
-    return TYPES.get(sharding_type, ("", "h"))[1]
+    return TYPE_STYLES.get(sharding_type, ("", "h"))[1]
 
 
 def figures(run: Run) -> list[Figure]:
@@ -337,7 +341,7 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
         title,
         charts.row_chart(lines, scale, marks=equality_mark),
         1.8 * WIDTH,
-        1.2 + BAR * len(lines),
+        1.2 + BAR_HEIGHT * len(lines),
     )
     return Figure(
         "against_torchrec",
@@ -423,7 +427,9 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
             for _, row in in_world.iterrows()
         ]
         drawing = charts.row_chart(lines, Scale("ms per step (hatched: all but lookup and update)"))
-        panels.append(Panel(text.count(world, "rank"), drawing, height=1.4 + BAR * len(in_world)))
+        panels.append(
+            Panel(text.count(world, "rank"), drawing, height=1.4 + BAR_HEIGHT * len(in_world))
+        )
     return Figure(
         "compute_and_communication",
         "Parts of a step",

@@ -209,7 +209,8 @@ COLOUR_ORDER = (
     "managed",
     "disk_lru",
 )
-COMPARABLE = 1.5  # a trace is like the published one up to this factor of its lookups, either way
+# A trace is like the published one up to this factor between their numbers of lookups.
+COMPARABLE = 1.5
 
 
 def figures(run: Run) -> list[Figure]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from experiments.report.data import Run
     from experiments.report.document import Tile
     from experiments.report.style import Figure
-    from experiments.report.tables import Table
+    from experiments.report.tables import Table, TitledTable
 
 TIME = "time"  # kind of cells whose contenders are timed side by side
 KEYS = "keys"  # kind of cases with `keys.loads`
@@ -164,7 +164,7 @@ class CaseReport:
     """The part of a case in a report: sentences after the first one, tables and figures."""
 
     answer: Sequence[str] = ()
-    tables: Sequence[tuple[str, str, Table]] = ()
+    tables: Sequence[TitledTable] = ()
     figures: Sequence[Figure] = ()
 
 
@@ -277,8 +277,8 @@ class Kind:
         """Return the figures, the main one first."""
         return self._part("figures", [], run)
 
-    def tables(self, run: Run) -> Sequence[tuple[str, str, Table]]:
-        """Return (title, explanation, table) of each table before the results."""
+    def tables(self, run: Run) -> Sequence[TitledTable]:
+        """Return the tables that follow the results of the first mode."""
         return self._part("tables", (), run)
 
     def case_report(self, run: Run) -> CaseReport:

@@ -14,7 +14,7 @@ from experiments.results.store import POINTS, RunStore, has_records
 
 __all__ = ["ReportSummary", "Run", "add_arguments", "run", "write_report"]
 
-BROKEN = ("wrong", "error", "timeout")
+FAILED_STATUSES = ("wrong", "error", "timeout")
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,21 @@ class ReportSummary:
     """What the terminal shows of a report."""
 
     answer: str
-    failures: int  # wrong or broken; running out of memory and unsupported tasks are results
+    failures: int  # records of FAILED_STATUSES; out of memory and unsupported are results
 
 
 def write_report(path: Path) -> ReportSummary:
-    """Write every derived file of the run in `path` from its raw records."""
+    """Write every derived file of the run in `path` from its raw records; measure nothing.
+
+    Raises:
+        UsageError: the run is of a kind that this harness does not have.
+    """
     from experiments.report import document, pages
 
     run_data = Run.read(path)
-    bad = sum(r["status"] in BROKEN for r in run_data.records)
+    num_failed = sum(r["status"] in FAILED_STATUSES for r in run_data.records)
     if (answer := run_data.kind.rebuild(path)) is not None:
-        return ReportSummary(answer, bad)
+        return ReportSummary(answer, num_failed)
     store = RunStore(path)
     always = {"results", *run_data.kind.frames([], run_data.config.report)}
     for name, table in run_data.frames.items():
@@ -42,7 +46,7 @@ def write_report(path: Path) -> ReportSummary:
         store.write(name, content)
     page = pages.page(run_data)
     document.write(path, page)
-    return ReportSummary(" ".join(page.answer), bad)
+    return ReportSummary(" ".join(page.answer), num_failed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

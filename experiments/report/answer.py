@@ -13,9 +13,10 @@ from experiments.report import text
 from experiments.report.data import Run, select
 from experiments.report.document import Tile
 
-Rows = dict[str, dict[str, Any]]  # by phase
+Rows = dict[str, dict[str, Any]]
+"""The rows of an arm in a cell and mode, by phase; `results.metrics.frame` names their columns."""
 PLAIN, DENSE = "torch", "tbe"  # contenders: nn.EmbeddingBag, and emblib's dense tables
-STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -> style of a tile
+TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -> style of a tile
 
 
 def answer(run: Run) -> list[str]:
@@ -52,6 +53,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _rows_by_phase(run: Run, cell: str, arm: str) -> Rows:
+    """Return the rows of an arm in a cell; the run must be of one mode."""
     rows = select(run.table, cell=cell, arm=arm)
     return {str(row["phase"]): row for row in rows.to_dict("records")}
 
@@ -114,7 +116,7 @@ def sweep_point(run: Run, row: pd.Series) -> str:
 
 
 def tiles(run: Run) -> list[Tile]:
-    """Return the numbers to remember."""
+    """Return the numbers to remember; none if the subject has no result on the headline."""
     first = run.at(run.modes[0])
     cell = first.headline_cell()
     subject = _rows_by_phase(first, cell, run.subject.key) if cell else {}
@@ -129,6 +131,6 @@ def tiles(run: Run) -> list[Tile]:
             verdict = text.verdict(row["verdict"])
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
             meaning = f"{phase} time of {run.baseline.label} {interval}{verdict and ': ' + verdict}"
-            result.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(verdict, "")))
+            result.append(Tile(text.times(row["ratio"]), meaning, TILE_STYLES.get(verdict, "")))
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
     return [*result, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

@@ -28,8 +28,8 @@ DOTTED: LineStyle = (0, (1, 2))
 SHORT: LineStyle = (0, (2, 1.5))
 Floats = Iterable[float]
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
+LETTER_POINTS = 5.4  # mean width of such a letter
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
-LETTER_POINTS = 5.4  # mean width of one
 EDGE_GAP = 11.0  # points from the panel to names right of it, for the lines of those that moved
 
 
@@ -125,7 +125,7 @@ class Curve:
 class Mark:
     """A straight line across the panel: level, or upright."""
 
-    at: float
+    at: float  # y of a level line, x of an upright one
     colour: str = INK
     line: LineStyle = "-"
     width: float = 1.0
@@ -393,9 +393,8 @@ def spread_apart(
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
     until none overlap. All heights stay between `low` and `high` where these leave enough room.
     """
-    blocks: list[
-        list[float]
-    ] = []  # [sum of the first heights that members want, number of members]
+    # Blocks as [sum of the first heights that members want, number of members].
+    blocks: list[list[float]] = []
     for height in sorted(wanted_heights):
         blocks.append([height, 1.0])
         while len(blocks) > 1:
@@ -419,14 +418,14 @@ class Row:
     name: str
     value: float
     colour: str
-    lo: float = math.nan
+    lo: float = math.nan  # ends of the interval; nan: none
     hi: float = math.nan
-    dots: Sequence[float] = ()  # what single processes found
+    dots: Sequence[float] = ()  # values of single processes
     margin: float = math.nan  # a grey band about 1: effects that do not count
     hollow: bool = False
     marker: str = "o"
     bar: bool = False
-    rest: float = math.nan  # a hatched bar behind the first
+    rest: float = math.nan  # length of a hatched bar that continues the first; nan: none
     words: str = ""  # at the right edge; of a bar, at its end
     label: str = ""  # in the legend
 
@@ -462,13 +461,17 @@ def row_chart(
     return draw
 
 
+MAX_DODGE = 0.16  # between rows of one label, in distances of labels
+LABEL_HEIGHT = 0.64  # that the rows of one label take at most, in the same unit
+
+
 def _dodged(indices: Sequence[int]) -> list[float]:
     """Return heights of rows by the index of their label; those of one label around it."""
     counts, num_placed = Counter(indices), Counter[int]()
     heights = []
     for index in indices:
         count = counts[index]
-        gap = min(0.16, 0.64 / count)
+        gap = min(MAX_DODGE, LABEL_HEIGHT / count)
         heights.append(index + gap * (num_placed[index] - (count - 1) / 2))
         num_placed[index] += 1
     return heights
@@ -533,9 +536,9 @@ def forest(title: str, lines: Sequence[Row], label: str) -> Panel:
 class Square:
     """One entry of a map."""
 
-    column: str
+    column: str  # names of its column and row
     row: str
-    words: str
+    words: str  # written in it
     colour: str = ""  # empty: none
     opacity: float = 1.0
     hatched: bool = False

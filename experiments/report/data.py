@@ -173,7 +173,7 @@ class Run:
         return cells[0] if cells else None
 
     def spread(self) -> float:
-        """Return the median distance between quartiles, relative to the median time."""
+        """Return the median distance between quartiles, relative to the median time, or nan."""
         if not len(self.table):
             return math.nan
         return float(
@@ -193,7 +193,10 @@ class Run:
         return next((r["title"] for r in self.records if r["section"] == section), section)
 
     def sizes(self, section: str) -> str:
-        """Describe the section's first workload in one line; for the sweep, its base point."""
+        """Describe the section's first workload in one line; for the sweep, its base point.
+
+        The section must have records.
+        """
         record = next(r for r in self.records if r["section"] == section)
         p, tables = record["params"], record["features"]
         ids = describe_distribution(p)

@@ -44,17 +44,17 @@ class Notice:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, shown in the order of its fields."""
+    """A part of a page, shown in the order of its fields; texts are Markdown without HTML."""
 
     title: str = ""
-    words: Sequence[str] = ()
+    words: Sequence[str] = ()  # paragraphs
     figures: Sequence[Figure] = ()
     table: Table | None = None
-    points: Sequence[str] = ()
-    code: str = ""
-    parts: Sequence[Section] = ()
+    points: Sequence[str] = ()  # bullet points
+    code: str = ""  # lines of a code block
+    parts: Sequence[Section] = ()  # with headings one level below
     folded: str = ""  # on the web page, what follows `words` is folded under these words
-    web_only: bool = False
+    web_only: bool = False  # whether report.md leaves it out
 
     @property
     def anchor(self) -> str:
@@ -62,11 +62,11 @@ class Section:
         return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
     @property
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Return whether there is nothing to show below the heading."""
         rows = self.table is not None and bool(self.table.rows)
         content = (*self.words, *self.figures, *self.points, self.code)
-        return not rows and not any(content) and all(part.empty for part in self.parts)
+        return not rows and not any(content) and all(part.is_empty for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Page:
     @property
     def shown(self) -> list[Section]:
         """Return the sections that have something to show."""
-        return [section for section in self.sections if not section.empty]
+        return [section for section in self.sections if not section.is_empty]
 
     @property
     def figures(self) -> list[Figure]:

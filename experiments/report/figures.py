@@ -26,7 +26,7 @@ from experiments.timing.statistics import summarise
 
 UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
 PHASES = {"step": "forward + backward + update", "forward": "forward"}
-LOG_AXES = ("T", "E", "D", "B", "L", "rank")
+LOG_AXES = ("T", "E", "D", "B", "L", "rank")  # swept axes that are drawn logarithmically
 BAR_HEIGHT = 0.4  # inches
 SAME_MEMORY = 1.05  # ratio of the most to the least memory, up to which it is the same
 
@@ -265,6 +265,7 @@ def _dodge(names: Sequence[str], name: str) -> float:
 
 
 def _rate(gb_s: float) -> str:
+    """Return GB/s with three digits, whole from 100 on."""
     return f"{gb_s:,.0f}" if gb_s >= 100 else f"{gb_s:.3g}"
 
 
@@ -459,7 +460,7 @@ def _along(
 ) -> Drawing:
     """Return curves along a swept axis, named at their ends."""
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
-    x_scale = Scale(AXIS_NAMES[axis], log=2 * (axis in LOG_AXES), ticks=values)
+    x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
     return curves(lines, x_scale, Scale(label, log=10), names="ends", marks=marks)
 
 

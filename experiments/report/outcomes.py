@@ -24,10 +24,17 @@ MEANING = {
     "unsupported": "the contender does not offer this",
 }
 MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
+"""Words of the map by status; other statuses are written out."""
+OK_OPACITY, FAILURE_OPACITY = 0.25, 0.6  # of squares of the map: failures stand out
+SHORT_AXES = ("D=", "B=", "L=", "s=")  # beginnings of the axes that the map names
 
 
 def outcome_frame(run: Run) -> pd.DataFrame:
-    """Return a row per contender, cell and mode: its status over all processes, and the reason."""
+    """Return a row per contender, cell and mode, with its outcome over all processes.
+
+    `status` is a key of MEANING and `reason` the reasons of failures; `good` of `total` processes
+    have a measurement.
+    """
     columns = ["cell", "arm", "label", "status", "reason"]
     frame = pd.DataFrame(run.records, columns=columns, dtype=object)
     frame["mode"] = [mode_of(r) for r in run.records]
@@ -72,8 +79,8 @@ def figures(run: Run) -> list[Figure]:
         return []
     legend = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
     results["short"] = results["cell"].map(_short)
-    unique = results["short"].nunique() == results["cell"].nunique()
-    cells = results["short" if unique else "cell"]
+    is_unique = results["short"].nunique() == results["cell"].nunique()
+    cells = results["short" if is_unique else "cell"]
     arms = results["label"]
     # Whichever there is more of stands below each other: names of rows need no tilt.
     y_names, x_names = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
@@ -83,7 +90,7 @@ def figures(run: Run) -> list[Figure]:
             row,
             MARK.get(status, status),
             STATUS.get(status, STATUS["error"]),
-            0.25 if status == "ok" else 0.6,
+            OK_OPACITY if status == "ok" else FAILURE_OPACITY,
         )
         for column, row, status in zip(x_names, y_names, results["status"], strict=True)
     ]
@@ -103,7 +110,7 @@ def figures(run: Run) -> list[Figure]:
 def _short(cell: str) -> str:
     """Return the parts of a cell's key that tell most: the section and four axes."""
     section, *axes = cell.split(" ")
-    return " ".join([section, *(a for a in axes if a[:2] in ("D=", "B=", "L=", "s="))])
+    return " ".join([section, *(a for a in axes if a[:2] in SHORT_AXES)])
 
 
 def failures_table(run: Run) -> Table:

@@ -28,7 +28,7 @@ def page(run: Run) -> Page:
     first_part, further_parts = mode_parts[:1], mode_parts[1:]
     sections = [
         *first_part,
-        *(Section(title, [words], table=table) for title, words, table in tables),
+        *(Section(part.title, [part.words], table=part.table) for part in tables),
     ]
     sections += further_parts
     sections += [

@@ -152,7 +152,7 @@ def _build(kind: type[T], values: Mapping[str, Any], location: str) -> T:
         raise ValueError(f"{location}: {str(error).splitlines()[0]}") from None
 
 
-EXACT, MEASURED = 0.02, 0.15
+EXACT, MEASURED = 0.02, 0.15  # relative deviation at which a figure still counts as reproduced
 RULE = (
     f"The rule. A figure that follows from sizes alone is 'reproduced' when ours is within "
     f"{100 * EXACT:.0f} % of it, which leaves room for another choice of factors, or within half a "
@@ -180,8 +180,8 @@ class JudgedFigure:
     figure: PublishedFigure
     verdict: Reproduction
     reason: str
-    ours: float = math.nan
-    lo: float = math.nan
+    ours: float = math.nan  # in the unit of the figure; nan if we have none
+    lo: float = math.nan  # ends of the interval of ours; nan without one
     hi: float = math.nan
     device: str = ""  # where ours was measured
 

@@ -31,11 +31,11 @@ def section_table(run: Run, section: str) -> Table:
     The run must be of one mode.
     """
     rows = run.of(section)
-    roofs, sweep = Roofs.of(run.environment), section == SWEEP
+    roofs, is_sweep = Roofs.of(run.environment), section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
-    if sweep:
+    if is_sweep:
         columns["point"] = lambda r: sweep_point(run, r)
     columns["contender"] = "label"
     if rows["row_hit_rate"].notna().any():
@@ -82,7 +82,7 @@ def section_table(run: Run, section: str) -> Table:
     if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
         columns["optimizer state"] = lambda r: bytes_value(r["optimizer_state_bytes"])
     steps = rows[rows["phase"] == "step"].join(forward, on=keys)
-    return Table.of(steps, columns, names=1 + sweep)
+    return Table.of(steps, columns, names=1 + is_sweep)
 
 
 def environment_table(run: Run) -> Table:
@@ -114,17 +114,15 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
         elif key == "memory_bytes" and value:
             entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
-            bandwidth = f"{text.digits(value)} GB/s (read + write)"
-            entries += [("copy bandwidth", bandwidth)] * (
-                ("copy bandwidth", bandwidth) not in entries
-            )
+            entry = ("copy bandwidth", f"{text.digits(value)} GB/s (read + write)")
+            entries += [entry] * (entry not in entries)
         elif key == "sgemm_gflop_s" and value:
             entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
             entries.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:
-            bandwidth = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            entries.append((name, bandwidth))
+            words = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            entries.append((name, words))
     return entries
 
 

@@ -111,6 +111,7 @@ LINE = 0.17  # height in inches of a line below a sheet's title
 LETTERS = 14  # per inch of such a line
 TITLE_LINE = 0.26  # height in inches of a line of a sheet's title
 TITLE_LETTERS = 8.5  # per inch of a title
+SUBTITLE_GAP = 0.12  # inches between the title and the lines below it
 
 
 @dataclass(frozen=True)
@@ -118,19 +119,19 @@ class Panel:
     """One pair of axes; a panel with many lines asks for more room than others."""
 
     title: str
-    draw: Drawing
-    width: float = WIDTH
-    height: float = HEIGHT
+    draw: Drawing  # plots on the axes; called once for the sheet and once for the web page
+    width: float = WIDTH  # inches
+    height: float = HEIGHT  # inches
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels that belong together; `caption` says what is shown and which way is better."""
+    """Panels that belong together."""
 
-    name: str
+    name: str  # of its files; unique within a page
     title: str
-    caption: str
-    sizes: str
+    caption: str  # what is shown, and which way is better
+    sizes: str  # the workload in one line, the first below the title
     panels: Sequence[Panel]
     columns: int = 0  # columns of the sheet; 0: chosen by the number of panels
     subtitle: str = ""  # machine and software; empty: the page's
@@ -166,7 +167,10 @@ theme = partial(plt.rc_context, SETTINGS)  # matplotlib settings of the whole re
 
 
 def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
-    """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG."""
+    """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG.
+
+    Call it within `theme()`.
+    """
     canvas = draw_sheet(figure, subtitle)
     canvas.savefig(folder / f"{figure.name}.png", dpi=150)
     canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
@@ -232,6 +236,6 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     blank_lines = "\n" * max(2, math.ceil(0.75 * len(subtitle_lines)))
     lines = "\n".join(title)
     canvas.suptitle(f"{lines}{blank_lines}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    title_bottom = 1 - (0.12 + TITLE_LINE * len(title)) / canvas.get_figheight()
+    title_bottom = 1 - (SUBTITLE_GAP + TITLE_LINE * len(title)) / canvas.get_figheight()
     canvas.text(0.01, title_bottom, "\n".join(subtitle_lines), fontsize=9, va="top")
     return canvas

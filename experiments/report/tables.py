@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -17,11 +17,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Value:
-    """A table entry: what is shown, the number it sorts by, and what it links to."""
+    """A table entry."""
 
     shown: str
-    key: float = math.nan
-    link: str = ""  # on the web page
+    key: float = math.nan  # number to sort by; nan for words
+    link: str = ""  # address that the web page links it to; "" for none
 
     @classmethod
     def of(cls, value: float | None, shown: Callable[[float], str]) -> Value:
@@ -54,7 +54,8 @@ def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:
 WIDE_LETTERS = 140  # letters of a row that fit 1,280 px at the usual size
 CELL_PADDING = 2  # letters
 
-Column = Callable[[Any], Value | str] | str  # a function of a row, or the name of its words
+Column = Callable[[Any], Value | str] | str
+"""How a row gives the entry of a column: a function of the row, or the key of its words."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Table:
     """Column headings and rows."""
 
     heads: Sequence[str]
-    rows: Sequence[Sequence[Value]]
+    rows: Sequence[Sequence[Value]]  # one value per heading
     plain: bool = False  # names and values: on the web page without headings, sorting and filter
 
     @classmethod
@@ -74,7 +75,7 @@ class Table:
         Args:
             rows: rows of the table, which the functions of the columns take; the rows of a frame
                 are Series.
-            columns: Heading -> function of a row, or the name of an entry with its words.
+            columns: columns by heading.
             names: number of columns to show of a row whose status is not "ok", before its status; 0
                 if rows have no status.
         """
@@ -110,6 +111,14 @@ class Table:
     def is_text(self, column: int) -> bool:
         """Return whether a column holds words: none of its entries has a number to sort by."""
         return all(math.isnan(row[column].key) for row in self.rows)
+
+
+class TitledTable(NamedTuple):
+    """A table of a report below its heading."""
+
+    title: str
+    words: str  # what the rows are, a paragraph above them; "" for none
+    table: Table
 
 
 def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-NONE = "–"
+NONE = "–"  # what is shown for an unknown value
 
 # A link that leads neither to a file next to the page nor to the web, e.g. javascript:.
 _UNSAFE_LINK = re.compile(r"\]\((?!(?:[\w./-]+|https?://[^\s()]*)\))")
@@ -92,7 +92,7 @@ def ratio(row: Mapping[str, Any]) -> str:
 
 
 def fraction(value: float) -> str:
-    """Return 1/x for a compression ratio x >= 1."""
+    """Return a compression ratio x as a share: '1/16' for 16, '2.00×' for 0.5."""
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
 
 

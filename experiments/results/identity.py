@@ -38,6 +38,10 @@ AMOUNTS = (
 )
 
 
+# Fields of a cell for readers, or that follow from the memory of the machine.
+IGNORED_CELL_FIELDS = ("title", "note", "rows_scale")
+
+
 def digest(value: Any) -> str:
     """Return a hash, 16 hexadecimal digits, of the JSON of a value; enums count as their values."""
 
@@ -61,7 +65,9 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
     return digest(
         {
             "experiment": config.name,
-            "cell": {k: v for k, v in dataclasses.asdict(cell).items() if k not in CELL_WORDS},
+            "cell": {
+                k: v for k, v in dataclasses.asdict(cell).items() if k not in IGNORED_CELL_FIELDS
+            },
             "optimizer": config.optimizer,
             "lr": config.lr,
             "seed": config.seed,
@@ -72,10 +78,6 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
             "packages": [registry.find_installed(name) for name in packages],
         }
     )
-
-
-# Fields of a cell for readers, or that follow from the memory of the machine.
-CELL_WORDS = ("title", "note", "rows_scale")
 
 
 def context_of(environment: Mapping[str, Any]) -> dict[str, str]:

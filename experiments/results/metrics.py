@@ -105,6 +105,8 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 
 
 Group = Sequence[Record]
+"""The records of an arm in a cell and mode, one per process."""
+
 K = TypeVar("K")
 
 
@@ -168,7 +170,10 @@ def sampled_phases(group: Group, default: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Pools:
-    """The variation of times and ratios between processes, in a mode and phase of a run."""
+    """The variation of times and ratios between processes, in a mode and phase of a run.
+
+    None if no arm was measured in two processes.
+    """
 
     times: ProcessSpread | None
     ratios: ProcessSpread | None
@@ -334,7 +339,7 @@ def replicate_of(record: Record) -> int:
 
 
 def hit_rate(record: Record, unit: str) -> float:
-    """Return the share of lookups (of="lookup") or rows (of="row") that a cache served, or nan."""
+    """Return the share of lookups (`unit` "lookup") or rows ("row") that a cache served, or nan."""
     counters = record.get("counters") or {}
     return counters[f"{unit}_hits"] / counters[f"{unit}s"] if counters.get(f"{unit}s") else math.nan
 
