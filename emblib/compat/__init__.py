@@ -1,6 +1,7 @@
 """Other libraries' names and signatures over emblib's modules: change the import, keep the code.
 
-`emblib.compat.fbgemm` is FBGEMM's table batched embeddings, `emblib.compat.dynamicemb` NVIDIA's
-DynamicEmb, `emblib.compat.fbtt` FBTT-Embedding. Importing this package imports none of them, and
-none of the other libraries is needed.
+`emblib.compat.fbgemm` has the names of FBGEMM's table-batched embeddings, `emblib.compat.torchrec`
+those of TorchRec, `emblib.compat.dynamicemb` those of NVIDIA's DynamicEmb and `emblib.compat.fbtt`
+those of FBTT-Embedding. Importing this package imports none of the four modules, and none of the
+other libraries is needed.
 """

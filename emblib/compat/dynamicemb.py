@@ -110,6 +110,7 @@ _SOURCES: tuple[_ModuleType, ...] = (
 
 
 def _find_names() -> dict[str, _Any]:
+    """Return the implementation of each name, without those that raise."""
     names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
     values_by_name = {
         name: next(vars(m)[name] for m in _SOURCES if name in vars(m))
@@ -119,6 +120,7 @@ def _find_names() -> dict[str, _Any]:
 
 
 def _make_modules() -> dict[str, _ModuleType]:
+    """Make the modules of `_MODULES` below this one, and register them with `sys.modules`."""
     every = _names | _RAISES
     modules: dict[str, _ModuleType] = {}
     for path, names in _MODULES.items():

@@ -7,7 +7,22 @@ defines terms and rules; `HashModel.of` reads them. Keys, stamps and scores are 
 id is the int64 of the same bits. `values` defines the initial rows of new keys. The kernels of
 `csrc/hash` share no code and no data structure with this file.
 
-Details of the definition:
+The rules:
+
+- a key is in one of its two buckets (`addresses`), of 32 slots each; a table grows by splitting
+  buckets as its keys grow (`wanted_buckets`)
+- entries rank by stamp and key ("lru"), by score and key ("lfu"), by score, stamp and key
+  ("lru_lfu", "assigned"); the lowest is evicted. With "none" nothing is evicted, and never an entry
+  that the current batch used
+- missing keys that are admitted choose their bucket in rounds (`choosers`), all by the state at the
+  beginning of the round: the first one if it has more than 16 free slots or no fewer than the
+  other, else the second one; if both are full, the one with the lower entry to evict
+- a bucket then serves the keys that chose it in order, until half of its free slots, or of its
+  entries that may be evicted, are taken, rounded up; the other keys choose again in the next round
+- a key that would have to evict is refused if there is no such entry, or, with the policy
+  "competes", if it ranks below the entry
+
+Details:
 
 - a slot is empty if its tag is 0; its `entries` are then unspecified
 - if one of two full buckets has no entry that may be evicted, the other bucket evicts
@@ -29,6 +44,7 @@ SLOTS = 32  # slots per bucket
 PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
 FIRST_CHOOSERS = 8  # keys per bucket that may choose a bucket in the first round
 CHOOSERS_GROWTH = 4  # how many times as many may choose in each later round
+# Eviction orders, and counters in the order of `HashCounter`.
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
     "lookups",
@@ -40,7 +56,7 @@ COUNTERS = (
     "expired",
     "erased",
 )
-HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # status of a key
+HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # status of a key, see `InsertStatus`
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
