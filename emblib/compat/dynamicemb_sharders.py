@@ -117,7 +117,7 @@ def dynamic_config(
 
     Args:
         config: configuration of the table.
-        sharding: its sharding; `ranks` has one entry per rank.
+        sharding: sharding of the table; `ranks` has one entry per rank.
         rule: the optimizer of tables whose configuration has none.
         more: further arguments of `hash_storage`.
     """

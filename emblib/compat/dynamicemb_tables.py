@@ -124,7 +124,7 @@ def numbers_of_states(rule: optim.Optimizer, dim: int) -> int:
 
 
 class _Prefetched(NamedTuple):
-    """What `prefetch` fixes of a batch."""
+    """The properties of a batch that `prefetch` fixes."""
 
     scores: Tensor | None  # int64 [T], of its keys by table; None if the tables have no scores
     counts: Tensor | None  # int64 [L], uses per lookup; None for those of `forward`

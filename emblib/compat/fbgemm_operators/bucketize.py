@@ -185,8 +185,8 @@ class _Blocks(NamedTuple):
     Attributes:
         sizes: rows per block, `[F]`; 0 spreads all rows.
         batch_sizes: number of bags, `[F]`; None if all features have as many.
-        bounds: per feature the first row of each bucket, and the end, `[buckets + 1]`; None for
-            buckets of equally many blocks.
+        bounds: first row of each bucket, and the end, `[buckets + 1]` per feature; None for buckets
+            of equally many blocks.
         total: number of blocks, `[F]`, a multiple of the buckets; None for one per bucket.
         keep: whether the rows of a feature stay global, `[F]`; None for no feature.
     """
@@ -255,7 +255,7 @@ def block_bucketize_sparse_features_inference(
         weights: `[L]` or `[L, ...]`.
         batch_size_per_feature: number of bags, `[F]`, if features differ in them.
         max_B: ignored.
-        block_bucketize_pos: per feature the first row of each bucket, and the end.
+        block_bucketize_pos: first row of each bucket, and the end, per feature.
         return_bucket_mapping: whether the bucket of each index is returned.
         keep_orig_idx: whether rows stay as they are in `indices`.
         total_num_blocks: number of blocks, `[F]`; by default one per bucket.

@@ -84,8 +84,8 @@ def histogram_binning_calibration(
         bin_num_examples: earlier examples of each bin, `[bins]`.
         bin_num_positives: positives among them, `[bins]`.
         positive_weight: weight of positives in training, by which logits are shifted.
-        lower_bound: with `upper_bound`, the width of all bins.
-        upper_bound: see `lower_bound`.
+        lower_bound: number that `upper_bound` exceeds by the width of all bins together.
+        upper_bound: number that exceeds `lower_bound` by that width.
         bin_ctr_in_use_after: number of examples that a bin must exceed to calibrate.
         bin_ctr_weight_value: weight of the share of positives, against the prediction.
     """
