@@ -197,6 +197,19 @@ def test_states_by_columns_into_other_boxes(tmp_path: Path) -> None:
     assert [part[0].item() for part in state["s"].parts.values()] == [2.0, 2.0]
 
 
+def test_each_shard_gets_the_mean_of_its_own_columns(tmp_path: Path) -> None:
+    """Also one of several intervals, whose number is in each of them."""
+    checkpoints.save({"s": row_states((0, 2, 3, 6), [1.0, 4.0, 5.0])}, tmp_path, ALONE)
+    shards = [Shard(0, (0, 3), (0, 2)), Shard(0, (0, 3), (2, 3))]
+    parts = {0: torch.zeros(3, 2), 1: torch.zeros(3, 1)}
+    states = RowStates((3, 3), shards, parts, ALONE, torch.float32)
+    states.cuts = (0, 1, 3, 6)
+    state: dict[str, Any] = {"s": states}
+    checkpoints.load(state, tmp_path, ALONE)
+    assert state["s"].parts[0].tolist() == [[2.0, 2.0]] * 3  # columns 0 to 3
+    assert state["s"].parts[1].tolist() == [[5.0]] * 3  # columns 3 to 6
+
+
 def save_in_background(ranks: RankGroup, path: Path) -> list[bool]:
     """Two saves; what they save changes at once, and collectives go on meanwhile."""
     shards = [Shard(r, (r * 3, r * 3 + 3), (0, 4)) for r in range(ranks.size)]
