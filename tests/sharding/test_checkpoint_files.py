@@ -68,16 +68,16 @@ def test_latest_is_the_greatest_that_is_whole(tmp_path: Path) -> None:
 
 def test_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard is cut into pieces, which another size of pieces reads."""
-    monkeypatch.setattr(sharded_table, "PIECE_BYTES", 3 * 16)
+    monkeypatch.setattr(sharded_table, "MAX_BLOCK_BYTES", 3 * 16)
     table = spread(numbers(10, 4), WHOLE, ALONE)
-    assert [(o, tuple(p.shape)) for o, p in table.pieces()] == [
+    assert [(o, tuple(p.shape)) for o, p in table.blocks()] == [
         ((0, 0), (3, 4)),
         ((3, 0), (3, 4)),
         ((6, 0), (3, 4)),
         ((9, 0), (1, 4)),
     ]
     checkpoints.save({"t": table}, tmp_path, ALONE)
-    monkeypatch.setattr(sharded_table, "PIECE_BYTES", 4 * 16)
+    monkeypatch.setattr(sharded_table, "MAX_BLOCK_BYTES", 4 * 16)
     found = {"t": spread(torch.zeros(10, 4), HALVES, ALONE)}
     checkpoints.load(found, tmp_path, ALONE)
     assert_is(found["t"], numbers(10, 4))

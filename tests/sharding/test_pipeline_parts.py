@@ -163,7 +163,7 @@ def test_the_longest_loader_decides(counts: list[int]) -> None:
         assert [batch for batch, _ in steps] == [
             [i] * (rank + 1) if i < counts[rank] else [] for i in range(max(counts))
         ]
-        assert [counted.all for _, counted in steps] == [
+        assert [counted.total for _, counted in steps] == [
             sum(r + 1 for r, count in enumerate(counts) if i < count) for i in range(max(counts))
         ]
 

@@ -4,6 +4,9 @@ Checkpoints store the entries of a dynamic table sorted by route (`emblib.dynami
 k of K owns the k-th of K equal ranges of routes. The table in a checkpoint is therefore the
 concatenation of its shards, whatever plan saved it, and a rank finds its shard by bisection: it
 reads a few blocks of the keys, and then its own rows.
+
+A *stem* is the common prefix of entries that have one row per key of the same keys: "" for `keys`,
+`weight` and the optimizer states, "fallback." for fallback rows.
 """
 
 import bisect
@@ -29,6 +32,8 @@ def join_shards(
     states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
+
+    `states` are the state dicts of this rank's shards by number, `owners` the rank of each shard.
 
     Tensors with one row per key become sharded tensors. For all others (clocks, sketch counters)
     every rank gets the element-wise maximum over the shards, so a count is at least that of the
@@ -62,7 +67,14 @@ def join_shards(
 
 
 def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """Return the entries of shard `number` of `count`; values are full tensors or `KeyedRows`."""
+    """Return the entries of shard `number` of `count` shards.
+
+    Values are full tensors, of whose rows the shard gets those of its keys, or `KeyedRows`, of
+    which this rank must have the shard.
+
+    Raises:
+        ValueError: `KeyedRows` of another number of shards.
+    """
     owned = {}
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
@@ -137,7 +149,7 @@ def keyed_rows(
         parts: shards of this rank by number: `keys` `[N]` and other tensors with one row per key,
             sorted by route.
         owners: the rank of each shard.
-        ranks: the ranks that hold the shards.
+        ranks: the ranks that store the shards.
 
     Raises:
         ValueError: a shard has keys that another shard owns, where lookups would not find them.
@@ -195,11 +207,18 @@ def _keys_entry(name: str) -> str:
 
 
 class KeyReader:
-    """Find the rows of a shard in a checkpoint."""
+    """Find the rows of a shard in a checkpoint, by reading as few blocks of keys as possible.
+
+    Args:
+        reader: `Reader` of the checkpoint.
+        saved: metadata of its entries, by name.
+    """
 
     def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
         self._reader, self._saved = reader, saved
+        # Rows by number of the shard, for each entry of keys and number of shards.
         self._spans: dict[tuple[str, int], dict[int, Span]] = {}
+        # Entry, first row and keys of the block that was read last.
         self._cached_keys: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:

@@ -37,7 +37,8 @@ class Entry:
         dtype: dtype of the tensor.
         shards: shards of all ranks; empty if every rank has the full tensor, as number 0.
         ranks: ranks that have shards.
-        memory: tensors of local shard i by i; several if slices have copies of it.
+        memory: tensors of each local shard, by its number in `shards`; several if slices have
+            copies of it.
         cuts: columns at which states per row are cut, see `RowStates`; None without.
     """
 
@@ -126,7 +127,17 @@ class Tables(Protocol):
 
 
 class Table:
-    """A table of a collection, and its shards on this rank."""
+    """A table of a collection as entries of state dicts, and its shards on this rank.
+
+    Args:
+        tables: the sharded collection.
+        name: name of the table.
+        local: shards of the table on this rank.
+
+    Attributes:
+        local: shards on this rank by their number in `shards`; a replica has number 0.
+        is_fused: whether backward updates the table, so that its optimizer states are saved.
+    """
 
     def __init__(self, tables: Tables, name: str, local: Sequence[StoredShard]) -> None:
         self.ranks, self.name = tables.ranks, name
@@ -135,7 +146,10 @@ class Table:
         self.is_fused = autograd.is_fused(self.optimizer)
         self.storage: Storage = self.config.storage
         self._layouts = self._layouts_of_views()
-        self.local = {0 if not self.shards else self.shards.index(p.shard): p for p in local}
+        self.local = {
+            self.shards.index(local_shard.shard) if self.shards else 0: local_shard
+            for local_shard in local
+        }
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -279,18 +293,21 @@ class Table:
             return Entry(layout.size, layout.dtype, shards, self.ranks, tensors)
         rows = layout.size[0]
         cuts = sharded_table.cuts_of(shards)
-        if len(cuts) <= 2:
-            narrow = tuple(shard._replace(columns=(0, 1)) for shard in shards)
-            return Entry((rows,), layout.dtype, narrow, self.ranks, tensors)
-        by_stretch = tuple(
+        if len(cuts) <= 2:  # no shard has only some of the columns
+            by_row = tuple(shard._replace(columns=(0, 1)) for shard in shards)
+            return Entry((rows,), layout.dtype, by_row, self.ranks, tensors)
+        by_interval = tuple(
             shard._replace(columns=sharded_table.interval_range(shard.columns, cuts))
             for shard in shards
         )
-        return Entry((rows, len(cuts) - 1), layout.dtype, by_stretch, self.ranks, tensors, cuts)
+        return Entry((rows, len(cuts) - 1), layout.dtype, by_interval, self.ranks, tensors, cuts)
 
 
 class KeyedTable(Table):
-    """A table of keyed storage, saved by key: shard k of K has the k-th range of routes."""
+    """A table of keyed storage, saved by key: shard k of K has the k-th range of routes.
+
+    Routes are defined in `emblib.dynamic.keys`.
+    """
 
     def _numbered(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
@@ -301,6 +318,7 @@ class KeyedTable(Table):
         }
 
     def _owners(self) -> list[int]:
+        """Return the rank of each shard, by number."""
         return [shard.rank for shard in sorted(self.shards, key=lambda shard: shard.rows)]
 
     def handle(self) -> DynamicTable:
@@ -355,7 +373,10 @@ def _raise_first(problems: Iterable[str], name: str) -> None:
 
 
 def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the parameters of tables, and the whole state of dynamic ones; a collective."""
+    """Return the parameters of tables, and the whole state of dynamic ones, by name.
+
+    A collective if there are dynamic tables. `omitted` are names of tables to leave out.
+    """
     return {
         f"{table.name}.{key}": value
         for table in _tables(tables)
@@ -406,9 +427,14 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load the result of `optimizer_state`, or full tensors.
 
-    Tables of one module share its hyperparameters: those with the most steps are loaded.
+    Tables of one module share its hyperparameters: those with the most steps are loaded. Tables are
+    written one after the other, so those before an error have changed.
+
+    Raises:
+        KeyError: a parameter or a state is missing.
+        ValueError: a tensor has another size, or is sharded in another way.
     """
-    numbers: list[tuple[Any, Tensor]] = []
+    loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
     for table in _tables(tables):
         for parameter in table.states():
             values = state.get(f"{table.name}.{parameter}")
@@ -417,11 +443,13 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
             table.set_states(parameter, values)
             if HYPER in values:
                 hyper_entries = table.hyperparams.parts_of(values[HYPER], HYPER)
-                numbers += [
-                    (k, hyper) for k in table.table_modules() for hyper in hyper_entries.values()
+                loaded += [
+                    (module, hyper)
+                    for module in table.table_modules()
+                    for hyper in hyper_entries.values()
                 ]
-    newest: dict[int, tuple[Any, Tensor]] = {}
-    for module, hyper in numbers:
+    newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
+    for module, hyper in loaded:
         previous = newest.get(id(module))
         if previous is None or float(hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
             newest[id(module)] = module, hyper
@@ -475,7 +503,7 @@ class StateOfTables(nn.Module):
     dynamic tables `state_dict` is a collective.
     """
 
-    handles_name: ClassVar[str]
+    handles_name: ClassVar[str]  # attribute with the `ShardParameters`, first part of all names
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

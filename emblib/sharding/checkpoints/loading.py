@@ -37,21 +37,30 @@ from emblib.tt import layout_entry
 
 
 class Target:
-    """A tensor `room` into which a saved value is read; it then replaces the value of the leaf."""
+    """Memory into which a saved value is read, and the leaf whose value it then replaces.
 
-    def __init__(self, leaf: Leaf, room: Any) -> None:
-        self.leaf, self.room = leaf, room
+    Args:
+        leaf: value of the state to load into.
+        buffer: tensor of the saved size, the leaf's own if sizes are equal; a value that is not a
+            tensor is replaced by the one that is read.
+    """
+
+    def __init__(self, leaf: Leaf, buffer: Any) -> None:
+        self.leaf, self.buffer = leaf, buffer
 
     def finish(self) -> None:
-        """Replace the value of the leaf by `room`."""
-        self.leaf.replace(self.room)
+        """Replace the value of the leaf by `buffer`."""
+        self.leaf.replace(self.buffer)
 
 
 class RowStateTarget(Target):
     """A row-wise state, saved and loaded for tables that may be cut by columns in different ways.
 
+    The rows of this rank are read with all saved intervals of columns; each shard gets the mean
+    over its own columns. `RowStates` explains the intervals.
+
     Args:
-        leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`.
+        leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`, which is written in place.
         size: the saved size: `[R]`, or `[R, intervals]`.
         cuts: first columns of the saved intervals, and the end; None if the table was not cut.
     """
@@ -87,17 +96,17 @@ class RowStateTarget(Target):
             memory.copy_(rows.view(-1, *[1] * (memory.dim() - 1)).expand_as(memory))
 
     def _rows(self, rows: Span, columns: Span | None) -> Tensor:
-        """Return the numbers of a span of rows, for a span of columns or for all."""
+        """Return the states of a span of rows, `[rows]`: means over `columns`, None for all."""
         blocks = [
-            self.room.parts[i]
+            self.buffer.parts[i]
             for i, span in enumerate(self._spans)
             if rows[0] <= span[0] and span[1] <= rows[1]
         ]
-        numbers = torch.cat(blocks) if blocks else torch.empty(0, self._width)
+        states = torch.cat(blocks) if blocks else torch.empty(0, self._width)
         if self._column_cuts is None:
-            return numbers.view(-1)
+            return states.view(-1)
         return sharded_table.averaged(
-            numbers, self._column_cuts, columns or (0, self._column_cuts[-1])
+            states, self._column_cuts, columns or (0, self._column_cuts[-1])
         )
 
 
@@ -151,10 +160,10 @@ def load(
         )
     # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
     targets = loading.targets(ranks)
-    values = {name: target.room for name, target in targets.items()}
+    values = {name: target.buffer for name, target in targets.items()}
     read(values, loading.reader, ranks)
     for name, value in values.items():
-        targets[name].room = value  # `read` replaces values that are not tensors
+        targets[name].buffer = value  # `read` replaces values that are not tensors
     agreed(ranks, lambda: loading.finish(targets))
 
 
@@ -184,7 +193,7 @@ def _join_texts(texts: Sequence[str], separator: str = ", ") -> str:
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
-    """Load a file of `export` to the CPU; not a collective.
+    """Load a file of `export` to the CPU and return the state; not a collective.
 
     Raises:
         CheckpointError: the file is damaged, or it names something that may run code.
@@ -203,7 +212,18 @@ def load_export(path: str | Path) -> dict[str, Any]:
 
 
 class _Loading:
-    """The values to load, a tree with resolved state dicts, and the saved metadata."""
+    """The values to load and the saved metadata, checked against each other.
+
+    The constructor reads metadata and small entries only, and changes nothing of `state`. Its
+    errors are those of `load`.
+
+    Attributes:
+        reader: reader of the checkpoint.
+        saved: metadata of each saved entry, by name.
+        tree: copy of `state` in which modules and optimizers are their state dicts.
+        cuts: columns at which the saved row-wise states were cut, by name.
+        leaves: values of `tree` that the checkpoint has.
+    """
 
     def __init__(self, state: MutableMapping[str, Any], path: Path, *, strict: bool) -> None:
         from emblib.sharding.checkpoints.files import Reader, read
@@ -213,7 +233,7 @@ class _Loading:
         metadata = self.reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = resolved(state)
-        self._add_what_optimizers_begin_with_later(metadata.planner_data or {})
+        self._add_later_optimizer_states(metadata.planner_data or {})
         self.cuts: dict[str, tuple[int, ...]] = {}
         if NOTES in self.saved:
             self._check_whole([NOTES])
@@ -280,26 +300,30 @@ class _Loading:
             ) from error
         return cuts
 
-    def _add_what_optimizers_begin_with_later(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
-        """Allocate states that a `torch.optim` optimizer creates in its first step."""
+    def _add_later_optimizer_states(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
+        """Allocate states that a `torch.optim` optimizer creates in its first step.
+
+        `paths` has the steps to each saved entry, by name: those of a state are (key of the
+        optimizer, "state", parameter, name of the state).
+        """
         for key, value in self.state.items():
             if not isinstance(value, torch.optim.Optimizer):
                 continue
             states = self.tree[key]["state"]
             names = {leaf.name for leaf in leaves(self.tree[key], f"{key}.")}
             parameters = _parameters(value)
-            for name, steps in paths.items():
-                if name in names or steps[:2] != (key, "state") or len(steps) != 4:
+            for name, path in paths.items():
+                if name in names or path[:2] != (key, "state") or len(path) != 4:
                     continue
                 if name not in self.saved:
                     continue
                 # Numbers of parameters are text in a checkpoint.
                 by_text = {str(number): number for number in parameters}
-                parameter = by_text.get(steps[2], steps[2])
-                room = self._room_of_state(parameters.get(parameter), name)
-                states.setdefault(parameter, {})[steps[3]] = room
+                parameter = by_text.get(path[2], path[2])
+                buffer = self._allocate_state(parameters.get(parameter), name)
+                states.setdefault(parameter, {})[path[3]] = buffer
 
-    def _room_of_state(self, parameter: Tensor | None, name: str) -> Tensor | None:
+    def _allocate_state(self, parameter: Tensor | None, name: str) -> Tensor | None:
         """Allocate a state, sharded like its parameter if of its size; None for no tensor."""
         saved = self.saved[name]
         if not hasattr(saved, "properties"):
@@ -369,6 +393,7 @@ class _Loading:
         return saved.size if hasattr(saved, "properties") else None
 
     def _check_sizes(self) -> None:
+        """Raise CheckpointError for leaves of another size than was saved."""
         wrong = []
         self._check_whole(leaf.name for leaf in self.leaves if is_keyed(leaf.name, self.saved))
         for leaf in self.leaves:
@@ -402,10 +427,10 @@ class _Loading:
             ranks, lambda: {leaf.name: self._target(leaf, spans_of_ranks) for leaf in self.leaves}
         )
 
-    def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, tuple[int, int]]]]) -> Target:
+    def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, Span]]]) -> Target:
         """Return the memory into which a leaf is loaded, and how it reaches the leaf.
 
-        `spans` are the rows of keyed tables that each rank reads, by name and block.
+        `spans` are the rows of keyed tables that each rank reads, by rank, name and block.
         """
         value, size = leaf.value, self._size(leaf)
         if size is not None and is_keyed(leaf.name, self.saved):
@@ -414,7 +439,7 @@ class _Loading:
             span_of_block = {
                 block: s for rank_spans in spans for block, s in rank_spans[leaf.name].items()
             }
-            return Target(leaf, _room(value, size, span_of_block))
+            return Target(leaf, _allocate_rows(value, size, span_of_block))
         cuts = self.cuts.get(leaf.name)
         if size is not None and (cuts is not None or isinstance(value, RowStates)):
             return RowStateTarget(leaf, size, cuts)
@@ -432,11 +457,13 @@ class _Loading:
 
 
 def _is_layout(leaf: Leaf) -> bool:
+    """Return whether a leaf describes the cores of a tensor train."""
     name = leaf.name.rpartition(".")[2]
     return name == layout_entry.NAME and isinstance(leaf.value, Tensor)
 
 
 def _sibling(name: str, suffix: str) -> str:
+    """Return the name of another entry of the same table."""
     return f"{name[: name.rfind('.') + 1]}{suffix}"
 
 
@@ -448,8 +475,8 @@ def _parameters(optimizer: Any) -> dict[Any, Tensor]:
     return dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
 
 
-def _room(value: KeyedRows, size: torch.Size, spans: Mapping[int, tuple[int, int]]) -> KeyedRows:
-    """Allocate memory for the saved rows of the blocks of a table."""
+def _allocate_rows(value: KeyedRows, size: torch.Size, spans: Mapping[int, Span]) -> KeyedRows:
+    """Allocate memory for the saved rows of the blocks of a table; `spans` are rows by block."""
     shards = [shard._replace(rows=spans[block]) for block, shard in enumerate(value.shards)]
     parts = {
         block: torch.empty(shards[block].shape[: value.dim()], dtype=value.dtype)

@@ -73,7 +73,11 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
 
     Rank 0 gathers the tables in host memory and replaces the file atomically. `load_export` reads
     it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
-    sharded modules load its content.
+    sharded modules load its content. Arguments are those of `save`; `path` is a file.
+
+    Raises:
+        TypeError: a value could not be loaded again, because it needs a class that may run code.
+        OSError: rank 0 could not write; the other ranks raise CheckpointError.
     """
     ranks = RankGroup.from_value(ranks)
     content = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
@@ -109,13 +113,13 @@ def _copy_to_host(value: Any) -> Any:
 
 
 class _Background(NamedTuple):
-    """The thread that writes asynchronous saves, and its process group."""
+    """The thread that writes asynchronous saves, and the ranks over its process group."""
 
     ranks: RankGroup
     executor: ThreadPoolExecutor
 
 
-_BACKGROUNDS: dict[Any, _Background] = {}
+_BACKGROUNDS: dict[Any, _Background] = {}  # by process group, until the process exits
 
 
 def _background(ranks: RankGroup) -> _Background:

@@ -15,8 +15,8 @@ from torch import Tensor
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import Shard, Span
 
-PIECE_BYTES = 1 << 26
-"""Boxes are written and read in pieces of whole rows, of at most about this many bytes."""
+MAX_BLOCK_BYTES = 1 << 26
+"""Shards are written and read in blocks of whole rows, of at most this many bytes if a row fits."""
 
 
 class ShardedTable(Tensor):
@@ -30,8 +30,11 @@ class ShardedTable(Tensor):
         size: size of the full tensor.
         shards: the shards of all ranks, which tile the tensor; columns (0, 1) for a vector.
         parts: the values of this rank's shards, by their number in `shards`.
-        ranks: the ranks that hold the shards.
+        ranks: the ranks that store the shards.
         dtype: dtype of the values; ranks without a shard need it, too.
+
+    Raises:
+        ValueError: `parts` are not the shards of this rank, or have other shapes or dtypes.
     """
 
     shards: tuple[Shard, ...]
@@ -95,7 +98,7 @@ class ShardedTable(Tensor):
     def _empty_block(self) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+    def blocks(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Return (offsets, values) of this rank's non-empty blocks, the chunks of checkpoints.
 
         A tensor without values has one empty block, because metadata lists a tensor by its blocks.
@@ -105,7 +108,7 @@ class ShardedTable(Tensor):
         return [
             (offsets, self.parts[i][start - self.shards[i].rows[0] :][: sizes[0]])
             for i in self.parts
-            for offsets, sizes in pieces_of(self.shards[i], self.dim(), self.element_size())
+            for offsets, sizes in blocks_of(self.shards[i], self.dim(), self.element_size())
             for start in offsets[:1]
         ]
 
@@ -132,12 +135,12 @@ class ShardedTable(Tensor):
                 index=MetadataIndex(fqn, torch.Size(offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), piece.size()),
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), block.size()),
                     properties=TensorProperties(dtype=self.dtype),
                     size=self.size(),
                 ),
             )
-            for offsets, piece in self.pieces()
+            for offsets, block in self.blocks()
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -145,16 +148,16 @@ class ShardedTable(Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         return [
-            ChunkStorageMetadata(torch.Size(offsets), piece.size())
-            for offsets, piece in self.pieces()
+            ChunkStorageMetadata(torch.Size(offsets), block.size())
+            for offsets, block in self.blocks()
         ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         """Return the block that begins at `index.offset`."""
-        for offsets, piece in self.pieces():
+        for offsets, block in self.blocks():
             if torch.Size(offsets) == index.offset:
-                return piece
-        raise ValueError(f"{index.fqn}: no piece of this rank begins at {index.offset}")
+                return block
+        raise ValueError(f"{index.fqn}: no block of this rank begins at {index.offset}")
 
     # Operations
 
@@ -207,7 +210,8 @@ class RowStates(ShardedTable):
 
     Each column shard accumulates its own gradients, so the state has one column per interval of
     table columns that no shard cuts: `cuts` are the first columns of the intervals, and the end. A
-    shard that spans several intervals has its number in each of them.
+    shard that spans several intervals has its number in each of them, and its `columns` count
+    intervals. Whoever makes one sets `cuts`.
     """
 
     cuts: tuple[int, ...]
@@ -239,14 +243,17 @@ def _have_same_shards(first: Any, second: Any) -> bool:
     return isinstance(second, ShardedTable) and first.shards == second.shards
 
 
-def pieces_of(
+def blocks_of(
     shard: Shard, dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return offsets and sizes of the blocks of a shard."""
+    """Return offsets in the full tensor and sizes of the blocks of a shard, `dims` numbers each.
+
+    `itemsize` are the bytes of a value.
+    """
     height, width = shard.shape
     if not height or not width:
         return []
-    step = max(PIECE_BYTES // (width * itemsize), 1)
+    step = max(MAX_BLOCK_BYTES // (width * itemsize), 1)
     starts = [*range(shard.rows[0], shard.rows[1], step), shard.rows[1]]
     return [
         ((start, shard.columns[0])[:dims], (end - start, width)[:dims])
@@ -281,14 +288,18 @@ def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
 
 
 def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
-    """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor."""
+    """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor.
+
+    A collective over the ranks of `table`. Blocks are sent one by one, so that only the target has
+    memory for the full tensor.
+    """
     ranks = table.ranks
     target = 0 if rank is None else rank
     full_tensor = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
     for i, shard in enumerate(table.shards):
         if ranks.rank not in (target, shard.rank):
             continue
-        for offsets, sizes in pieces_of(shard, table.dim(), table.element_size()):
+        for offsets, sizes in blocks_of(shard, table.dim(), table.element_size()):
             region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
             if shard.rank == ranks.rank:
                 first_row = offsets[0] - shard.rows[0]
@@ -340,10 +351,10 @@ def _receive_block(
 
 
 def _broadcast_whole(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
-    """Send rank 0's full tensor to all ranks, piece by piece; return it on the CPU."""
+    """Send rank 0's full tensor to all ranks, block by block; return it on the CPU."""
     if ranks.rank:
         full_tensor = torch.empty(table.size(), dtype=table.dtype)
-    step = max(PIECE_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)
+    step = max(MAX_BLOCK_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)
     for rows in full_tensor.split(step):
         block = rows.to(ranks.device)
         dist.broadcast(_as_bytes(block), ranks.global_rank(0), group=ranks.group)

@@ -47,7 +47,7 @@ _ADMITTED = {
 }
 _MAX_COUNT = (1 << 63) - 1
 _PATHS = {"pathlib", "pathlib._local"}
-_DAMAGE = (
+_DAMAGE = (  # what unpickling and parsing raise for damaged bytes
     pickle.UnpicklingError,
     ArithmeticError,
     AttributeError,

@@ -28,8 +28,11 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, Tensor) or is_keyed(value) or is_jagged(value)
 
 
-def parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a batch as (index, key or attribute name; item)."""
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a batch as pairs (index, key or attribute name; item).
+
+    Leaves (tensors and jagged tensors), text, types and modules have none.
+    """
     if _is_leaf(value) or isinstance(value, str | bytes | type | torch.nn.Module):
         return []
     if isinstance(value, Mapping):
@@ -42,8 +45,8 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
-def part(value: Any, step: Any) -> Any:
-    """Return the item that `parts_of` names `step`."""
+def item_of(value: Any, step: Any) -> Any:
+    """Return the item of a batch that `items_of` lists as `step`."""
     if isinstance(value, Mapping | tuple | list):
         return value[step]
     return getattr(value, step)
@@ -57,28 +60,28 @@ def leaves(value: Any, visited: set[int] | None = None) -> Iterator[Any]:
     visited.add(id(value))
     if _is_leaf(value):
         yield value
-    for _, inner in parts_of(value):
+    for _, inner in items_of(value):
         yield from leaves(inner, visited)
 
 
 def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
-    """Return the batch with `act(leaf)` for every leaf; items without leaves are not copied."""
+    """Return the batch with `act(leaf)` for every leaf; items that do not change are not copied."""
     if _is_leaf(value):
         return act(value)
-    parts = {step: _rebuilt(inner, act) for step, inner in parts_of(value)}
-    if all(new_item is part(value, step) for step, new_item in parts.items()):
+    new_items = {step: _rebuilt(item, act) for step, item in items_of(value)}
+    if all(new_item is item_of(value, step) for step, new_item in new_items.items()):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*parts.values())
+        return type(value)(*new_items.values())
     if isinstance(value, tuple | list):
-        return type(value)(parts.values())
-    new_item = copy.copy(value)
-    for step, inner in parts.items():
+        return type(value)(new_items.values())
+    new_value = copy.copy(value)
+    for step, new_item in new_items.items():
         if isinstance(value, Mapping):
-            new_item[step] = inner
+            new_value[step] = new_item
         else:
-            object.__setattr__(new_item, step, inner)  # also where the dataclass is frozen
-    return new_item
+            object.__setattr__(new_value, step, new_item)  # also where the dataclass is frozen
+    return new_value
 
 
 def device_of(leaf: Any) -> torch.device:
@@ -87,10 +90,13 @@ def device_of(leaf: Any) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device, with its own `to` if it has one, without waiting for the copy."""
+    """Copy a batch to a device, with its own `to` if it has one, without waiting for the copy.
+
+    `batch` stays as it is; a batch on the device already is returned itself.
+    """
     if not _is_leaf(batch) and hasattr(batch, "to"):
-        takes = inspect.signature(batch.to).parameters.values()
-        if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in takes):
+        parameters = inspect.signature(batch.to).parameters.values()
+        if any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters):
             return batch.to(device, non_blocking=True)
         return batch.to(device)
     return _rebuilt(
@@ -155,7 +161,7 @@ def path_to(batch: Any, target: Any) -> Path | None:
     """Return the path of the object `target` in a batch; None if the batch does not have it."""
     if same_input(batch, target):
         return ()
-    for step, inner in parts_of(batch):
+    for step, inner in items_of(batch):
         inner_path = path_to(inner, target)
         if inner_path is not None:
             return (step, *inner_path)
@@ -163,9 +169,13 @@ def path_to(batch: Any, target: Any) -> Path | None:
 
 
 def follow(batch: Any, path: Path) -> Any:
-    """Return the item at a path."""
+    """Return the item at a path.
+
+    Raises:
+        LookupError, AttributeError, TypeError: the batch has no such item.
+    """
     for step in path:
-        batch = part(batch, step)
+        batch = item_of(batch, step)
     return batch
 
 
@@ -183,8 +193,8 @@ def same_input(first: Any, second: Any) -> bool:
     )
 
 
-T = TypeVar("T")
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 class Staged(NamedTuple, Generic[T]):
@@ -213,7 +223,10 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[S], T], staged: Staged[S]) -> Staged[T]:
-        """Run `work(given.value)` once the value is ready."""
+        """Return `work(value)`, enqueued on the lane's stream once the value is ready.
+
+        On the CPU the work is done when this returns.
+        """
         if self._stream is None:
             return Staged(work(staged.value))
         with torch.cuda.stream(self._stream):

@@ -111,7 +111,11 @@ class CallerInputs:
         self._function = function
 
     def __call__(self, batch: Any) -> list[InputCall]:
-        """Return the calls for a batch, in the order of the function's result."""
+        """Return the calls for a batch, in the order of the function's result.
+
+        Raises:
+            ValueError: the function names something that is no sharded collection of the model.
+        """
         calls = []
         for key, features in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
@@ -162,6 +166,12 @@ class SentBatch:
 
     The first collection that the model calls looks up the batches of all of them, so that their
     rows return together as well.
+
+    Args:
+        calls: the collections and their inputs, in the order of the model's calls per collection.
+        lane: lane in which messages are sent and received.
+        batch: batch that has the inputs.
+        separate_calls: calls that look up separately; shared by all batches of a pipeline.
     """
 
     def __init__(
@@ -173,12 +183,13 @@ class SentBatch:
     ) -> None:
         self._lane = lane
         self._calls, self._separate_calls = calls, separate_calls
-        # The sizes of all collections travel together, before the ids of all.
+        # The stages of the batch, each None before it is reached. The sizes of all collections
+        # travel together, before the ids of all.
         self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
-        self._ids: Staged[list[Awaitable[Any]]] | None = None
-        self._incoming: Staged[list[Any]] | None = None
-        self._received: list[Any] | None = None
-        self._outputs: dict[int, Callable[[], Any]] = {}
+        self._ids: Staged[list[Awaitable[Any]]] | None = None  # in flight
+        self._prefetched: Staged[list[Any]] | None = None  # received, with rows in the caches
+        self._received: list[Any] | None = None  # ready on the stream of the forward
+        self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
     def _send_sizes(self, batch: Any) -> Awaitable[Any]:
         return start_joint_input_dist(self._calls)
@@ -191,8 +202,8 @@ class SentBatch:
 
     def prefetch(self, lane: Lane) -> None:
         """Prefetch the rows of the batch into the caches; do nothing the second time."""
-        if self._incoming is None:
-            self._incoming = lane.run(self._prefetch_rows, self._receive())
+        if self._prefetched is None:
+            self._prefetched = lane.run(self._prefetch_rows, self._receive())
 
     def _prefetch_rows(self, received: list[Any]) -> list[Any]:
         """Load the rows of received ids into the caches of their modules."""
@@ -208,7 +219,12 @@ class SentBatch:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Make collections use the ids that were sent ahead, inside this context."""
+        """Make collections use the ids that were sent ahead, inside this context.
+
+        Raises:
+            RuntimeError: the model calls a collection with another input, or less often than its
+                inputs were sent.
+        """
         self.send_ids()
         with_grad = torch.is_grad_enabled()
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
@@ -236,7 +252,7 @@ class SentBatch:
 
         def take() -> Any:
             if self._received is None:
-                self._received = (self._incoming or self._receive()).take()
+                self._received = (self._prefetched or self._receive()).take()
             module = self._calls[index].module
             if self._separate_calls.contains(index, module):
                 return look_up_separately(module, self._received[index])

@@ -44,16 +44,20 @@ from emblib.tables.graph_break import graph_break
 
 _LOG = logging.getLogger(__name__)
 _MAX_SEARCHES = 4
-"""Forwards of one mode that may be searched: models that keep changing exchange apart."""
+"""Forwards of one mode that may be searched: then the collections exchange separately for good."""
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class _CallPath(NamedTuple):
-    """A call of a collection and the path of its input in the arguments.
+    """A call of a collection whose ids can be sent before the forward.
 
-    `is_alone`: whether it looks up separately, because its grad mode differs from the forward's or
-    it is in a checkpointed region, which repeats only its own lookup.
+    Attributes:
+        module: the collection.
+        path: path of its input in the arguments.
+        kind: class of the input.
+        is_alone: whether it looks up separately, because its grad mode differs from the forward's
+            or it is in a checkpointed region, which repeats only its own lookup.
     """
 
     module: Any
@@ -62,18 +66,32 @@ class _CallPath(NamedTuple):
     is_alone: bool
 
 
+class _SeenCall(NamedTuple):
+    """A call in a searched forward.
+
+    Attributes:
+        call: the collection and its input.
+        has_changed: whether the model has changed the input in place, or made it itself.
+        is_alone: whether it looks up separately, as in `_CallPath`.
+    """
+
+    call: InputCall
+    has_changed: bool
+    is_alone: bool
+
+
 @dataclass
 class _Mode:
     """Lookups found in earlier forwards in train or eval mode, with or without gradients.
 
     Attributes:
-        calls: calls whose inputs are sent together; None if not searched yet, or to be searched
-            again.
+        calls: calls whose inputs are sent together; none if collections exchange separately. None
+            if not searched yet, or to be searched again.
         searches: number of forwards that were searched.
         has_changed: whether a later forward made other calls.
     """
 
-    calls: list[_CallPath] | None = None  # None: not searched, or to be searched again
+    calls: list[_CallPath] | None = None
     searches: int = 0
     has_changed: bool = False
 
@@ -87,10 +105,11 @@ class _Running:
         mode: calls that forwards of this mode make.
         with_grad: whether gradients are enabled.
         is_searched: whether this forward is searched for the inputs of collections.
-        versions: version counters of the tensors of each input that was sent, by number of the
-            call.
-        seen: calls of a searched forward, each with has_changed and is_alone.
-        calls, ids: calls whose ids were sent, and the ids in flight.
+        versions: version counters of the tensors of inputs: of those that were sent by number of
+            the call; of all leaves of the arguments by `_identity` in a searched forward.
+        seen: calls of a searched forward.
+        calls: calls whose ids were sent.
+        ids: ids in flight, by number of the call.
         waiting: numbers of the calls of a module that it has not made yet.
         outputs: functions that return the output of a call, by its number.
     """
@@ -100,7 +119,7 @@ class _Running:
     with_grad: bool
     is_searched: bool = False
     versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    seen: list[tuple[InputCall, bool, bool]] = field(default_factory=list)
+    seen: list[_SeenCall] = field(default_factory=list)
     calls: list[InputCall] = field(default_factory=list)
     ids: list[Awaitable[Any]] = field(default_factory=list)
     waiting: dict[Any, deque[int]] = field(default_factory=dict)
@@ -144,7 +163,10 @@ class JointDist:
 
     @graph_break
     def start(self, arguments: Arguments) -> None:
-        """Send the ids of a forward with these arguments, if the paths of its inputs are known."""
+        """Send the ids of a forward with these arguments, if the paths of its inputs are known.
+
+        All ranks call it; it waits for their sizes where something is sent.
+        """
         self.end_early()
         if not self.enabled or self._ranks.size == 1 or not self._names:
             return
@@ -182,9 +204,8 @@ class JointDist:
             running.mode.calls, running.mode.has_changed = None, False
             if running.mode.searches >= _MAX_SEARCHES:
                 running.mode.calls = []
-                self._set_reasons(
-                    self._names, "the inputs were not at the same places of all forwards"
-                )
+                reason = "the inputs were not at the same places of all forwards"
+                self._set_reasons(dict.fromkeys(self._names.values(), reason))
                 return
             self._search(running)
             return
@@ -205,7 +226,7 @@ class JointDist:
         if running.is_searched:
             has_changed = running.versions.get(_identity(features)) != _versions(features)
             is_alone = torch.is_grad_enabled() != running.with_grad or is_checkpointed(module)
-            running.seen.append((InputCall(module, features), has_changed, is_alone))
+            running.seen.append(_SeenCall(InputCall(module, features), has_changed, is_alone))
             return None
         queue = running.waiting.get(module)
         if queue is None and self._names[module] not in self._reasons:
@@ -261,8 +282,8 @@ class JointDist:
         """Agree with the other ranks on the calls of this mode, after its first forward."""
         calls, reasons = self._calls_ahead(running)
         described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
-        found_by_ranks = self._ranks.gather_objects((described, reasons))
-        if any(found_by_rank != found_by_ranks[0] for found_by_rank in found_by_ranks):
+        findings = self._ranks.gather_objects((described, reasons))
+        if any(finding != findings[0] for finding in findings):
             calls = []
             reasons = dict.fromkeys(
                 self._names.values(), "ranks found its input at different places, or not at all"
@@ -272,7 +293,7 @@ class JointDist:
         self._reasons = {
             path: reason for path, reason in self._reasons.items() if path not in self.joint_paths
         }
-        self._set_reasons_by_path(reasons)
+        self._set_reasons(reasons)
         if calls:
             names = [self._names[call.module] for call in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
@@ -295,10 +316,7 @@ class JointDist:
             path_call for path_call in calls if self._names[path_call.module] not in reasons
         ], reasons
 
-    def _set_reasons(self, modules: Mapping[Any, str], reason: str) -> None:
-        self._set_reasons_by_path(dict.fromkeys(modules.values(), reason))
-
-    def _set_reasons_by_path(self, reasons: Mapping[str, str]) -> None:
+    def _set_reasons(self, reasons: Mapping[str, str]) -> None:
         """Record and log why collections exchange separately."""
         for path, reason in reasons.items():
             if self._reasons.get(path) != reason:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -125,15 +126,20 @@ class ExampleCount(NamedTuple):
     """Examples of a batch: of this rank, and of all ranks (None for `AssumeEqual`)."""
 
     local: int
-    all: int | None
+    total: int | None
 
 
 @dataclass
 class Slot:
     """One step in the pipeline: the batch of this rank, if it has one, and the state of all ranks.
 
-    `numbers_of_ranks`: the numbers that every rank sends about its batch. `runs`: whether the ranks
-    compute this step, None until that is decided. `sent`: the inputs that were sent ahead.
+    Attributes:
+        epoch: number of the epoch of this rank, see `Loader.begin`.
+        batch: batch on the device; None without.
+        examples: examples of the batch.
+        numbers_of_ranks: `_BatchNumber`s of every rank, by rank; None for `AssumeEqual`.
+        runs: whether the ranks compute this step; None until that is decided.
+        sent: inputs that were sent ahead, a `SentBatch`; None before.
     """
 
     epoch: int
@@ -148,17 +154,31 @@ class Slot:
         if self.numbers_of_ranks is None:
             return ExampleCount(self.examples, None)
         return ExampleCount(
-            self.examples, sum(numbers[_EXAMPLES] for numbers in self.numbers_of_ranks.wait())
+            self.examples,
+            sum(numbers[_BatchNumber.EXAMPLES] for numbers in self.numbers_of_ranks.wait()),
         )
 
 
-# The numbers that a rank sends with every batch: whether it has one, the number of examples,
-# whether it knows an empty batch, and its epoch.
-_HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
+class _BatchNumber(IntEnum):
+    """The numbers that a rank sends for every batch that it reads."""
+
+    HAS_BATCH = 0
+    EXAMPLES = 1
+    HAS_EMPTY = 2  # whether it knows an empty batch
+    EPOCH = 3
 
 
 class Loader:
-    """Reads batches, copies them to the device, and finds the last step of all ranks."""
+    """Reads batches, copies them to the device, and finds the last step of all ranks.
+
+    All ranks make one together, and call its methods equally often. `fetch` sends numbers to all
+    ranks without waiting for theirs (see `Agreement`); `settle`, `is_last` and `Slot.counted` wait.
+
+    Args:
+        ranks: ranks that train together.
+        uneven_inputs: reaction to loaders of different lengths.
+        device: device to which batches are copied.
+    """
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
         if not isinstance(uneven_inputs, DrainAll | StopAtShortest | AssumeEqual):
@@ -208,17 +228,19 @@ class Loader:
             return slot.epoch == self.epoch
         slot_numbers, newest_numbers = slot.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
         return all(
-            a[_EPOCH] == b[_EPOCH] for a, b in zip(slot_numbers, newest_numbers, strict=True)
+            a[_BatchNumber.EPOCH] == b[_BatchNumber.EPOCH]
+            for a, b in zip(slot_numbers, newest_numbers, strict=True)
         )
 
     def fetch(self) -> Slot:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks."""
         batch = self._next()
         examples = 0 if batch is None else examples_of(batch)
+        # In the order of `_BatchNumber`.
         numbers = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
-        heard = None if self._agreement is None else self._agreement.gather(numbers)
+        of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
         staged = None if batch is None else self._copy(batch)
-        return Slot(self.epoch, staged, examples, heard)
+        return Slot(self.epoch, staged, examples, of_ranks)
 
     def _next(self) -> Any:
         """Return the next batch of this rank; None once it has no more."""
@@ -263,18 +285,21 @@ class Loader:
         return slot.runs
 
     def _decide(self, slot: Slot) -> bool:
-        """Return whether ranks compute a step, from the numbers that all ranks have sent."""
+        """Return whether ranks compute a step, from the numbers that all ranks have sent.
+
+        A collective if a rank does not know an empty batch, and another has a batch.
+        """
         if slot.numbers_of_ranks is None:
             return slot.batch is not None
         numbers_of_ranks = slot.numbers_of_ranks.wait()
-        have = sum(numbers[_HAS] for numbers in numbers_of_ranks)
+        num_batches = sum(numbers[_BatchNumber.HAS_BATCH] for numbers in numbers_of_ranks)
         if isinstance(self.uneven_inputs, StopAtShortest):
-            return have == len(numbers_of_ranks)
-        if have and not all(numbers[_KNOWS] for numbers in numbers_of_ranks):
+            return num_batches == len(numbers_of_ranks)
+        if num_batches and not all(numbers[_BatchNumber.HAS_EMPTY] for numbers in numbers_of_ranks):
             empties = self._ranks.gather_objects(_on_host(self._empty))
             if self._empty is None:
                 self._empty = next(empty for empty in empties if empty is not None)
-        return have > 0
+        return num_batches > 0
 
 
 def _attributes(iterator: Any) -> list[Any]:
@@ -331,17 +356,17 @@ class Progress(NamedTuple):
     examples_per_s: float | None
 
     def __str__(self) -> str:
-        everywhere = self.examples_per_s is not None
-        rate = self.examples_per_s if everywhere else self.own_examples_per_s
-        count = self.examples if everywhere else self.own_examples
-        scope_text = "" if everywhere else " (this rank)"
+        is_total = self.examples_per_s is not None
+        rate = self.examples_per_s if is_total else self.own_examples_per_s
+        count = self.examples if is_total else self.own_examples
+        scope_text = "" if is_total else " (this rank)"
         return (
             f"step {self.step}: {count} examples in {self.elapsed_s:.1f} s, "
             f"{self.steps_per_s:.2f} steps/s, {rate:.0f} examples/s{scope_text}"
         )
 
 
-WINDOW = 20
+WINDOW = 20  # steps over which rates are measured
 
 
 class _MeterMark(NamedTuple):
@@ -350,11 +375,11 @@ class _MeterMark(NamedTuple):
     time_s: float
     step: int
     local: int
-    all: int | None
+    total: int | None
 
 
 class Meter:
-    """Counts steps and examples."""
+    """Counts steps and examples: `begin` before each step, `end` after it."""
 
     def __init__(self) -> None:
         self._marks: deque[_MeterMark] = deque(maxlen=WINDOW + 1)
@@ -384,29 +409,31 @@ class Meter:
     def end(self, counted: ExampleCount) -> Progress:
         """End a step and return the progress."""
         last_mark = self._marks[-1]
-        shared_progress = (
-            None if counted.all is None or last_mark.all is None else last_mark.all + counted.all
+        total = (
+            None
+            if counted.total is None or last_mark.total is None
+            else last_mark.total + counted.total
         )
         mark = _MeterMark(
             time.perf_counter(),
             last_mark.step + 1,
             last_mark.local + counted.local,
-            shared_progress,
+            total,
         )
         self._marks.append(mark)
         first_mark = self._marks[0]
-        window_s = max(mark.time_s - first_mark.time_s, 1e-9)
-        all_per_s = (
+        window_s = max(mark.time_s - first_mark.time_s, 1e-9)  # the clock may not have moved
+        total_per_s = (
             None
-            if mark.all is None or first_mark.all is None
-            else (mark.all - first_mark.all) / window_s
+            if mark.total is None or first_mark.total is None
+            else (mark.total - first_mark.total) / window_s
         )
         return Progress(
             mark.step,
             mark.local,
-            mark.all,
+            mark.total,
             mark.time_s - self._start_s,
             (mark.step - first_mark.step) / window_s,
             (mark.local - first_mark.local) / window_s,
-            all_per_s,
+            total_per_s,
         )
