@@ -55,6 +55,20 @@ def test_the_least_rows_leave_a_full_bucket(eviction: Eviction) -> None:
     assert contents(store, 0) == kept | as_dict(second)
 
 
+def test_an_open_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_error(*arguments: object) -> torch.Tensor:
+        raise MemoryError
+
+    store = HostRows(32)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("emblib.tables.memory.reserve", raise_error)
+        store.open(TABLES)
+    store.open(TABLES)
+    rows = random_rows(range(3), 40, seed=1)
+    store.put(1, rows)
+    assert contents(store, 1) == as_dict(rows)
+
+
 def test_more_rows_than_there_is_room_leave_at_once() -> None:
     store = HostRows(32)
     store.open([StoredTable("a", 8)])

@@ -14,7 +14,7 @@ from emblib.dynamic.tiers.store import (
     StoredRows,
     StoredTable,
     StoreShard,
-    check_row,
+    check_rows,
 )
 from emblib.ops import codes, tiers
 from emblib.ops.hash import Keys
@@ -28,10 +28,12 @@ class HostRows:
     """A `RowStore` in memory, e.g. `HostRows(1_000_000)`; its rows do not outlive the process.
 
     A key belongs into one of two buckets of 32 rows. A row whose two buckets are full evicts the
-    lowest of their rows by `eviction`, which is dropped.
+    lowest of their rows by `eviction`, which is dropped. Call `open` before any other method that
+    names a table; `RowStore` defines the methods and which threads may call them.
 
     Args:
-        capacity: rows per table, of all tables or of each; rounded up to a multiple of 32.
+        capacity: number of rows per table, one int for all tables or one per table; rounded up to
+            a multiple of 32.
         eviction: the order of rows, see `Eviction`; STEP and CUSTOM rank by score.
         seed: seed of the hash of keys, see `DynamicEmbeddingBags`; None draws one from torch's
             generator.
@@ -68,13 +70,21 @@ class HostRows:
                 "that only grow choose a larger capacity, or DiskRows or SqliteRows"
             )
         self.note = ""
+        # By table, from `open` on: the keys, and uint8 `[S, 16 + row_bytes]`, stamp, score and row
+        # by slot of that index.
         self._tables: list[StoredTable] = []
+        self._indices: list[HashIndex] = []
+        self._records: list[Tensor] = []
 
     def __repr__(self) -> str:
         return f"HostRows({self.capacity}, {self.eviction.value!r})"
 
     def for_shard(self, shard: StoreShard) -> "HostRows":
-        """Return a store with a shard's part of the capacity."""
+        """Return a store with a shard's part of the capacity.
+
+        Raises:
+            ValueError: the store has one capacity per table.
+        """
         if not isinstance(self.capacity, int):
             raise ValueError(
                 f"a store of one table has one capacity, got {self.capacity}; give each table of "
@@ -84,7 +94,12 @@ class HostRows:
         return HostRows(shard.divide(self.capacity), self.eviction, seed=seed)
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """See `RowStore`; opening again with the same tables keeps their rows."""
+        """See `RowStore`; opening again with the same tables keeps their rows.
+
+        Raises:
+            ValueError: the store has other tables, or another number of capacities than tables.
+            MemoryError: the address space for the rows is lacking; the store stays closed.
+        """
         if self._tables:
             if list(tables) != self._tables:
                 raise ValueError(
@@ -98,25 +113,25 @@ class HostRows:
             raise ValueError(
                 f"capacity must be one number, or one per table = {len(tables)}, got {len(sizes)}"
             )
-        scored = self.eviction in (Eviction.STEP, Eviction.CUSTOM)
-        order = Eviction.LRU_LFU if scored else self.eviction  # by score, then stamp
+        assigns_scores = self.eviction in (Eviction.STEP, Eviction.CUSTOM)
+        order = Eviction.LRU_LFU if assigns_scores else self.eviction  # by score, then stamp
         specs = [DynamicSpec(size, 1, eviction=order) for size in sizes]
-        self._tables = list(tables)
         hash_keys = hash_keys_of(self.seed, [table.name for table in tables])
-        self._indices = [
+        indices = [
             HashIndex([spec], "cpu", [hash_key])
             for spec, hash_key in zip(specs, hash_keys, strict=True)
         ]
-        self._records = []  # per table, see `emblib.ops.tiers.tier_read`
+        records = []
         for spec, table in zip(specs, tables, strict=True):
             stride = _HEAD_BYTES + table.row_bytes
             nbytes = spec.rows * stride
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
             memory.advise_growth(buffer, 0, 0, nbytes)
-            self._records.append(buffer.view(spec.rows, stride))
+            records.append(buffer.view(spec.rows, stride))
+        self._tables, self._indices, self._records = list(tables), indices, records
 
     def _read(self, table: int, keys: Tensor, slots: Tensor) -> FoundRows:
-        """Return the rows in slots, -1 for none; `keys` are those of the slots."""
+        """Return the rows in slots, int64 `[n]`, -1 for none, whose keys are `keys`."""
         row_bytes = self._tables[table].row_bytes
         positions, words, values = tiers.tier_read(self._records[table], slots, row_bytes)
         stamps, scores = words.unbind()
@@ -133,16 +148,18 @@ class HostRows:
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
-        rows = check_row(self._tables[table], rows)
+        rows = check_rows(self._tables[table], rows)
         entries = torch.stack(rows[:3], dim=1)
         return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
 
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Do `lift`, then `put`, in one call; return the keys of the rows that were dropped.
+        """Do `lift`, then `put`, in one call; return the keys of the dropped rows, int64 `[k]`.
+
+        Tensors are contiguous and on the CPU. The caller ensures that keys are distinct.
 
         Args:
             table: number of the table.
-            lifted: int64 `[m]`, the keys to remove.
+            lifted: int64 `[m]`, the keys to remove; unknown ones are ignored.
             entries: int64 `[n, 3]`, keys, stamps and scores of the rows to put.
             values: uint8 `[n, row_bytes]`, these rows.
         """
@@ -151,9 +168,9 @@ class HostRows:
     def _put(
         self, table: int, lifted: Tensor, entries: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Put rows and remove those `lifted`; return the dropped entries and their values."""
+        """Remove `lifted`, then put rows; return entries and values of the dropped rows."""
         index = self._indices[table]
-        index.version += 1
+        index.version += 1  # since the op changes the index without its methods
         order = codes.HASH_ORDER[index.order]
         dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
             index.tensors(), self._records[table], lifted, entries, values, order
@@ -161,7 +178,10 @@ class HostRows:
         return dropped
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of the indices of all tables, and the records of each table."""
+        """Return `store_indices` and `records`, arguments of `emblib.ops.tiers.tier_insert_batch_`.
+
+        They are the memory of the store: the op reads it, and no other thread may change it then.
+        """
         return [tensor for index in self._indices for tensor in index.tensors()], self._records
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
