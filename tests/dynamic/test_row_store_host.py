@@ -60,9 +60,10 @@ def test_an_open_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
         raise MemoryError
 
     store = HostRows(32)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch:
         patch.setattr("emblib.tables.memory.reserve", raise_error)
-        store.open(TABLES)
+        with pytest.raises(MemoryError):
+            store.open(TABLES)
     store.open(TABLES)
     rows = random_rows(range(3), 40, seed=1)
     store.put(1, rows)

@@ -9,6 +9,12 @@ it evicts is demoted, with optimizer state, stamp and score. If it finds no slot
 rows that it could replace, or the batch itself fills its buckets) it is served in place: the batch
 reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
 back before the store is used again. A new key that finds no slot gets an overflow row as well.
+
+A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `take`,
+`start_moves`. If the store is a `HostRows`, one native op makes the step, and these are
+`begin_batch`, `placement_of`, `take_at_once`, `start_moves`. `place` and `placement_of` compute a
+placement and change only rows; `take` and `take_at_once` then record it and can be repeated. So an
+interrupted step can be completed (`emblib.dynamic.training.BatchInsertion`).
 """
 
 import base64
@@ -44,20 +50,22 @@ from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
 from emblib.ops.tiers import InsertedMisses, SwappedMisses
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
-_COUNTERS = [field.name for field in fields(TierStats)][2:]
+_COUNTERS = [field.name for field in fields(TierStats)][2:]  # the index counts lookups and hits
 # The columns of `InsertedMisses.counts`.
 _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
 
 
 class SwappedRows(NamedTuple):
-    """Result of `emblib.ops.tiers.tier_swap_` for one table.
+    """Result of `emblib.ops.tiers.tier_swap_` for the n misses of one table.
+
+    The first two and `refused` are on the device of the tables, the others on the CPU.
 
     Attributes:
         slots: int64 `[n]`, slot of each miss; overflow rows follow the slots.
         status: uint8 `[n]`, status of each miss.
         demoted: int64 `[3, k]`, keys, stamps and scores of the evicted keys.
         demoted_rows: uint8 `[k, row_bytes]`, their rows.
-        refused: int64, the misses that found no slot.
+        refused: int64 `[r]`, numbers of the misses that found no slot.
         found_slots: int64 `[m]`, slots of the misses that were in the store.
     """
 
@@ -109,10 +117,23 @@ class BatchPlacementAtOnce(NamedTuple):
 class BackingTier:
     """Move rows between the fast tier and a store, as a hook of training steps.
 
+    The owner of the tables holds its lock around every call. The store is called in the thread of
+    the caller, or in its own (`PrefetchedRows`). Any method that uses the store may raise an
+    exception of the store. On CUDA most methods wait for the device.
+
     Args:
         fast: the tables that the store is behind; they are referenced weakly, so that the store is
             closed as soon as they are deleted.
         backing: the store and its mode.
+
+    Attributes:
+        mode: mode of `backing`.
+        store: the store, which this object opens.
+        generation: number of assignments of overflow rows to keys so far.
+
+    Raises:
+        ValueError: the store has other tables, rows of another optimizer or dtype, or another
+            number of fallback rows; it is closed then.
     """
 
     def __init__(self, fast: FastTier, backing: BackingStore) -> None:
@@ -122,12 +143,13 @@ class BackingTier:
             StoredTable(name, fast.layout.row_bytes(t)) for t, name in enumerate(fast.table_names)
         ]
         self.store = PrefetchedRows(backing.store, tables)
-        self.generation = 0  # counts the assignments of overflow rows
+        self.generation = 0
+        # By table the keys in overflow rows, in their order; without values where a batch has them.
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
-        self._overflow_is_dirty = False
+        self._overflow_is_dirty = False  # whether overflow rows differ from those in the store
         self._no_rows = StoredRows.none(0)
         self._widths = [table.row_bytes for table in tables]
-        self._moves: RowMoves | None = None
+        self._moves: RowMoves | None = None  # moves of the last step that may not be applied yet
         self._writes_behind = backing.write_behind
         self.reset_stats()
         if self.store.note:
@@ -144,7 +166,7 @@ class BackingTier:
 
     @property
     def fast(self) -> FastTier:
-        """Return the tables in front of the store; RuntimeError if they were deleted."""
+        """Return the tables in front of the store, which the caller keeps alive."""
         fast = self._fast()
         assert fast is not None
         return fast
@@ -157,7 +179,12 @@ class BackingTier:
         return [[self.fast.optimizer_name], *named]
 
     def _resume(self, note: dict[str, Any]) -> None:
-        """Restore ticks, times, fallback rows and hyperparameters from the store's note."""
+        """Restore what `flush` wrote into the store's note.
+
+        "planes" is the result of `_describe_rows`, "tick" the number of training batches, "hyper"
+        the hyperparameters, "times" those of `Expiry` (optional), and "fallback" the fallback rows
+        of each table in base64 (optional).
+        """
         fast = self.fast
         if note["planes"] != self._describe_rows():
             self.store.close()
@@ -196,15 +223,19 @@ class BackingTier:
     # Before the keys of a batch are inserted
 
     def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
-        """Read the rows of misses from the store, per table; positions are misses of the table."""
+        """Read the rows of misses from the store, per table; expired rows are erased there.
+
+        `FoundRows.positions` number the misses of the table from 0.
+
+        Raises:
+            RuntimeError: a table has more misses than overflow rows.
+        """
         self.write_back()
         self.generation += 1
         offsets = misses.offsets.tolist()
         missing_keys = keys.ids[misses.first[: offsets[-1]]].cpu()
-        limit = self.fast.layout.overflow_rows
         for t in range(len(self._widths)):
-            if offsets[t + 1] - offsets[t] > limit:
-                self._check_overflow(t, offsets[t + 1] - offsets[t])
+            self._check_overflow(t, offsets[t + 1] - offsets[t])
         return [
             self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
             for t in range(len(self._widths))
@@ -239,7 +270,7 @@ class BackingTier:
         return is_stored.to(misses.first.device)
 
     def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
-        """Add the use counts of rows in the store to those of their misses."""
+        """Add the use counts of rows in the store to `misses.counts`, in place."""
         if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
@@ -259,7 +290,10 @@ class BackingTier:
         return type(self.store.behind) is HostRows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Prepare for a batch; return the arguments of `tier_insert_batch_` about the store."""
+        """Prepare for a batch; return the last arguments of `tier_insert_batch_`.
+
+        These are `store_indices`, `records` and `first_overflow`.
+        """
         self.write_back()
         self.generation += 1
         store = self.store.behind
@@ -269,17 +303,18 @@ class BackingTier:
     def placement_of(
         self, results: Sequence[Tensor], batch_scores: Tensor | None
     ) -> BatchPlacementAtOnce:
-        """Return what becomes of a batch with misses.
+        """Return the placement of a batch with misses; change nothing.
 
         Args:
             results: results of `tier_insert_batch_` about the misses.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
         """
-        width, at = len(SwappedMisses._fields), len(InsertedMisses._fields)
-        inserted = InsertedMisses(*results[:at])
+        num_fields, begin = len(SwappedMisses._fields), len(InsertedMisses._fields)
+        inserted = InsertedMisses(*results[:begin])
         moves, overflow, all_counts = RowMoves(), [], []
         for t, new_counts in enumerate(inserted.counts.tolist()):
-            swapped = SwappedMisses(*results[at + width * t : at + width * (t + 1)])
+            swapped = SwappedMisses(*results[begin : begin + num_fields])
+            begin += num_fields
             moves.exchanged[t] = swapped
             refused_keys, uses = swapped.refused.unbind(1)
             overflow.append(self._rows_without_values(t, refused_keys, uses, batch_scores))
@@ -308,14 +343,16 @@ class BackingTier:
         batch_scores: Tensor | None,
         effects: Effects,
     ) -> BatchPlacement:
-        """Copy evicted rows out of their slots and stored rows in; keys without one overflow.
+        """Copy evicted rows out of their slots, then stored rows into theirs; return the placement.
+
+        Misses that found no slot get overflow rows.
 
         Args:
             keys: the batch.
             inserted: the result of its insertion.
             rows: result of `find_in_store`.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
-            effects: copies of evicted rows that an interrupted call has made.
+            effects: native calls that an interrupted call has made, restarted.
         """
         misses, result = inserted.misses, inserted.result
         assert misses is not None
@@ -379,7 +416,7 @@ class BackingTier:
         found: FoundRows,
         effects: Effects,
     ) -> SwappedRows:
-        """Swap rows with the store (`emblib.ops.tiers`); `table_misses` are the table's misses."""
+        """Copy rows out and in as `tier_swap_` does; `table_misses` are those of the table."""
         buffers, first_overflow = [*self._fast_rows.buffers_of(table)], self.fast.specs[table].rows
         slots, status, evicted = (column[table_misses] for column in result)
         positions, rows = found.positions, found.rows.values.contiguous()
@@ -455,15 +492,19 @@ class BackingTier:
     def start_moves(self) -> None:
         """Move rows as `move_rows` does, in the store's thread with `BackingStore.write_behind`.
 
-        With an eviction log they are moved here: the log has the keys that the store drops.
+        With an eviction log the caller's thread moves them, since it logs what the store drops.
         """
         if self._writes_behind and self._moves is not None and self.fast.eviction_log is None:
-            self.store.start(self._moves)
+            self.store.start_moves(self._moves)
         else:
             self.move_rows()
 
     def move_rows(self) -> None:
-        """Remove promoted rows from the store, and put demoted rows into it; see `RowMoves`."""
+        """Remove promoted rows from the store, and put demoted rows into it; see `RowMoves`.
+
+        Raises:
+            Exception: the store raised it, now or in its thread; the next call moves the rest.
+        """
         moves = self._moves
         if moves is None:
             return
@@ -472,7 +513,7 @@ class BackingTier:
                 if rows.keys.numel():
                     self._expect_evictions(t)
         try:
-            self.store.make(moves)
+            self.store.apply_moves(moves)
         finally:
             while moves.dropped:
                 self._record_dropped(*moves.dropped[0], self._overflow)
@@ -489,7 +530,7 @@ class BackingTier:
 
     def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
         """Count and log dropped keys, but not those that overflow rows write back later."""
-        if dropped.numel() and overflow:  # one served in place is written back later
+        if dropped.numel() and overflow:
             dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
         if dropped.numel() or self.fast.eviction_log is not None:
             self.fast.record_evictions(table, dropped)
@@ -498,7 +539,13 @@ class BackingTier:
     # Overflow rows
 
     def search(self, keys: Keys) -> Tensor:
-        """Return the slots of keys, int64 `[L]`; those in the store get copies in overflow rows."""
+        """Return the slots of keys, int64 `[L]`; those in the store get copies in overflow rows.
+
+        The copies are valid until `generation` changes.
+
+        Raises:
+            RuntimeError: a table has more such keys than overflow rows.
+        """
         slots = self.fast.index.find(keys)
         is_missing = slots < 0
         if not bool(is_missing.any()):
@@ -556,7 +603,7 @@ class BackingTier:
         """
         layout, moves = self.fast.layout, self._moves
         if moves is not None:
-            self.store.attempt(moves)
+            self.store.try_moves(moves)
         records = self.store.read(table, keys)
         if records.positions.numel() < keys.numel():
             raise RuntimeError(
@@ -594,7 +641,7 @@ class BackingTier:
 
     @without_gradients
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
-        """Put entries, whose keys are not in the fast tier, into the store.
+        """Put entries, whose keys are not in the fast tier, into the store; report each block.
 
         The entries to be evicted last come last, since in a full store later rows displace earlier.
         """
@@ -627,7 +674,7 @@ class BackingTier:
         return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
-        """Return the keys that are not in the store, int64 `[n]`."""
+        """Return those of `keys`, int64 `[n]` on the CPU, that are not in the store."""
         self.move_rows()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True
@@ -651,16 +698,19 @@ class BackingTier:
         """Commit both tiers."""
         self.write_back()
         fast = self.fast
-        numbers = {"tick": fast.index.tick, "hyper": fast.hyperparams.tolist()}
+        tables = range(len(self._widths))
+        note = {
+            "planes": self._describe_rows(),
+            "tick": fast.index.tick,
+            "hyper": fast.hyperparams.tolist(),
+        }
         if fast.expiry is not None and fast.expiry.has_times:
-            numbers["times"] = fast.expiry.times.tolist()
+            note["times"] = fast.expiry.times.tolist()
         if fast.layout.has_fallback:
-            tables = range(len(self._widths))
-            numbers["fallback"] = [
+            note["fallback"] = [
                 base64.b64encode(self._fast_rows.fallback(t)).decode() for t in tables
             ]
-        note = json.dumps({"planes": self._describe_rows(), **numbers})
-        self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
+        self.store.flush([self.iter_fast_rows(t) for t in tables], json.dumps(note))
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a later batch that are in the store."""
@@ -671,15 +721,18 @@ class BackingTier:
 
     @without_gradients
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Remove keys from the store; return whether one was there, bool `[n]`, once per key."""
+        """Remove keys from the store; return which were there, bool `[n]` on the CPU.
+
+        Of the positions of a repeated key only the first is true.
+        """
         self.drop_overflow_rows()
         keys = keys.cpu()
         distinct, groups = keys.unique(return_inverse=True)
-        firsts = torch.full_like(distinct, keys.numel())
-        firsts.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
+        first_positions = torch.full_like(distinct, keys.numel())
+        first_positions.scatter_reduce_(0, groups, torch.arange(keys.numel()), "amin")
         erased = torch.zeros(keys.numel(), dtype=torch.bool)
         self._expect_evictions(table)
-        erased[firsts] = self.store.erase(table, distinct)
+        erased[first_positions] = self.store.erase(table, distinct)
         self.fast.record_evictions(table, keys[erased])
         return erased
 
@@ -711,11 +764,11 @@ class BackingTier:
 
     @without_gradients
     def clear(self) -> None:
-        """Remove all rows from the store."""
+        """Remove all rows from the store, also if it cannot take the last step's moves."""
         self._overflow_is_dirty = False
         if self._moves is not None:
-            self.store.attempt(self._moves)  # so that counters do not depend on the thread
-            self.store.cancel(self._moves)
+            self.store.try_moves(self._moves)  # so that counters do not depend on the thread
+            self.store.cancel_moves(self._moves)
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

@@ -34,7 +34,7 @@ from emblib.dynamic.tiers.store import (
     StoredRows,
     StoredTable,
     StoreShard,
-    check_row,
+    check_rows,
 )
 from emblib.ops import pages as page_ops
 from emblib.ops import tiers
@@ -66,13 +66,16 @@ from emblib.tables.page_sums import (
     num_pages,
 )
 
-HEAD = 4  # int64 per head: used, key, stamp, score
-_MIN_SLOTS = 1024  # smallest file, in rows
+_HEAD_WORDS = 4  # int64 per head: used (0 or 1), key, stamp, score
+_MIN_SLOTS = 1024  # slots of the smallest file; not measured
 _NO_WORDS = torch.empty(0, dtype=torch.int64)  # files of values have rows alone
 
 
 class GrowingFile:
-    """A file of rows of `width` bytes, mapped as `rows`, uint8 `[count, width]`."""
+    """A file of rows of `width` bytes, mapped as `rows`, uint8 `[count, width]`.
+
+    Growing replaces `mapped` and `rows`; older ones stay readable as long as they are referenced.
+    """
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
@@ -115,7 +118,7 @@ class GrowingFile:
         )
 
     def flush(self) -> None:
-        """Flush the file to the disk."""
+        """Flush the file to the disk; wait until that is done."""
         durable_files.sync_file(self._handle, self.path)
 
     def close(self) -> None:
@@ -133,13 +136,28 @@ class _SlotsOfKeys(NamedTuple):
 class RowFile:
     """The files of one table: heads and rows by slot, the slot of each key, promoted rows.
 
-    A promoted row keeps its slot, with the bytes of the last commit, until the next commit;
-    `in_fast_tier` marks it. Slots from `committed` on were free at the last commit.
+    A promoted row keeps its slot, with the bytes of the last commit, until the next commit. The
+    store makes one call at a time, and writes a row in this order: `assign` a slot, `change` it,
+    journal it (`DiskRows._protect`), `write` it.
+
+    Attributes:
+        row_bytes: bytes of a row without its head.
+        heads: file of heads, 32 bytes per slot.
+        values: file of rows.
+        sums: page checksums of `heads` and of `values`.
+        count: number of slots in the files.
+        committed: end of the slots of the last commit; later slots were free then.
+        allocator: slot of each key, those in the fast tier included.
+        is_changing: whether slots of keys are being assigned or freed, see `recover`.
+        journaled: uint8 `[count]`, whether a slot needs no journal before it changes.
+        in_fast_tier: uint8 `[count]`, whether the row of a slot was promoted.
     """
+
+    allocator: SlotAllocator
 
     def __init__(self, directory: Path, number: int, table: StoredTable) -> None:
         self.row_bytes = table.row_bytes
-        self.heads = GrowingFile(directory / f"heads_{number}.bin", 8 * HEAD)
+        self.heads = GrowingFile(directory / f"heads_{number}.bin", 8 * _HEAD_WORDS)
         self.values = GrowingFile(directory / f"rows_{number}.bin", self.row_bytes)
         self._files = (self.heads, self.values)
         self._sum_files = [
@@ -150,8 +168,8 @@ class RowFile:
         ]
         self.count = 0
         self.committed = 0
-        self.is_changing = False  # whether slots of keys are being assigned or freed
-        self.journaled, self.in_fast_tier = zeros(0), zeros(0)  # uint8 by slot
+        self.is_changing = False
+        self.journaled, self.in_fast_tier = zeros(0), zeros(0)
         # The result of the last read, unless slots were assigned or freed since.
         self._last_read: _SlotsOfKeys | None = None
 
@@ -209,7 +227,7 @@ class RowFile:
         self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
 
     def _words(self) -> Tensor:
-        """Return the heads of all slots as words, int64 `[slots, n]`."""
+        """Return the heads of all slots as words, int64 `[count, 4]`, as a view."""
         return self.heads.rows.view(torch.int64)
 
     @property
@@ -230,11 +248,13 @@ class RowFile:
         """
         self._fetch(slots)
         self.change_heads(slots)
-        self.sums[1].change(slots, self.row_bytes)
+        _, value_sums = self.sums
+        value_sums.change(slots, self.row_bytes)
 
     def change_heads(self, slots: Tensor) -> None:
         """Prepare for writing heads at slots, see `change`."""
-        self.sums[0].change(slots, self.heads.width)
+        head_sums, _ = self.sums
+        head_sums.change(slots, self.heads.width)
 
     def check_lengths(self) -> None:
         """Raise RuntimeError if a file was cut off while it was open."""
@@ -247,9 +267,9 @@ class RowFile:
         Raises:
             OSError: a page cannot be read.
         """
-        heads, values = self.sums
-        values.fetch(slots, self.row_bytes)
-        heads.fetch(slots, self.heads.width)
+        head_sums, value_sums = self.sums
+        value_sums.fetch(slots, self.row_bytes)
+        head_sums.fetch(slots, self.heads.width)
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield kind (0 heads, 1 values), changed pages, int64, and their new checksums, uint8."""
@@ -265,7 +285,11 @@ class RowFile:
         return [sums.root(self.end_slot * file.width) for file, sums in pairs]
 
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots of distinct keys, assigning missing ones, and the new keys; int64."""
+        """Return the slots of distinct keys, assigning missing ones, and the new keys; int64.
+
+        Raises:
+            OSError: the disk is full; no slot is assigned.
+        """
         slots = self.allocator.find(keys)
         is_new = slots < 0
         new_keys = keys[is_new]
@@ -294,13 +318,14 @@ class RowFile:
     def find_rows(self, slots: Tensor) -> FoundRows:
         """Return the rows at slots, -1 for none, after verifying their pages at first use."""
         self._fetch(slots)
-        self.sums[1].check(slots, self.row_bytes)
+        _, value_sums = self.sums  # heads are verified when the store is opened
+        value_sums.check(slots, self.row_bytes)
         positions, words, _ = tiers.tier_read(self.heads.rows, slots, 0)
         _, _, rows = tiers.tier_read(self.values.rows, slots, self.row_bytes)
         return FoundRows(positions, StoredRows.from_words(words[1:], rows))
 
     def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
-        """Return which of `rows` differ from the content of their slots, bool `[n]`."""
+        """Return which of `rows`, keys included, differ from those in their slots, bool `[n]`."""
         current = self.rows(slots)
         is_equal = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
         is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
@@ -343,7 +368,7 @@ class RowFile:
         return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
 
     def free(self, slots: Tensor) -> None:
-        """Free slots that are journaled already."""
+        """Free distinct slots with rows, which are journaled already."""
         words = self._words()
         self._last_read = None
         self.allocator.remove(words[slots, 1])
@@ -383,8 +408,14 @@ class DiskRows:
     """A `RowStore` in the files of a directory, e.g. `DiskRows("~/rows")`.
 
     It stores as many rows as fit on the disk. A promoted row keeps its slot, so the files are as
-    large as both tiers. Opening reads and verifies 32 bytes per row; `verify` selects when the
-    other bytes are verified against their checksums.
+    large as both tiers. `RowStore` defines the methods and which threads may call them; a forked
+    process cannot use the store. After an OSError of a flush to the disk every later write raises.
+
+    Args:
+        directory: directory of the store, which `open` creates; `~` is expanded.
+        verify: time at which rows are verified against their checksums: when a page is first used
+            (TOUCH), when the store is opened (OPEN), or never (OFF). Opening verifies the heads, 32
+            bytes per row, unless it is OFF.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.DiskRows("rows"))
@@ -478,10 +509,10 @@ class DiskRows:
             for row_file, roots in zip(self._row_files, self._roots, strict=True):
                 for sums, root in zip(row_file.sums, roots, strict=True):
                     sums.check_root(root)
-                heads, values = row_file.sums
-                heads.check_all()
+                head_sums, value_sums = row_file.sums
+                head_sums.check_all()
                 if interrupted or self._verify is Verify.OPEN:
-                    values.check_all()
+                    value_sums.check_all()
         if interrupted:
             warn_of_restart(self.directory)
 
@@ -546,8 +577,8 @@ class DiskRows:
             with self._syncs.watch():
                 self._journal.begin(self._epoch)
                 self._journal.blocks = self._blocks()
-                for journal_write in self._journal.append(table, slots):
-                    row_file.journaled[journal_write] = 1
+                for journaled_slots in self._journal.append(table, slots):
+                    row_file.journaled[journaled_slots] = 1
 
     def _write(self, table: int, slots: Tensor, new_keys: Tensor, rows: StoredRows) -> None:
         """Write rows into slots; if that fails before any is written, `new_keys` have none."""
@@ -571,7 +602,7 @@ class DiskRows:
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; no row is dropped."""
         row_file = self._row_file(table)
-        rows = check_row(self._tables[table], rows)
+        rows = check_rows(self._tables[table], rows)
         row_file.is_changing = True
         slots, new_keys = row_file.assign(rows.keys)
         self._write(table, slots, new_keys, rows)
@@ -630,7 +661,7 @@ class DiskRows:
             was_in_fast_tier = row_file.in_fast_tier.clone()
             for rows in rows_of_table:
                 was_in_fast_tier = self._write_fast_rows(
-                    t, check_row(self._tables[t], rows), was_in_fast_tier
+                    t, check_rows(self._tables[t], rows), was_in_fast_tier
                 )
             self._free(t, was_in_fast_tier.nonzero().squeeze(1))
         self._commit(note)
@@ -699,10 +730,9 @@ class DiskRows:
         if pages.numel():
             self._journal.begin(self._epoch)
             self._journal.blocks = self._blocks()
-            for journal_write in self._journal.append(
-                len(self._row_files) + 2 * table + kind, pages
-            ):
-                sums.note_journaled(journal_write)
+            block = len(self._row_files) + 2 * table + kind  # see `_blocks`
+            for journaled_pages in self._journal.append(block, pages):
+                sums.note_journaled(journaled_pages)
 
     def close(self) -> None:
         """See `RowStore`."""

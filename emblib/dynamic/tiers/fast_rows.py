@@ -1,4 +1,4 @@
-"""FastRows: the rows of the fast tier as bytes, as a store keeps them."""
+"""FastRows: the rows of the fast tier as bytes, the form in which a store has them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -38,7 +38,7 @@ class FastTier(Protocol):
 
 
 def as_bytes(rows: Sequence[Tensor]) -> Tensor:
-    """Join matrices of n rows as uint8 `[n, bytes of a row]` on the CPU."""
+    """Join contiguous matrices of n rows each as uint8 `[n, bytes per row]` on the CPU (waits)."""
     return torch.cat([buffer.view(torch.uint8) for buffer in rows], dim=1).cpu()
 
 
@@ -62,12 +62,12 @@ class FastRows:
             yield buffer[begin : begin + rows * width].view(rows, width)
 
     def gather(self, table: int, slots: Tensor) -> Tensor:
-        """Return the rows in slots, uint8 `[n, row_bytes]` on the CPU."""
+        """Return copies of the rows in slots, int64 `[n]`, as uint8 `[n, row_bytes]` on the CPU."""
         slots = slots.to(self._fast.index.tags.device)
         return as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self.buffers_of(table)])
 
     def scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
-        """Write rows, uint8 `[n, row_bytes]`, into slots."""
+        """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`."""
         at, slots = 0, slots.to(self._fast.index.tags.device)
         for buffer in self.buffers_of(table):
             width = buffer.shape[1] * buffer.itemsize

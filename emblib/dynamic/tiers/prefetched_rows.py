@@ -1,4 +1,9 @@
-"""PrefetchedRows: a store with a thread that reads rows in advance and moves rows between tiers."""
+"""PrefetchedRows: a store with a thread that reads rows in advance and moves rows between tiers.
+
+A training step leaves its `RowMoves`: keys to remove from the store, and rows to put into it. They
+are applied by the store's thread, if `BackingStore.write_behind` asks for that (`start_moves`), or
+by the next call that depends on them (`apply_moves`).
+"""
 
 import concurrent.futures
 import contextlib
@@ -15,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import (
     BATCH,
@@ -22,12 +28,12 @@ from emblib.dynamic.tiers.store import (
     RowStore,
     StoredRows,
     StoredTable,
-    matched,
+    match_keys,
 )
 from emblib.ops.tiers import SwappedMisses
 from emblib.tables.locks import call_in_forks
 
-MAX_PREFETCHED = 1 << 20  # rows per table
+MAX_PREFETCHED = 1 << 20  # prefetched rows in memory per table; not measured
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -45,16 +51,17 @@ def _exclusive(
 
 
 class RowMoves:
-    """Rows that are moving between the tiers, by table.
+    """Rows that are moving between the tiers, by number of the table.
 
-    `PrefetchedRows.make` removes each from here once the store has removed or taken it, so it can
-    be called again, by any thread, and makes the rest.
+    `PrefetchedRows.apply_moves` removes each from here once the store has removed or taken it. So
+    it can be called again, by any thread, and applies the rest. Once the moves are started, only
+    the holder of the store's lock changes them.
 
     Attributes:
         exchanged: promoted keys and demoted rows of tables in front of a `HostRows`.
-        promoted: keys that have a slot and are still in the store.
+        promoted: keys that have a slot and are still in the store, int64 `[n]`.
         demoted: rows that have no slot and are not yet in the store.
-        dropped: tables, and keys that the store has dropped for demoted rows of the table.
+        dropped: number of a table, and int64 `[n]`, keys that the store dropped for demoted rows.
         errors: exceptions of the store that no caller has seen yet.
     """
 
@@ -69,11 +76,22 @@ class RowMoves:
 class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
 
-    Another thread prefetches and moves rows; calls to the store are made one at a time. It changes
-    nothing but the store, this object and `RowMoves`. Prefetched rows, the last
+    Another thread, started at first use, prefetches and moves rows. It changes nothing but the
+    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store. The
+    thread has only a weak reference to this object; `stop` ends it.
+
+    Two kinds of rows are in memory in front of the store. *Prefetched* rows, the last
     `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
-    result. Rows that the store could not take are kept in memory, and committed by `flush` like
-    rows of the fast tier.
+    result. *Unstored* rows are those that the store could not take, e.g. for want of disk space;
+    `flush` commits them like rows of the fast tier.
+
+    Args:
+        store: the store behind, which is opened.
+        tables: the tables to open it for.
+
+    Attributes:
+        behind: the store behind.
+        note: note of the last commit.
     """
 
     def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
@@ -81,20 +99,20 @@ class PrefetchedRows:
         self.behind = store
         self.note = store.note
         self._widths = [table.row_bytes for table in tables]
-        self._kept_rows: list[list[StoredRows]] = [[] for _ in tables]
-        self._prefetched: list[list[StoredRows]] = [[] for _ in tables]
+        self._unstored: list[list[StoredRows]] = [[] for _ in tables]  # blocks by table
+        self._prefetched: list[list[StoredRows]] = [[] for _ in tables]  # blocks, oldest first
         self._lock = threading.RLock()
         self._thread: ThreadPoolExecutor | None = None
-        self._futures: list[Future[None]] = []
-        self._started: RowMoves | None = None
+        self._futures: list[Future[None]] = []  # prefetches whose errors were not raised yet
+        self._started: RowMoves | None = None  # moves of the thread that may not be applied yet
         _stores.add(self)
         call_in_forks(self)
 
     def before_fork(self) -> None:
-        """Make the moves that were started; no other thread is in the store until `release`."""
+        """Apply the moves that were started; no other thread is in the store until `release`."""
         self._lock.acquire()
         if self._started is not None:
-            self.attempt(self._started)
+            self.try_moves(self._started)
 
     def release(self) -> None:
         """Let other threads use the store again, after a fork, in either process."""
@@ -104,24 +122,24 @@ class PrefetchedRows:
         """Drop the thread of the parent, and its work."""
         self._thread, self._futures = None, []
 
-    def start(self, moves: RowMoves) -> None:
-        """Have the thread make moves; call `make` before anything that depends on them."""
+    def start_moves(self, moves: RowMoves) -> None:
+        """Have the thread apply moves; call `apply_moves` before all that depends on them."""
         self._started = moves
-        # If there is no thread (at exit, or since there are too many), the next call makes them.
+        # Without a thread (at exit, or since there are too many) the next call applies them.
         with contextlib.suppress(RuntimeError):
-            self._submit(_make_moves, moves)
+            self._submit(_try_moves_in_thread, moves)
 
     @_exclusive
-    def attempt(self, moves: RowMoves) -> None:
-        """Make moves, and note the error of the store, if there is one, for the next `make`."""
+    def try_moves(self, moves: RowMoves) -> None:
+        """Apply moves; leave an error of the store in `moves`, for the next `apply_moves`."""
         try:
-            self._make_moves(moves)
+            self._apply_moves(moves)
         except Exception as error:
             moves.errors.append(error)
 
     @_exclusive
-    def make(self, moves: RowMoves) -> None:
-        """Make moves, or the rest of them.
+    def apply_moves(self, moves: RowMoves) -> None:
+        """Apply moves, or the rest of them; wait for the thread if it is doing that.
 
         After an error the next call removes promoted rows again. Demoted rows that the store cannot
         take stay in memory until `flush`.
@@ -130,7 +148,7 @@ class PrefetchedRows:
             Exception: the store raised it, in this call or in the thread.
         """
         try:
-            self._make_moves(moves)
+            self._apply_moves(moves)
         except Exception:
             moves.errors = []
             raise
@@ -140,14 +158,14 @@ class PrefetchedRows:
             raise errors[0]
 
     @_exclusive
-    def cancel(self, moves: RowMoves) -> None:
-        """Forget moves that are not made yet."""
+    def cancel_moves(self, moves: RowMoves) -> None:
+        """Forget moves that are not applied yet."""
         for rows in (moves.exchanged, moves.promoted, moves.demoted):
             rows.clear()
         moves.errors = []
 
-    def _make_moves(self, moves: RowMoves) -> None:
-        """Make all moves of a step; those that are done are removed from `moves`."""
+    def _apply_moves(self, moves: RowMoves) -> None:
+        """Apply all moves of a step; those that are done are removed from `moves`."""
         for t in list(moves.exchanged):
             rows = moves.exchanged[t]
             dropped = self.exchange(t, rows.promoted, rows.demoted, rows.demoted_rows)
@@ -163,7 +181,7 @@ class PrefetchedRows:
                 try:
                     self._put_with_retry(t, moves)
                 except Exception as error:
-                    self.keep(t, moves.demoted[t])
+                    self.add_unstored(t, moves.demoted[t])
                     failed = error
                 del moves.demoted[t]
             if failed is not None:
@@ -173,7 +191,7 @@ class PrefetchedRows:
         """Put demoted rows; try once more after an error other than of the disk.
 
         Such an error, e.g. a lack of memory, may have ended the `put` in the middle; a second call
-        completes it. The rows that the first call dropped are then not counted.
+        completes it. The rows that the first call dropped are then not in `moves.dropped`.
         """
         rows = moves.demoted[table]
         if not rows.keys.numel():
@@ -187,14 +205,14 @@ class PrefetchedRows:
         moves.dropped.append((table, dropped))
 
     def prefetch(self, table: int, keys: Tensor) -> None:
-        """Start reading the rows of keys into memory.
+        """Have the thread read the rows of keys, int64 `[n]` on the CPU, into memory.
 
         Raises:
-            Exception: the store raised it in an earlier prefetch.
+            Exception: the store raised it in an earlier prefetch; this one is started.
         """
         finished = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if future not in finished]
-        self._futures.append(self._submit(_prefetch, table, keys))
+        self._futures.append(self._submit(_prefetch_in_thread, table, keys))
         _raise_first(finished)
 
     def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -214,26 +232,28 @@ class PrefetchedRows:
         _raise_first(futures)
 
     @_exclusive
-    def keep(self, table: int, rows: StoredRows) -> None:
-        """Keep rows in memory that the store behind could not take."""
+    def add_unstored(self, table: int, rows: StoredRows) -> None:
+        """Add rows that the store behind could not take to those in memory."""
         if rows.keys.numel():
-            self._drop_pending(table, rows.keys)
-            self._kept_rows[table].append(rows)
+            self._drop_from_memory(table, rows.keys)
+            self._unstored[table].append(rows)
 
     @property
     def has_rows_in_memory(self) -> bool:
-        """Return whether rows are kept in memory in front of the store."""
-        return any(self._kept_rows) or any(self._prefetched)
+        """Return whether there are unstored or prefetched rows."""
+        return any(self._unstored) or any(self._prefetched)
 
     @_exclusive
     def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return the number of `keys` with a prefetched row."""
-        blocks = (*self._kept_rows[table], *self._prefetched[table])
-        return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
+        """Return the number of `keys` whose row is in memory in front of the store."""
+        blocks = (*self._unstored[table], *self._prefetched[table])
+        if not blocks:
+            return 0
+        return int(torch.isin(keys, torch.cat([rows.keys for rows in blocks])).sum())
 
     @_exclusive
     def read_ahead(self, table: int, keys: Tensor) -> None:
-        """Read rows that are not in memory yet from the store."""
+        """Prefetch the rows of keys that are not prefetched yet; drop the oldest if too many."""
         keys, prefetched = keys.unique(), self._prefetched[table]
         present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
         rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
@@ -243,11 +263,11 @@ class PrefetchedRows:
         while count > MAX_PREFETCHED and len(prefetched) > 1:
             count -= prefetched.pop(0).keys.numel()
 
-    def _drop_pending(self, table: int, keys: Tensor) -> None:
-        """Drop the rows of keys that were prefetched or are kept in memory."""
+    def _drop_from_memory(self, table: int, keys: Tensor) -> None:
+        """Drop the prefetched and the unstored rows of keys."""
         self._drop_prefetched(table, keys)
-        if keys.numel() and self._kept_rows[table]:
-            self._kept_rows[table][:] = _drop_keys(self._kept_rows[table], keys)
+        if keys.numel() and self._unstored[table]:
+            self._unstored[table][:] = _drop_keys(self._unstored[table], keys)
 
     def _drop_prefetched(self, table: int, keys: Tensor) -> None:
         if keys.numel() and self._prefetched[table]:
@@ -259,26 +279,26 @@ class PrefetchedRows:
     @_exclusive
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        blocks = (*self._kept_rows[table], *self._prefetched[table])
+        blocks = (*self._unstored[table], *self._prefetched[table])
         if not blocks:
             return self.behind.read(table, keys)
-        positions = torch.arange(keys.numel())
-        founds = []
+        remaining = torch.arange(keys.numel())  # positions whose keys are in no block so far
+        all_found = []
         for rows in blocks:
-            records = matched(keys[positions], rows)
-            founds.append(FoundRows(positions[records.positions], records.rows))
-            is_left = torch.ones_like(positions, dtype=torch.bool)
-            is_left[records.positions] = False
-            positions = positions[is_left]
-        records = self.behind.read(table, keys[positions])
-        founds.append(FoundRows(positions[records.positions], records.rows))
-        rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
-        return FoundRows(torch.cat([records.positions for records in founds]), rows)
+            found = match_keys(keys[remaining], rows)
+            all_found.append(FoundRows(remaining[found.positions], found.rows))
+            is_left = torch.ones_like(remaining, dtype=torch.bool)
+            is_left[found.positions] = False
+            remaining = remaining[is_left]
+        found = self.behind.read(table, keys[remaining])
+        all_found.append(FoundRows(remaining[found.positions], found.rows))
+        rows = StoredRows.concatenate((found.rows for found in all_found), self._widths[table])
+        return FoundRows(torch.cat([found.positions for found in all_found]), rows)
 
     @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
-        self._drop_pending(table, keys)
+        self._drop_from_memory(table, keys)
         self.behind.lift(table, keys)
 
     @_exclusive
@@ -286,16 +306,17 @@ class PrefetchedRows:
         """See `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._drop_prefetched(table, rows.keys)
-        left_over = self.behind.put(table, rows)
-        if self._kept_rows[table] or self._prefetched[table]:
-            self._drop_pending(table, torch.cat([rows.keys, left_over.keys]))
-        return left_over
+        dropped = self.behind.put(table, rows)
+        if self._unstored[table] or self._prefetched[table]:
+            self._drop_from_memory(table, torch.cat([rows.keys, dropped.keys]))
+        return dropped
 
     @_exclusive
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Lift rows from a `HostRows` and put others into it; return the keys of dropped rows."""
+        """Call `HostRows.exchange` of the store behind, which must be one."""
         if self.has_rows_in_memory:
-            self._drop_pending(table, torch.cat([lifted, entries[:, 0]]))
+            put_keys = entries[:, HashEntryColumn.KEY]
+            self._drop_from_memory(table, torch.cat([lifted, put_keys]))
         assert isinstance(self.behind, HostRows)
         return self.behind.exchange(table, lifted, entries, values)
 
@@ -304,45 +325,45 @@ class PrefetchedRows:
         """See `RowStore`."""
         is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
         is_erased[self.read(table, keys).positions] = True
-        self._drop_pending(table, keys)
+        self._drop_from_memory(table, keys)
         self.behind.erase(table, keys)
         return is_erased
 
     @_exclusive
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
+        expired_keys = [rows.keys[rows.stamps < before] for rows in self._unstored[table]]
         expired = torch.cat([*expired_keys, self.behind.expire(table, before)])
-        self._drop_pending(table, expired)
+        self._drop_from_memory(table, expired)
         return expired
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
         self.wait()
-        for rows in self._kept_rows[table]:
+        for rows in self._unstored[table]:
             yield from rows.split(batch)
-        pending = self._kept_keys(table)
+        unstored = self._unstored_keys(table)
         for rows in self.behind.iterate(table, batch):
-            # A `put` that raised may have stored some of the rows that are also kept in memory.
-            yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
+            # A `put` that raised may have stored some of the rows that are unstored here.
+            yield rows.at(~torch.isin(rows.keys, unstored)) if unstored.numel() else rows
 
-    def _kept_keys(self, table: int) -> Tensor:
-        """Return the keys of the rows that are kept in memory, int64 `[n]`."""
+    def _unstored_keys(self, table: int) -> Tensor:
+        """Return the keys of the unstored rows, int64 `[n]`."""
         none = torch.empty(0, dtype=torch.int64)
-        return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
+        return torch.cat([none, *(rows.keys for rows in self._unstored[table])])
 
     @_exclusive
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        size, pending = self.behind.size(table), self._kept_keys(table)
-        if not pending.numel():
+        size, unstored = self.behind.size(table), self._unstored_keys(table)
+        if not unstored.numel():
             return size
-        return size + pending.numel() - self.behind.read(table, pending).positions.numel()
+        return size + unstored.numel() - self.behind.read(table, unstored).positions.numel()
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
         self.wait()
-        self._kept_rows[table], self._prefetched[table] = [], []
+        self._unstored[table], self._prefetched[table] = [], []
         self.behind.clear(table)
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
@@ -352,15 +373,15 @@ class PrefetchedRows:
 
     @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """Commit the store with the rows kept in memory and those of the fast tier."""
+        """Commit the store with the unstored rows and those of the fast tier."""
         blocks_by_table = [
-            itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
+            itertools.chain(*pair) for pair in zip(self._unstored, fast_rows, strict=True)
         ]
         self.behind.flush(blocks_by_table, note)
         self.note = note
 
     def stop(self) -> None:
-        """Have the thread end its work, and then itself."""
+        """Let the thread finish its work, end it, and wait for that."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -372,7 +393,7 @@ class PrefetchedRows:
 
 
 def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
-    """Return rows without those of some keys."""
+    """Return blocks without the rows of some keys, and without blocks that become empty."""
     remaining = []
     for rows in blocks:
         stays = ~torch.isin(rows.keys, keys)
@@ -382,30 +403,29 @@ def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
 
 
 def _raise_first(futures: Sequence[Future[None]]) -> None:
+    """Raise the first exception of some calls that have ended."""
     for future in futures:
         future.result()
 
 
-def _prefetch(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
-    """Read rows in the thread; a store that was deleted meanwhile is not kept open."""
+def _prefetch_in_thread(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
+    """Prefetch rows, unless the store was deleted meanwhile."""
     rows = store()
     if rows is not None:
         rows.read_ahead(table, keys)
 
 
-def _make_moves(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
-    """Make moves in the thread."""
+def _try_moves_in_thread(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
+    """Apply moves, unless the store was deleted meanwhile."""
     rows = store()
     if rows is not None:
-        rows.attempt(moves)
+        rows.try_moves(moves)
 
 
 _stores: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()
-_forking = threading.RLock()
-_stores_at_fork: list[PrefetchedRows] = []  # whose locks the forking thread holds
-
-
-_collects_garbage: list[bool] = []  # whether the collector is to be enabled after the fork
+_forking = threading.RLock()  # held by the forking thread
+_stores_at_fork: list[PrefetchedRows] = []  # stores whose locks the forking thread holds
+_collects_garbage: list[bool] = []  # empty, or whether the collector was enabled before the fork
 
 
 def _before_fork() -> None:

@@ -14,7 +14,7 @@ from emblib.tables import memory
 # An index reserves address space for its full capacity, and limits on the address space or data of
 # a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
 _MIN_CAPACITY = 1 << 16
-_GROWTH = 16
+_GROWTH = 16  # factor from one capacity to the next; not measured
 _MAX_LOAD = 0.75  # keys per slot of an index; below, few keys find both of their buckets full
 _MIN_FREE = 1024  # entries of the smallest stack of free slots
 
@@ -22,28 +22,32 @@ _MIN_FREE = 1024  # entries of the smallest stack of free slots
 class SlotAllocator:
     """A map from keys to slots of a file; the slots freed last are reused first.
 
-    An interrupted call leaves it inconsistent; the owner then rebuilds it from the heads of the
-    rows.
+    The map is in memory only. It has no lock: the owner makes one call at a time. An interrupted
+    call leaves it inconsistent; the owner then rebuilds it from the heads of the rows (`restore`).
+
+    The values by slot of a `HashIndex` are the slots in the file. A key both of whose buckets are
+    full is in a dict instead.
 
     Attributes:
-        high: end of the slots that were ever assigned.
+        high: end of the slots that were ever assigned: 1 plus the largest of them.
     """
 
     def __init__(self) -> None:
-        self._make(_MIN_CAPACITY)
+        self._make_index(_MIN_CAPACITY)
         self._free = torch.empty(_MIN_FREE, dtype=torch.int64)  # a stack of free slots
         self._num_free = 0
         self.high = 0
 
-    def _make(self, capacity: int) -> None:
+    def _make_index(self, capacity: int) -> None:
         """Create an empty map of a capacity."""
         spec = DynamicSpec(
             capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
         )
         # Slots do not depend on the hash key, so a random one is used.
         self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
+        # The slot in the file by slot of the index, and the same memory as bytes.
         self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
-        self._records = self._by_slot.view(torch.uint8).view(spec.rows, 8)  # the same memory
+        self._records = self._by_slot.view(torch.uint8).view(spec.rows, 8)
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
     def _reserve(self, keys: int) -> None:
@@ -58,7 +62,7 @@ class SlotAllocator:
         overflow = torch.tensor([*self._overflow_keys.items()], dtype=torch.int64).view(-1, 2)
         all_keys = torch.cat([entries.keys, overflow[:, 0]])
         slots_of_keys = torch.cat([self._by_slot[entries.slots], overflow[:, 1]])
-        self._make(capacity)
+        self._make_index(capacity)
         self._insert_file_slots(all_keys, slots_of_keys)
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
@@ -74,7 +78,7 @@ class SlotAllocator:
 
         Args:
             keys: int64 `[n]`, in any order; keys may repeat.
-            is_hidden: uint8 by slot, slots to return -1 for; None for none.
+            is_hidden: uint8 by slot, nonzero for slots to return -1 for; None for none.
         """
         slots = self._index.find(Keys.of(keys))
         slots_of_keys: Tensor = pages.file_slots(slots, self._by_slot, is_hidden)
@@ -99,7 +103,7 @@ class SlotAllocator:
         return file_slots
 
     def _insert_file_slots(self, keys: Tensor, file_slots: Tensor) -> None:
-        """Store the slot of each key in the file, int64 `[n]` each."""
+        """Insert new keys with their slots in the file, int64 `[n]` each."""
         rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         no_values = self._records.new_empty(keys.numel(), 0)
@@ -130,8 +134,11 @@ class SlotAllocator:
         self._num_free = num_free
 
     def restore(self, keys: Tensor, file_slots: Tensor, high: int) -> None:
-        """Replace the map by these keys and slots; the other slots below `high` are free."""
-        self._make(_MIN_CAPACITY)
+        """Replace the map by these keys and slots, int64 `[n]`; other slots below `high` are free.
+
+        Keys and slots are distinct.
+        """
+        self._make_index(_MIN_CAPACITY)
         self._reserve(keys.numel())
         self._insert_file_slots(keys, file_slots)
         free = torch.ones(high, dtype=torch.bool)

@@ -31,14 +31,14 @@ from emblib.dynamic.tiers.store import (
     StoredRows,
     StoredTable,
     StoreShard,
-    check_row,
-    matched,
+    check_rows,
+    match_keys,
 )
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
-_KEYS_PER_QUERY = 512
+_KEYS_PER_QUERY = 512  # SQLite before 3.32 takes at most 999 variables per statement
 _MIN_DATABASE_BYTES = 512  # a database has at least one page, the smallest has 512 bytes
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
@@ -52,8 +52,14 @@ class SqliteRows:
     """A `RowStore` in an SQLite file, e.g. `SqliteRows("~/tables.db")`; takes any number of rows.
 
     Moving a row between the tiers costs tens of microseconds, so this store suits tables whose
-    fast tier serves most lookups. By default, reading a row verifies its checksum; `verify="open"`
-    verifies all rows when the database is opened, "off" none.
+    fast tier serves most lookups. `RowStore` defines the methods and which threads may call them; a
+    forked process cannot use the store. An error of SQLite that rolls back the transaction, e.g. of
+    a full disk, closes the store and raises RuntimeError.
+
+    Args:
+        path: path of the database, which `open` creates if it does not exist; `~` is expanded.
+        verify: rows whose checksums are verified: those that are read (TOUCH), also all rows when
+            the database is opened (OPEN), or none (OFF).
 
     Example:
         >>> backing = emblib.BackingStore(emblib.SqliteRows("rows.db"))
@@ -79,9 +85,9 @@ class SqliteRows:
 
     def for_shard(self, shard: StoreShard) -> "SqliteRows":
         """Return a store in a file next to this one, e.g. `tables.user.0_of_4.db`."""
-        inner = shard._replace(name=f"{self.path.stem}.{shard.name}")
-        inner.warn_of_others(self.path.parent)
-        return SqliteRows(self.path.with_name(inner.label + self.path.suffix), self._verify)
+        file_shard = shard._replace(name=f"{self.path.stem}.{shard.name}")
+        file_shard.warn_of_others(self.path.parent)
+        return SqliteRows(self.path.with_name(file_shard.label + self.path.suffix), self._verify)
 
     def after_fork(self) -> None:
         """Leave the connection to the parent.
@@ -218,7 +224,7 @@ class SqliteRows:
         return OSError(number, f"the database cannot be opened ({error}): {reason}", str(self.path))
 
     def _create_tables(self) -> None:
-        """Create the tables, or check and recover existing ones."""
+        """Create the tables, or check existing ones and move the rows of `above_<t>` down."""
         run = self._run
         run("CREATE TABLE IF NOT EXISTS emblib (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
         saved = dict(run("SELECT name, value FROM emblib"))
@@ -275,7 +281,11 @@ class SqliteRows:
         self._run(f"UPDATE {name} SET checksum = emblib_checksum(key, stamp, score, value)")
 
     def _run(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        """Run a statement, within the transaction of a commit if one is open."""
+        """Run a statement, in the transaction that the next flush commits.
+
+        Raises:
+            RuntimeError: the store is not open in this process.
+        """
         if self._connection is None or self._process != os.getpid():
             raise RuntimeError(
                 f"{self.path} is used by the process that opened it and until it is closed; "
@@ -302,7 +312,10 @@ class SqliteRows:
             ) from error
 
     def _write(self, kind: str, table: int, rows: StoredRows) -> None:
-        """Write all rows, or none if an exception is raised."""
+        """Write all rows to table `<kind>_<table>`, or none if an exception is raised.
+
+        `kind` is "rows", or "above" for rows of the fast tier.
+        """
         statement = f"INSERT OR REPLACE INTO {kind}_{table} VALUES (?, ?, ?, ?, ?)"
         self._run_for_each(statement, _to_records(rows))
 
@@ -340,9 +353,9 @@ class SqliteRows:
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
             records += self._run(query, values) if key_block.numel() else ()
-        return matched(keys, self._rows(table, records))
+        return match_keys(keys, self._verified_rows(table, records))
 
-    def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
+    def _verified_rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
         """Verify records and return them as rows."""
         if self._verify is not Verify.OFF:
             for key, stamp, score, value, checksum in records:
@@ -352,7 +365,7 @@ class SqliteRows:
                         f"{self._tables[table].name!r} is not as it was written; load a checkpoint "
                         'into another file, or take the rows as they are with verify="off"'
                     )
-        return _rows(records, self._tables[table].row_bytes)
+        return _to_rows(records, self._tables[table].row_bytes)
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
@@ -364,7 +377,7 @@ class SqliteRows:
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; no row is dropped."""
-        self._write("rows", table, check_row(self._tables[table], rows))
+        self._write("rows", table, check_rows(self._tables[table], rows))
         return StoredRows.none(self._tables[table].row_bytes)
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
@@ -388,9 +401,10 @@ class SqliteRows:
         return self._read_in_batches(f"rows_{table} ORDER BY key", table, batch)
 
     def _read_in_batches(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
+        """Yield the rows that a FROM clause selects from a table."""
         cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
         while records := cursor.fetchmany(batch):
-            yield self._rows(table, records)
+            yield self._verified_rows(table, records)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
@@ -405,7 +419,7 @@ class SqliteRows:
         for t, rows_of_table in enumerate(fast_rows):
             self._run(f"DELETE FROM above_{t}")
             for rows in rows_of_table:
-                self._write("above", t, check_row(self._tables[t], rows))
+                self._write("above", t, check_rows(self._tables[t], rows))
         self._write_entries(note)
         self._is_committing = True
         self._run("COMMIT")
@@ -430,6 +444,7 @@ class SqliteRows:
 
 
 def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> int:
+    """Return the CRC-32 of a row of the database."""
     return zlib.crc32(value, zlib.crc32(_CHECKED_NUMBERS.pack(key, stamp, score)))
 
 
@@ -447,7 +462,7 @@ def _to_records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, i
             yield key, stamp, score, value, _checksum(key, stamp, score, value)
 
 
-def _rows(records: Sequence[_Record], width: int) -> StoredRows:
+def _to_rows(records: Sequence[_Record], width: int) -> StoredRows:
     """Return the rows of records of the database, of `width` bytes each."""
     if not records:
         return StoredRows.none(width)

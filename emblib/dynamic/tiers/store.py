@@ -36,8 +36,11 @@ class StoredTable(NamedTuple):
 class StoredRows(NamedTuple):
     """Rows of one table, on the CPU; keys are distinct.
 
-    `keys`, `stamps` (tick of the last use) and `scores` are int64 `[n]`, `values` uint8
-    `[n, row_bytes]`.
+    Attributes:
+        keys: int64 `[n]`.
+        stamps: int64 `[n]`, tick of the last use.
+        scores: int64 `[n]`, 0 where the order of eviction has no scores.
+        values: uint8 `[n, row_bytes]`, weights and then optimizer states.
     """
 
     keys: Tensor
@@ -53,35 +56,40 @@ class StoredRows(NamedTuple):
 
     @classmethod
     def from_words(cls, words: Tensor, values: Tensor) -> "StoredRows":
-        """Make rows from keys, stamps and scores as int64 `[3, n]`."""
+        """Make rows from keys, stamps and scores as int64 `[3, n]`, without a copy."""
         keys, stamps, scores = words.unbind()
         return cls(keys, stamps, scores, values)
 
     @classmethod
     def from_entries(cls, entries: Tensor, values: Tensor) -> "StoredRows":
-        """Make rows from keys, stamps and scores as int64 `[n, 3]`."""
+        """Make rows from keys, stamps and scores as int64 `[n, 3]`, as views with a stride."""
         keys, stamps, scores = entries.unbind(1)
         return cls(keys, stamps, scores, values)
 
     def at(self, select: Tensor) -> "StoredRows":
-        """Return the rows that a mask or positions select."""
+        """Return copies of the rows that a mask, bool `[n]`, or positions, int64, select."""
         return StoredRows(*(column[select] for column in self))
 
     def split(self, size: int = BATCH) -> Iterator["StoredRows"]:
-        """Yield the rows in batches."""
+        """Yield the rows as views, at most `size` at a time."""
         for columns in zip(*(column.split(size) for column in self), strict=True):
             if columns[0].numel():
                 yield StoredRows(*columns)
 
     @classmethod
     def concatenate(cls, blocks: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
-        """Concatenate rows."""
+        """Return copies of the rows of all blocks; there may be none."""
         blocks = [cls.none(row_bytes), *blocks]
         return cls(*(torch.cat(columns) for columns in zip(*blocks, strict=True)))
 
 
 class FoundRows(NamedTuple):
-    """Rows of those keys that a store has: `rows[i]` belongs to key `positions[i]` of the query."""
+    """Rows of those queried keys that a store has.
+
+    Attributes:
+        positions: int64 `[m]`, in any order: row i is that of key `positions[i]` of the query.
+        rows: the m rows. If the query repeats a key, so do they.
+    """
 
     positions: Tensor
     rows: StoredRows
@@ -90,6 +98,9 @@ class FoundRows(NamedTuple):
 @runtime_checkable
 class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
+
+    Arguments `table` are numbers of the tables passed to `open`, `keys` are int64 `[n]`, distinct
+    except in `read`. Returned tensors are copies.
 
     Calls come from one thread at a time, but not always from the same one: `prefetch` and
     `BackingStore(write_behind=True)` call the store in a thread of their own. A call that raises
@@ -108,7 +119,11 @@ class RowStore(Protocol):
     note: str
 
     def open(self, tables: Sequence[StoredTable]) -> None:
-        """Open the store for tables, new or stored; it is the first call."""
+        """Open the store for tables, new or stored; it is the first call.
+
+        Raises:
+            ValueError: the store has other tables.
+        """
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """Return the rows of those keys that are in the store; keys may repeat."""
@@ -120,13 +135,13 @@ class RowStore(Protocol):
         """Add rows, replacing those with the same keys; return the rows that were dropped."""
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
-        """Remove distinct keys; return which were in the store, bool `[n]`."""
+        """Remove keys; return which were in the store, bool `[n]`."""
 
     def expire(self, table: int, before: int) -> Tensor:
         """Remove rows with a stamp below `before`; return their keys, int64 `[n]`."""
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """Yield all rows of a table, in batches; the table is not changed meanwhile."""
+        """Yield all rows of a table, at most `batch` at a time; it is not changed meanwhile."""
 
     def size(self, table: int) -> int:
         """Return the number of rows of a table."""
@@ -137,14 +152,15 @@ class RowStore(Protocol):
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """Commit the store, the rows of the fast tier by table, and a note.
 
-        A store that does not outlive the process only keeps the note.
+        It returns once they are durable. `fast_rows` has one iterable per table, which is consumed
+        once. A store that does not outlive the process only keeps the note.
         """
 
     def close(self) -> None:
         """Close the store, so that others can open it; undo changes since the last flush."""
 
 
-def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
+def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
     """Return rows as contiguous CPU tensors; raise ValueError unless they fit the table."""
     count = rows.keys.numel()
     shapes = [tuple(buffer.shape) for buffer in rows]
@@ -156,12 +172,15 @@ def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
     return StoredRows(*(buffer.detach().to("cpu").contiguous() for buffer in rows))
 
 
-def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
-    """Find the position in `keys` of each row's key; `rows` may be in any order."""
+def match_keys(keys: Tensor, rows: StoredRows) -> FoundRows:
+    """Return the row of each key, int64 `[n]`, that has one among `rows`, in the order of keys.
+
+    Keys may repeat, those of `rows` may not; both may be in any order.
+    """
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
     ordered, order = rows.keys, None
-    if not bool((ordered[1:] > ordered[:-1]).all()):  # those of a prefetch ascend
+    if not bool((ordered[1:] > ordered[:-1]).all()):  # prefetched rows often ascend
         ordered, order = ordered.sort()
     at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     positions = (ordered[at] == keys).nonzero().squeeze(1)
@@ -191,7 +210,7 @@ class StoreShard(NamedTuple):
         return f"{self.name}.{number}_of_{count}"
 
     def divide(self, capacity: int) -> int:
-        """Return the shard's part of a capacity, rounded up."""
+        """Return the shard's part of a number of rows, rounded up."""
         return capacity if self.shard is None else -(-capacity // self.shard[1])
 
     def warn_of_others(self, directory: Path) -> None:
@@ -294,7 +313,7 @@ class BackingStore:
         return replace(self, store=store.for_shard(shard))
 
     def overflow_rows(self, device: torch.device) -> int:
-        """Return the number of overflow rows per table: `max_misses` or its default."""
+        """Return the number of overflow rows per table on a device: `max_misses` or its default."""
         if self.max_misses is not None:
             return self.max_misses
         return 1 << (20 if device.type == "cpu" else 16)
@@ -303,8 +322,8 @@ class BackingStore:
         self, tables: DynamicSpec | Sequence[DynamicSpec]
     ) -> Sequence[DynamicSpec]:
         """Return tables with the insert policy that the mode needs."""
-        caching = self.mode is TierMode.CACHING
-        policy = InsertPolicy.ALWAYS_EVICT if caching else InsertPolicy.EVICT_IF_LOWER
+        promotes_all = self.mode is TierMode.CACHING
+        policy = InsertPolicy.ALWAYS_EVICT if promotes_all else InsertPolicy.EVICT_IF_LOWER
         specs = (tables,) if isinstance(tables, DynamicSpec) else tables
         return [replace(spec, insert_policy=policy) for spec in specs]
 
