@@ -62,7 +62,7 @@ def test_rows_come_in_pieces_and_are_reported(
 ) -> None:
     told: list[DumpProgress] = []
     given = make(100)
-    monkeypatch.setattr(dump_tables, "_PIECE", 10 * 6 * 4)
+    monkeypatch.setattr(dump_tables, "_BLOCK_BYTES", 10 * 6 * 4)
     dump_tables.write(tmp_path, [table(given)], Header("x", 50), report=told.append)
     assert_same(only(dump_tables.read(tmp_path)), given)
     assert told[0] == DumpProgress("items", 10, 100)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK
 from emblib.dynamic.saving import dumps, fallback, loading
@@ -160,7 +161,7 @@ def _gather(rows: Rows, order: Tensor) -> Tensor:
 def state_names(state: DynamicState) -> list[str]:
     """Return the names that `write_state` writes."""
     kinds = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
-    if state.index.entries.shape[1] > 2:
+    if state.index.entries.shape[1] > HashEntryColumn.SCORE:
         kinds.append("scores")
     names = [f"{name}.{kind}" for name in state.table_names for kind in kinds]
     for t, name in enumerate(state.table_names):
@@ -337,7 +338,18 @@ def replace_tables(
 ) -> dict[str, Loaded]:
     """Replace tables, clock and hyperparameters; warn of entries that found no slot.
 
-    `fallback_rows` are in it by their names in state dicts, with other tensors.
+    Args:
+        state: the tables.
+        entries: new entries by number of the table; other tables stay as they are.
+        clock: the tick to continue from; later stamps, and with tables that stay the current tick,
+            are continued from instead.
+        hyperparameters: hyperparameters of the optimizer; None keeps the current ones.
+        hash_keys: hash keys by table; a table that is not in it keeps its own.
+        fallback_rows: tensors by their names in state dicts, fallback rows among them.
+        report: function that is called as rows are written; None for none.
+
+    Raises:
+        ValueError: entries or hyperparameters that do not fit.
     """
 
     def write() -> dict[str, Loaded]:
@@ -345,13 +357,13 @@ def replace_tables(
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
             state.table_names[t]: set_table_entries(
-                state, t, table_rows, report_once, hash_key=hash_keys.get(t), keeps_times=True
+                state, t, new_entries, report_once, hash_key=hash_keys.get(t), keeps_times=True
             )
-            for t, table_rows in entries.items()
+            for t, new_entries in entries.items()
         }
         for t, name in enumerate(state.table_names):
             fallback.write(state, t, fallback.select(fallback_rows, name))
-        newest = [table_rows.newest_stamp() for table_rows in entries.values()]
+        newest = [new_entries.newest_stamp() for new_entries in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest]))
             state.index.reset_stats()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import keys
-from emblib.dynamic.saving import entries as of_entries
-from emblib.dynamic.saving import entries as state_dict_parts
+from emblib.dynamic.hash_index import MAX_TICK
 from emblib.dynamic.saving.dumps import (
     DumpError,
     DumpProgress,
@@ -20,14 +19,20 @@ from emblib.dynamic.saving.dumps import (
     field,
     read_parts,
 )
-from emblib.dynamic.saving.entries import Entries, Rows
+from emblib.dynamic.saving.entries import Entries, Rows, combine, concatenate
 
-_NEVER = 1 << 62  # larger than any clock
-_PIECE = 1 << 24  # bytes of rows per write
+_BLOCK_BYTES = 1 << 24  # bytes of rows per write; not measured
 
 
 class DumpedTable(NamedTuple):
-    """A table in a dump; `removed`, int64, are the keys removed since, in a dump of changes."""
+    """A table in a dump.
+
+    Attributes:
+        name: name of the table.
+        order: order of eviction: none, lru, lfu, lru_lfu or assigned.
+        entries: the entries; in a dump of changes those used or written since.
+        removed: int64 `[n]`, keys that were removed since, in a dump of changes; else none.
+    """
 
     name: str
     order: str
@@ -38,8 +43,12 @@ class DumpedTable(NamedTuple):
 class Dump(NamedTuple):
     """The content of a dump for one rank.
 
-    `clock` is the largest tick of its parts; `since` the first tick of a dump of changes, None for
-    whole tables; `numbers` the optimizer's hyperparameters; `others` further tensors of the writer.
+    Attributes:
+        tables: the tables by name.
+        clock: largest tick of the parts.
+        since: first tick of a dump of changes; None for whole tables.
+        numbers: hyperparameters of the optimizer.
+        others: further tensors of the writer, by name, joined over the parts.
     """
 
     tables: dict[str, DumpedTable]
@@ -68,7 +77,16 @@ def write(
 ) -> None:
     """Write a part; its rows are read and written 16 MiB at a time.
 
-    `others` are further tensors, which `state_dict_parts.combine` joins for a reader.
+    Args:
+        directory: directory of the dump.
+        tables: tables, with the entries of this part.
+        header: metadata of the dump.
+        part: rank and number of parts.
+        report: function that is called as rows are written; None for none.
+        others: further tensors by name, which `entries.combine` joins for a reader.
+
+    Raises:
+        ValueError, BlockingIOError, OSError: see `dumps.Writer`.
     """
     with Writer(directory, part) as writer:
         described = [_write_table(writer, table, report) for table in tables]
@@ -127,15 +145,15 @@ def _write_rows(
 
 
 def rows_at_a_time(rows: Rows) -> int:
-    """Return the number of rows in 16 MiB."""
+    """Return how many rows fit in 16 MiB, at least 1."""
     nbytes = rows.dtype.itemsize
     for size in rows.shape[1:]:
         nbytes *= size
-    return max(_PIECE // max(nbytes, 1), 1)
+    return max(_BLOCK_BYTES // max(nbytes, 1), 1)
 
 
 def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
-    """Return a rank's entries of a dump with any number of shards; rows are mapped, not read.
+    """Return a rank's entries of a dump with any number of parts; rows are mapped, not copied.
 
     All checksums are compared first.
 
@@ -154,7 +172,7 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
     others = [
         {key: part.array(value) for key, value in part.content["others"].items()} for part in parts
     ]
-    joined = state_dict_parts.combine(others, rank, world_size)
+    joined = combine(others, rank, world_size)
     return Dump(tables, clock, content["since"], content["numbers"], joined)
 
 
@@ -184,7 +202,7 @@ def _check(part: PartReader) -> None:
     clock = field(path, content, "clock", int)
     since = field(path, content, "since", int, type(None))
     numbers = field(path, content, "numbers", list)
-    if not 0 <= clock < _NEVER or not 0 <= (since or 0) < _NEVER:
+    if not 0 <= clock < MAX_TICK or not 0 <= (since or 0) < MAX_TICK:
         raise DumpError(
             f"{path} is malformed: 'clock' and 'since' are ticks in [0, 2^62), are "
             f"{clock} and {since}"
@@ -229,7 +247,7 @@ def _read_table(parts: Sequence[PartReader], name: str, rank: int, world_size: i
             removed.append(removed_keys[keys.owner(removed_keys, world_size) == rank])
             order = table["order"]
     try:
-        joined = of_entries.concatenate(owned)
+        joined = concatenate(owned)
     except ValueError as error:
         raise DumpError(f"{parts[0].path.parent} is malformed: table {name!r}: {error}") from error
     return DumpedTable(name, order, joined, torch.cat(removed))

@@ -46,7 +46,7 @@ _DTYPES = (
     "uint8",
     "bool",
 )
-_PIECE = 1 << 24  # bytes that are copied or checked at a time
+_CHUNK_BYTES = 1 << 24  # bytes that are copied or checked at a time; not measured
 
 
 class DumpError(RuntimeError):
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 
 class DumpProgress(NamedTuple):
-    """The progress of saving or loading: `done` of `total` rows of `table`."""
+    """The progress of saving or loading: `done` of `total` rows of one row buffer of `table`."""
 
     table: str
     done: int
@@ -78,6 +78,7 @@ class DumpProgress(NamedTuple):
 
 
 Report = Callable[[DumpProgress], None]
+"""Function that saving and loading call after each block of rows; its exceptions end them."""
 
 
 def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
@@ -104,7 +105,10 @@ def _abbreviate(value: Any) -> str:
 
 
 class Writer:
-    """A writer of one part of a dump; readers see the part after `commit`.
+    """A writer of one part of a dump, as a context manager; readers see the part after `commit`.
+
+    Leaving the context by an exception deletes the arrays that no manifest names. One thread calls
+    a writer; parts may be written at the same time.
 
     Args:
         directory: directory of the dump, created with its parents if it does not exist. It may hold
@@ -175,7 +179,10 @@ class Writer:
             writer.close()
 
     def commit(self, content: dict[str, Any]) -> None:
-        """Make the part valid, replacing an older one atomically."""
+        """Make the part valid, replacing an older one atomically; its files are then deleted.
+
+        `content` is a JSON object, in which `ArrayWriter.description` stands for an array.
+        """
         body = {**content, "part": list(self.part), "format": _FORMAT, "byteorder": sys.byteorder}
         flush_directory(self.directory)
         path = self.directory / f"{self.part.name}.json"
@@ -193,7 +200,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Discard uncommitted arrays, and release the lock of the part."""
+        """Delete uncommitted arrays after an exception, and release the lock of the part."""
         try:
             if kind is not None:
                 manifest = _manifest_names(self.directory / f"{self.part.name}.json")
@@ -203,7 +210,7 @@ class Writer:
 
 
 class ArrayWriter:
-    """A writer of the file of one array, which appends elements."""
+    """A writer of the file of one array, which appends elements; see `Writer.array`."""
 
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
@@ -213,7 +220,7 @@ class ArrayWriter:
     def append(self, numbers: Tensor) -> None:
         """Append a tensor of any shape and device, converted to the dtype of the array."""
         flat = numbers.detach().reshape(-1)
-        for chunk in flat.split(max(_PIECE // self.dtype.itemsize, 1)):
+        for chunk in flat.split(max(_CHUNK_BYTES // self.dtype.itemsize, 1)):
             if not chunk.numel():
                 continue
             buffer = bytearray(chunk.numel() * self.dtype.itemsize)
@@ -251,6 +258,13 @@ class ArrayWriter:
 class PartReader:
     """A reader of one part of a complete dump.
 
+    Args:
+        path: path of the manifest.
+
+    Attributes:
+        content: content of the manifest, see `Writer.commit`.
+        part: rank and number of parts.
+
     Raises:
         DumpError: the manifest is damaged, or is of another format.
     """
@@ -264,7 +278,7 @@ class PartReader:
         self.content: dict[str, Any] = field(path, saved, "content", dict)
         if field(path, saved, "checksum", int) != _checksum(self.content):
             raise DumpError(f"{path} is damaged: its checksum is wrong")
-        stands_for = tuple(
+        format_and_order = tuple(
             field(path, self.content, name, kind)
             for name, kind in (("format", int), ("byteorder", str))
         )
@@ -279,17 +293,19 @@ class PartReader:
             raise DumpError(
                 f"{path} is malformed: its 'part' is {part}, which would be {self.part.name}.json"
             )
-        if stands_for != (_FORMAT, sys.byteorder):
+        if format_and_order != (_FORMAT, sys.byteorder):
             raise DumpError(
-                f"{path} is of format {stands_for[0]}, {stands_for[1]}-endian;"
+                f"{path} is of format {format_and_order[0]}, {format_and_order[1]}-endian;"
                 f" this version on this machine reads {_FORMAT}, {sys.byteorder}-endian"
             )
 
     def array(self, description: dict[str, Any]) -> Tensor:
-        """Return an array, mapped: values are read on access.
+        """Return the array of a description in `content`, mapped: values are read on access.
+
+        The tensor is a private copy: writing to it does not change the file.
 
         Raises:
-            DumpError: the file is missing, has another size, or does not belong to this shard.
+            DumpError: the file is missing, has another size, or does not belong to this part.
         """
         try:
             name, shape = description["file"], description["shape"]
@@ -297,11 +313,11 @@ class PartReader:
                 raise ValueError("no such dtype or checksum")
             dtype: torch.dtype = getattr(torch, description["dtype"])
             nbytes = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
-            of_part = os.path.basename(name) == name and name.startswith(self.part.name)
-            of_part = of_part and "\0" not in name
+            is_of_part = os.path.basename(name) == name and name.startswith(self.part.name)
+            is_of_part = is_of_part and "\0" not in name
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise DumpError(f"{self.path} is damaged: {description} is no array") from error
-        if not of_part:
+        if not is_of_part:
             raise DumpError(f"{self.path} is damaged: {name!r} is no file of {self.part.name}")
         path = self.path.parent / name
         size = path.stat().st_size if path.exists() else None
@@ -323,7 +339,7 @@ class PartReader:
         for description in _descriptions(self.content):
             data = self.array(description).reshape(-1).view(torch.uint8)
             crc = 0
-            for chunk in data.split(_PIECE):
+            for chunk in data.split(_CHUNK_BYTES):
                 buffer = bytearray(chunk.numel())
                 if buffer:
                     torch.frombuffer(buffer, dtype=torch.uint8).copy_(chunk)
@@ -416,7 +432,7 @@ def _write_all(handle: int, data: bytes | bytearray, at: int) -> None:
 
 
 def write(directory: str | Path, tree: Any) -> None:
-    """Write a snapshot, a tree of dicts, lists and tensors, replacing an older dump."""
+    """Write a snapshot, a tree of dicts, lists, tensors and None, replacing an older dump."""
     with Writer(directory) as writer:
         tree_entry = _write_tree(writer, tree)
         writer.commit({"identity": "snapshot", "tree": tree_entry})

@@ -136,7 +136,7 @@ def read_dynamicemb(
 
 @of_state
 def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTable) -> Loaded:
-    """Replace a table by one that `read_dynamicemb` returned."""
+    """Replace a table, and its exact counts if any, by what `read_dynamicemb` returned."""
     t = state.table_number(table)
     loaded = set_table_entries(state, t, content.entries)
     admission = state.admission

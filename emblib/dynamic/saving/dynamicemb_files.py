@@ -27,10 +27,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ _STRATEGIES = {
 }
 _NAME = "{table}_{item}.rank_{rank}.world_size_{world_size}"
 _PADDED = 4  # float32 numbers that DynamicEmb uses for a state of one number per row
+_NUMBERS_PER_WRITE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class DynamicEmbTable:
     Args:
         entries: entries in emblib's form.
         arguments: content of `t_opt_args.json`.
-        counts: keys and counts of an admission counter, if there is one.
+        counts: keys and counts of an admission counter, int64 `[n]` each; None without one.
     """
 
     entries: Entries
@@ -67,7 +68,7 @@ class DynamicEmbTable:
     counts: tuple[Tensor, Tensor] | None = None
 
     def owned(self, is_owned: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
-        """Return the entries of a rank; `is_owned` maps keys to a bool per key."""
+        """Return the entries and counts of a rank; `is_owned` maps keys to bool, one per key."""
         owned_rows = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
@@ -302,21 +303,23 @@ def read(
         rows.update(_split_states(state_values, keys.numel(), states, name))
     arguments = arguments_of(directory, name)
     strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
-    ages = str(strategy).endswith("KLru")
-    stamps, ranked = _stamps_and_scores(scores, keys.numel(), layout, ages=ages, name=name)
-    counted = files.read("counter_keys", torch.int64)
-    times = files.read("counter_frequencies", torch.int64)
-    if (counted is None) != (times is None) or (
-        counted is not None and times is not None and counted.shape != times.shape
+    has_ages = str(strategy).endswith("KLru")
+    stamps, new_scores = _stamps_and_scores(
+        scores, keys.numel(), layout, has_ages=has_ages, name=name
+    )
+    counted_keys = files.read("counter_keys", torch.int64)
+    counts = files.read("counter_frequencies", torch.int64)
+    if (counted_keys is None) != (counts is None) or (
+        counted_keys is not None and counts is not None and counted_keys.shape != counts.shape
     ):
         raise DumpError(
-            f"{directory} has {_length(counted)} keys of an admission counter of {name!r} and "
-            f"{_length(times)} counts; the dump is not whole"
+            f"{directory} has {_length(counted_keys)} keys of an admission counter of {name!r} and "
+            f"{_length(counts)} counts; the dump is not whole"
         )
     return DynamicEmbTable(
-        Entries(keys, stamps, ranked, rows),
+        Entries(keys, stamps, new_scores, rows),
         arguments,
-        None if counted is None or times is None else (counted, times),
+        None if counted_keys is None or counts is None else (counted_keys, counts),
     )
 
 
@@ -349,7 +352,8 @@ def _score_columns(entries: Entries, layout: Layout, clock: int) -> Tensor:
 
 
 def _write_numbers(path: Path, numbers: Tensor) -> None:
-    _write_pieces(path, numbers.reshape(-1).split(1 << 20))
+    """Write the elements of a tensor in their dtype."""
+    _write_blocks(path, numbers.reshape(-1).split(_NUMBERS_PER_WRITE))
 
 
 def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
@@ -360,11 +364,11 @@ def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
         parts = [tensor[index].detach().cpu().float() for tensor in rows]
         return torch.cat([part[:, None] if part.dim() == 1 else part for part in parts], 1)
 
-    _write_pieces(path, (rows_at(index) for index in torch.arange(count).split(size)))
+    _write_blocks(path, (rows_at(index) for index in torch.arange(count).split(size)))
 
 
-def _write_pieces(path: Path, blocks: Any) -> None:
-    """Write a file under a temporary name, then rename it."""
+def _write_blocks(path: Path, blocks: Iterable[Tensor]) -> None:
+    """Write the elements of tensors to a file under a temporary name, then rename it."""
     with replacing(path) as file:
         for block in blocks:
             flat = block.cpu().contiguous().reshape(-1)
@@ -446,6 +450,13 @@ def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
     return {_DUMP: {"id": uuid.uuid4().hex, "tables": list(tables)}}
 
 
+class _DumpEntry(NamedTuple):
+    """The entry `emblib_dump` of a table; None and no tables if it has none."""
+
+    identity: str | None = None
+    tables: Sequence[str] = ()
+
+
 def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
     """Raise DumpError if tables that one call wrote together are mixed with those of another.
 
@@ -459,24 +470,25 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
     Raises:
         DumpError: the tables are of different dumps, or the entry is malformed.
     """
-    tables_by_name: dict[str, tuple[str | None, list[Any]]] = {}
+    entries: dict[str, _DumpEntry] = {}
     for table, (path, content) in arguments.items():
-        tables_by_name[table] = (None, [])
+        entries[table] = _DumpEntry()
         if _DUMP in content:
-            entry = entry_of(path, content, _DUMP, dict)
-            together = entry_of(path, entry, "tables", list)
-            if not all(type(other) is str for other in together):
+            saved = entry_of(path, content, _DUMP, dict)
+            names = entry_of(path, saved, "tables", list)
+            if not all(type(name) is str for name in names):
                 raise DumpError(f"{path} is malformed: 'tables' of {_DUMP!r} must be names")
-            tables_by_name[table] = (entry_of(path, entry, "id", str), together)
-    for table, (identity, together) in tables_by_name.items():
-        for other in together:
-            other_identity, other_tables = tables_by_name.get(other, (identity, []))
-            if other_identity != identity and (other_identity is None or table in other_tables):
+            entries[table] = _DumpEntry(entry_of(path, saved, "id", str), names)
+    for table, entry in entries.items():
+        for name in entry.tables:
+            other = entries.get(name, entry)  # a table that is not loaded is not compared
+            is_unlike = other.identity != entry.identity
+            if is_unlike and (other.identity is None or table in other.tables):
                 raise DumpError(
-                    f"{arguments[table][0]} and {arguments[other][0]} are of different dumps, "
-                    f"{identity} and {other_identity}, but one call wrote both tables: a copy of "
-                    "the dump was cut short, or files of two dumps were mixed; take another dump, "
-                    "or load one table at a time with table_names"
+                    f"{arguments[table][0]} and {arguments[name][0]} are of different dumps, "
+                    f"{entry.identity} and {other.identity}, but one call wrote both tables: a "
+                    "copy of the dump was cut short, or files of two dumps were mixed; take "
+                    "another dump, or load one table at a time with table_names"
                 )
 
 
@@ -538,7 +550,7 @@ def _split_states(
     padded = width == _PADDED and expected_columns == 1
     if numbers.numel() != count * width or not (padded or width == expected_columns):
         raise DumpError(
-            f"the optimizer states of {name!r} have {width} numbers a row, those of this table "
+            f"the optimizer states of {name!r} have {width} numbers per row, those of this table "
             f"{dict(states)}; load without states, or into a table of the same optimizer"
         )
     columns = numbers.view(count, width)[:, :expected_columns].split(list(states.values()), 1)
@@ -562,11 +574,12 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _stamps_and_scores(
-    scores: Tensor | None, count: int, layout: Layout, *, ages: bool, name: str
+    scores: Tensor | None, count: int, layout: Layout, *, has_ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return stamps and scores of entries, int64 `[n]`; stamps are 1 without times of use.
+    """Return stamps and scores of `count` entries, int64 `[n]`; stamps are 1 without times of use.
 
-    The stamps and scores give the eviction order of DynamicEmb's strategy.
+    `scores` are those of the files; with `has_ages` they are times since the last use. The result
+    gives the eviction order of DynamicEmb's strategy.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
@@ -578,7 +591,7 @@ def _stamps_and_scores(
         return _dense_ranks(time), uses.clone() if needs_scores else None
     if scores.numel() != count:
         raise DumpError(f"{name!r} has {scores.numel()} scores for {count} keys; it is cut short")
-    if ages:
+    if has_ages:
         stamps = _dense_ranks(-scores)
         return stamps, stamps.clone() if needs_scores else None
     if order == "lru":

@@ -16,11 +16,18 @@ from torch import Tensor
 from emblib.dynamic import keys as routing
 
 WEIGHT = "weight"  # name of the weights among the rows of an entry
-LAST_USES = "last_uses"  # of last uses of features with a longer ttl, where a table has such
+LAST_USES = "last_uses"  # name of the last uses by level, see `emblib.dynamic.last_uses`
 
 
 class SelectedRows:
-    """A selection of rows of a tensor or of other rows; only indexing copies."""
+    """A selection of rows of a tensor or of other rows; only indexing copies.
+
+    It is indexed by int64 positions `[n]` on any device, and returns rows on the device of `rows`.
+
+    Args:
+        rows: rows that are selected from.
+        positions: int64 `[N]`, positions of the selected rows.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +42,11 @@ class SelectedRows:
 
 
 class ConcatenatedRows:
-    """A concatenation of rows; only indexing copies."""
+    """A concatenation of rows; only indexing, by int64 positions `[n]`, copies, to the CPU.
+
+    Args:
+        parts: at least one, of equal width; the dtype is that of the first.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,6 +71,7 @@ class ConcatenatedRows:
 
 
 Rows = Tensor | SelectedRows | ConcatenatedRows
+"""Rows `[N, ...]` with `dtype` and `shape`; indexing by int64 positions copies some of them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,12 @@ class Entries:
         keys: int64 `[N]`, distinct; uint64 keys are viewed as int64.
         stamps: int64 `[N]`, tick of the last use.
         scores: int64 `[N]`, or None where the order of eviction has none.
-        rows: `weight` `[N, D]` and the states of the optimizer, `[N, D]` or `[N]`.
+        rows: `weight` `[N, D]` and the states of the optimizer, `[N, D]` or `[N]`; with several
+            times to live also `last_uses`, int64 `[N, levels - 1]`. They may be on another device.
+
+    Raises:
+        ValueError: lengths or dtypes differ.
+        TypeError: keys of another dtype.
     """
 
     keys: Tensor
@@ -148,7 +165,12 @@ class Entries:
 
 
 class Changes(NamedTuple):
-    """The changes of a table since a tick: entries used or written, and removed keys."""
+    """The changes of a table since a tick.
+
+    Attributes:
+        upserts: entries that were used or written since.
+        removed: int64 `[n]`, keys that left since and are not in the table.
+    """
 
     upserts: Entries
     removed: Tensor
@@ -240,7 +262,7 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
         rank: the rank that is loading.
         world_size: the number of ranks that are loading; it may differ from the saved one.
     """
-    room = {}
+    parts = {}
     for key, saved in metadata.items():
         match = _PART.fullmatch(key)
         if match is None or not hasattr(saved, "properties"):
@@ -251,8 +273,8 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
             number * world_size < (rank + 1) * num_parts
             and rank * num_parts < (number + 1) * world_size
         ):
-            room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    return room
+            parts[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+    return parts
 
 
 def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:

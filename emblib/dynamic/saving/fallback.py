@@ -114,7 +114,10 @@ def check(state: DynamicState, table: int, rows: FallbackRows) -> None:
 
 @without_gradients
 def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
-    """Overwrite fallback rows; states that are missing get their first value."""
+    """Overwrite fallback rows by rows that `check` accepts; missing states get their first value.
+
+    Nothing happens if there are no rows, or if the table has no fallback rows.
+    """
     if not rows or not state.specs[table].fallback_rows:
         return
     numbers = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)

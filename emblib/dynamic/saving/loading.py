@@ -23,6 +23,7 @@ from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
 
+# Not measured.
 _ENTRIES_PER_ROUND = 1 << 12  # waiting entries that try to get a slot in one round
 _MAX_IDLE_ROUNDS = 50  # consecutive rounds without a new assignment, before `search`
 
@@ -50,45 +51,57 @@ def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Te
         buckets: number of buckets of the table.
         hash_key: hash key of the table.
 
-    The result, including which entries get no slot, depends only on the arguments.
+    Returns:
+        The slot of each key, int64 `[N]`, -1 for none. Keys that had a slot may have another one,
+        or none. The result depends only on the arguments.
     """
-    room = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
+    assignment = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
     waiting = (slots < 0).nonzero().view(-1)
-    idle = step = 0
-    while waiting.numel() and idle < _MAX_IDLE_ROUNDS and int(room.free.sum()):
+    idle_rounds = step = 0
+    while waiting.numel() and idle_rounds < _MAX_IDLE_ROUNDS and int(assignment.free.sum()):
         step += 1
         block, waiting_later = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
-        settled = room.assign_within_one_move(block, step)
+        settled = assignment.assign_within_one_move(block, step)
         unsettled = block[~settled]
         if unsettled.numel() and not bool(settled.any()):
-            idle += 1
-            unsettled = room.swap_neighbours(unsettled, step)
+            idle_rounds += 1
+            unsettled = assignment.swap_neighbours(unsettled, step)
         else:
-            idle = 0
+            idle_rounds = 0
         waiting = torch.cat([unsettled, waiting_later])
     for entry in waiting.sort().values.tolist():
-        if not int(room.free.sum()):
+        if not int(assignment.free.sum()):
             break
-        room.search(entry)
-    return room.slots
+        assignment.search(entry)
+    return assignment.slots
 
 
 class _Assignment:
-    """The assignment of entries to slots; `free` `[buckets]` counts empty slots."""
+    """The assignment of entries to slots. Entries are numbers in [0, N), `step` seeds choices.
+
+    Args:
+        bucket_pairs: int64 `[2, N]`, the buckets of each entry.
+        slots: int64 `[N]`, the slot of each entry, -1 for none; it is changed.
+        buckets: number of buckets.
+
+    Attributes:
+        slots: the slots so far.
+        free: int64 `[buckets]`, number of empty slots.
+    """
 
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
-        self._holder = torch.full((buckets, SLOTS), -1)
+        self._entry_in = torch.full((buckets, SLOTS), -1)  # by slot, -1 for empty
         placed = (slots >= 0).nonzero().view(-1)
-        self._holder.view(-1)[slots[placed]] = placed
-        self.free = (self._holder < 0).sum(1)
+        self._entry_in.view(-1)[slots[placed]] = placed
+        self.free = (self._entry_in < 0).sum(1)
         # Buckets from which no chain of moves leads to an empty slot. They stay closed, since no
         # entry of another bucket moves into them.
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
     def assign_within_one_move(self, waiting: Tensor, step: int) -> Tensor:
         """Assign slots to waiting entries by at most one move each; return which got one, bool."""
-        neighbours = self._holder[self._bucket_pairs[:, waiting].T].reshape(waiting.numel(), -1)
+        neighbours = self._entry_in[self._bucket_pairs[:, waiting].T].reshape(waiting.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
         empty = neighbours < 0
         elsewhere = self._other_bucket(neighbours.clamp(min=0))
@@ -97,25 +110,23 @@ class _Assignment:
         )
         possible = self.free[elsewhere] > 0
         column = (_noise(possible.shape, step) * possible).argmax(1, keepdim=True)
-        buckets_taken, goes_to = (
-            neighbours.gather(1, column)[:, 0],
-            elsewhere.gather(1, column)[:, 0],
-        )
-        settled = possible.gather(1, column)[:, 0] & _first_of_each(goes_to, possible.any(1))
-        move = settled & (buckets_taken >= 0)
-        takes, gives = waiting[move], buckets_taken[move]
-        freed = self.slots[gives]
-        self._put(gives, goes_to[move])
-        self._occupy(takes, freed)
-        plain = settled & (buckets_taken < 0)
-        self._put(waiting[plain], goes_to[plain])
+        neighbour = neighbours.gather(1, column)[:, 0]
+        target = elsewhere.gather(1, column)[:, 0]  # bucket of an empty slot
+        settled = possible.gather(1, column)[:, 0] & _first_of_each(target, possible.any(1))
+        needs_move = settled & (neighbour >= 0)
+        movers = neighbour[needs_move]
+        freed_slots = self.slots[movers]
+        self._put(movers, target[needs_move])
+        self._occupy(waiting[needs_move], freed_slots)
+        fits = settled & (neighbour < 0)
+        self._put(waiting[fits], target[fits])
         return settled
 
     def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
         """Give each waiting entry another entry's slot; return those that wait now, int64 `[n]`."""
         slots = self._bucket_pairs[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
         once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
-        displaced = self._holder.view(-1)[slots[once]]
+        displaced = self._entry_in.view(-1)[slots[once]]
         self.slots[displaced] = -1
         self._occupy(waiting[once], slots[once])
         # They try their other bucket next time.
@@ -134,7 +145,7 @@ class _Assignment:
             if empty.numel():
                 self._shift(int(empty[0]), mover, entry)
                 return
-            members = self._holder[frontier].view(-1)
+            members = self._entry_in[frontier].view(-1)
             reached = self._other_bucket(members)
             is_fresh = ~is_visited[reached]
             mover.scatter_reduce_(
@@ -146,7 +157,7 @@ class _Assignment:
     def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that the next one frees."""
         current = int(mover[bucket])
-        slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
+        slot = bucket * SLOTS + int((self._entry_in[bucket] < 0).int().argmax())
         self.free[bucket] -= 1
         while current != entry:
             freed_slot = int(self.slots[current])
@@ -164,13 +175,13 @@ class _Assignment:
 
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
-        free_way = (self._holder[buckets] < 0).int().argmax(1)
-        self._occupy(entries, buckets * SLOTS + free_way)
+        first_empty = (self._entry_in[buckets] < 0).int().argmax(1)
+        self._occupy(entries, buckets * SLOTS + first_empty)
         self.free[buckets] -= 1
 
     def _occupy(self, entries: Tensor, slots: Tensor) -> None:
         """Record that entries are in these slots now."""
-        self._holder.view(-1)[slots] = entries
+        self._entry_in.view(-1)[slots] = entries
         self.slots[entries] = slots
 
 
@@ -192,7 +203,7 @@ def _noise(shape: tuple[int, ...], step: int) -> Tensor:
     return (mix(numbers) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
 
 
-_KEYS_PER_CALL = 1 << 22  # keys that one call inserts
+_KEYS_PER_CALL = 1 << 22  # keys that one call inserts, which bounds its memory; not measured
 
 
 def run(function: Callable[[], None]) -> None:
@@ -201,7 +212,7 @@ def run(function: Callable[[], None]) -> None:
 
 
 class TableTarget(NamedTuple):
-    """One table of an index, with its row buffers.
+    """One table of an index, with its row buffers; the caller holds the lock of the tables.
 
     Attributes:
         index: index with the keys of the table.
@@ -212,7 +223,7 @@ class TableTarget(NamedTuple):
         initial_state: value of optimizer states of entries that have none.
         last_uses: int64 `[rows, n]` by slot, see `emblib.dynamic.last_uses`; None without.
         hash_key: hash key that a replaced table gets; None keeps the current one.
-        complete: runs a function, and once more if it is interrupted.
+        complete: function that runs a function, and once more if it is interrupted.
     """
 
     index: HashIndex
@@ -363,7 +374,10 @@ def _put(
 
 
 def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Empty the table; return slots of entries, int64 `[N]`, -1 if left out, and 0 evictions."""
+    """Insert entries into an empty table; return their slots, int64 `[N]`, and 0 evictions.
+
+    Slots are on the CPU, -1 for entries that are left out.
+    """
     index, table = target.index, target.table
     device = index.tags.device
     order = of_entries.best_first(entries, index.order).cpu()
@@ -384,7 +398,7 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         tags = index.table_tags(table)
         tags.zero_()
         tags[at] = tags_of(keys[has_slot], hash_key).to(device)
-        index.table_entries(table)[at, 0] = keys[has_slot].to(device)
+        index.table_entries(table)[at, HashEntryColumn.KEY] = keys[has_slot].to(device)
         index.tables[table, HashTableColumn.SIZE] = int(has_slot.sum())
     placed = torch.full_like(order, -1)
     placed[best] = slots
@@ -392,7 +406,10 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
 
 
 def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Return the slots of entries, int64 `[N]`, -1 for none, and how many were evicted."""
+    """Insert entries that are missing; return all slots, int64 `[N]`, and how many were evicted.
+
+    Slots are on the CPU, -1 for entries that are left out.
+    """
     index, table = target.index, target.table
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
@@ -519,7 +536,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
-    """Remove keys; return how many were in the table."""
+    """Remove keys, int64 `[n]`; return how many were in the table."""
     size_before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
     return size_before - target.index.size(target.table)

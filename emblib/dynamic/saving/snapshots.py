@@ -22,6 +22,11 @@ _ENTRIES = ("index", "rows", "hyper", "admission", "scores")
 def take(state: DynamicState) -> dict[str, Any]:
     """Copy the state of a module, slot by slot, without rows that are not in use.
 
+    The snapshot is a tree of dicts, lists and tensors: "index" (`HashIndex.snapshot`, on the CPU),
+    "rows" (`RowLayout.snapshot`, on the device), "hyper" (hyperparameters), "admission"
+    (`Admission.snapshot` or None), "scores" (state dict or None), "expiry" (state dict, where a ttl
+    is a time) and "last_uses" (`LastUses.snapshot`, where tables have levels).
+
     Raises:
         RuntimeError: the module has a backing store.
     """
@@ -42,7 +47,7 @@ def take(state: DynamicState) -> dict[str, Any]:
 
 
 def _times_of(state: DynamicState) -> dict[str, Any]:
-    """Return the times by which keys expire, where a ttl is a time."""
+    """Return the entry of the times by which keys expire; {} unless a ttl is a time."""
     expiry = state.parts().get("expiry")
     return {} if expiry is None else {"expiry": expiry.state_dict()}
 

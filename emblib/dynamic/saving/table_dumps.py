@@ -74,7 +74,11 @@ def _write(
     others: dict[str, Tensor],
     fallback_rows: dict[str, Tensor],
 ) -> int:
-    """Write tables by name; return the tick of the dump."""
+    """Write tables by name; return the tick of the dump.
+
+    `others` is the state of the children of the module; a dump of changes has only its hash keys.
+    `fallback_rows` are named as in state dicts.
+    """
     saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
@@ -372,11 +376,15 @@ def save_table(
 
 
 def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
-    """Return the state of a table besides its entries: hash key, counters and scores."""
+    """Return the state of a table besides its entries: hash key, counters and scores.
+
+    Raises:
+        ValueError: several tables share counters, scores or times.
+    """
     of_parts = child_state(state)
     if len(state.specs) == 1:
         return of_parts
-    if len(state.parts()) > len(("index", "row_initializer")):
+    if state.parts().keys() - {"index", "row_initializer"}:
         raise ValueError(
             f"tables {state.table_names} of one module share admission counters, scores or times, "
             "which are not divided: save the module instead, or give this table a module of its own"
@@ -432,7 +440,7 @@ def read_table(
 
 @of_state
 def set_table(state: DynamicState, table: int, dump: TableDump, report: Report | None) -> Loaded:
-    """Load what `read_table` returned.
+    """Load what `read_table` returned; its tensors must not have changed since.
 
     Hyperparameters, which all tables of the module share, are loaded only if the dump has made more
     steps.
