@@ -2,8 +2,8 @@
 
 `Admission.admit` counts the misses of a batch (`emblib.ops.hash.Misses`), and returns which of them
 have reached the threshold of their table. It is tensor code with static shapes, so nothing waits
-for the device. Sums and maxima of integers do not depend on their order, so all devices and numbers
-of threads decide alike.
+for the device, unless a table has an admission rule of its own. Sums and maxima of integers do not
+depend on their order, so all devices and numbers of threads decide alike.
 
 **Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). An admitted
 key leaves it. A key that this table evicts, or rejects because its buckets are full of keys of the
@@ -111,8 +111,8 @@ class _Counter(nn.Module):
     are padded to static length, and the padding is counted there.
     """
 
-    table_of: Tensor  # int64 `[T + 1]`, number of each table's counter
-    numbers: Tensor  # int64 `[counters + 1]`, 0, 1, 2, ...
+    table_of: Tensor  # int64 `[T + 1]`, table of `index` for each table; the last one for uncounted
+    numbers: Tensor  # int64 `[counters + 1]`, the tables of `index`: 0, 1, 2, ...
 
     def __init__(
         self,
@@ -138,22 +138,22 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
-        """Select the misses of counted tables that `mask` has, sorted by table."""
+        """Select the misses of counted tables, sorted by table; of `mask`, bool `[L]`, if given."""
         length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
         tables = self.table_of[missing_keys.tables]
         is_counted = tables < tail
         if mask is not None:
             is_counted = is_counted & mask
         targets = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
-        moved = [
+        keys, counts = (
             values.new_zeros(length + 1).scatter_(0, targets, values)[:length]
             for values in (missing_keys.keys, missing_keys.counts)
-        ]
+        )
         counted = torch.where(is_counted, tables, tail)
         sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], targets)
+        return _Picked(hash.Keys(keys, starts, self.numbers), counts, targets)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
         """Count the misses; return the count of each so far, int64 `[L]`, 0 for other tables."""
@@ -162,8 +162,8 @@ class _Counter(nn.Module):
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
-        rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        scores = self.index.entries[:, HashEntryColumn.SCORE][rows]
+        entries_at = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
+        scores = self.index.entries[:, HashEntryColumn.SCORE][entries_at]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
 
@@ -243,10 +243,18 @@ class _Counter(nn.Module):
         yield from state_dicts.entry_problems(state_dict, {hash_keys: self.index.hash_keys})
 
 
+class _Fading(NamedTuple):
+    """The counters of a sketch that are halved in turn, `per_batch` of them in every batch."""
+
+    begin: int  # first counter
+    size: int  # number of counters
+    per_batch: int
+
+
 class _Sketches(nn.Module):
     """Count-min sketches for some of the tables of a module, one after the other in one tensor."""
 
-    counters: Tensor  # `[n]`, all sketches, then one unused counter
+    counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then one unused counter
     batches: Tensor  # int64 `[1]`, number of batches so far
     layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`
 
@@ -258,7 +266,7 @@ class _Sketches(nn.Module):
         hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
-        self._periods: list[tuple[int, int, int]] = []  # begin, end, counters per batch
+        self._fading: list[_Fading] = []
         layout = torch.zeros(len(specs) + 1, len(_SketchColumn), dtype=torch.int64)
         begin = max_threshold = 0
         for t in table_indices:
@@ -266,10 +274,11 @@ class _Sketches(nn.Module):
             sketch = frequency.counter
             assert isinstance(sketch, CountMinSketch)
             size = sketch.width * sketch.depth
-            sizes = begin, sketch.width, sketch.depth
-            layout[t] = torch.tensor([*sizes, frequency.max_threshold, hash_keys[t]])
+            columns = begin, sketch.width, sketch.depth, frequency.max_threshold, hash_keys[t]
+            layout[t] = torch.tensor(columns)  # see `_SketchColumn`
             if sketch.halve_every is not None:
-                self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
+                per_batch = math.ceil(size / sketch.halve_every)
+                self._fading.append(_Fading(begin, size, per_batch))
             begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)
         self.depth = int(layout[:, _SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
@@ -302,11 +311,11 @@ class _Sketches(nn.Module):
         return counts
 
     def _fade(self, effects: Effects) -> None:
-        """Halve the counters that this batch must halve."""
+        """Halve the counters whose turn it is, and count the batch."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
-        for begin, size, slice_size in self._periods:
-            turn = batches * slice_size % (slice_size * math.ceil(size / slice_size))
-            cells = turn + torch.arange(slice_size, device=turn.device)
+        for begin, size, per_batch in self._fading:
+            first = batches * per_batch % (per_batch * math.ceil(size / per_batch))
+            cells = first + torch.arange(per_batch, device=first.device)
             cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
             halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved
@@ -346,6 +355,8 @@ class _Sketches(nn.Module):
 
 class Admission(nn.Module):
     """Decide which missing keys get a row, by the number of their uses.
+
+    The owner of the tables holds its lock around every call.
 
     Args:
         specs: specs of the tables; those without `admission` admit every key.
@@ -401,9 +412,12 @@ class Admission(nn.Module):
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
                 without being counted.
             effects: native calls that were made before an interruption; None for a first call.
+
+        Raises:
+            ValueError: an admission rule returned something other than one bool per key.
         """
         if self.counter is None and self.sketches is None:
-            return in_store
+            return None
         missing_keys = missing_of(keys.ids, misses)
         count = missing_keys.keys.numel()
         if in_store is not None:
@@ -430,8 +444,8 @@ class Admission(nn.Module):
     ) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
-        The result of padding is undefined. `thresholds` are those of the keys; None is those of
-        their tables.
+        The result of padding is undefined. `thresholds`, int64 `[L]`, are those of the keys; None
+        is those of their tables.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
@@ -452,7 +466,7 @@ class Admission(nn.Module):
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
-        """Return the keys that an exact counter has for a table and their counts, int64 `[n]`.
+        """Return the keys of a table that an exact counter has, and their counts; int64 `[n]` each.
 
         Raises:
             ValueError: the table does not count exactly.

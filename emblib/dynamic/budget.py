@@ -40,7 +40,7 @@ from emblib.dynamic.statistics import AgeHistogram
 from emblib.ops import hash
 from emblib.specs import SLOTS, check_count
 
-_SAMPLED_BUCKETS = 256  # per table and decision
+_SAMPLED_BUCKETS = 256  # buckets whose ages are read per table and decision; not measured
 _VERSION_BYTES = 8  # per row, which the index records as soon as steps overlap
 
 
@@ -90,7 +90,7 @@ class MemoryBudget:
 
     A sharded model has one budget per rank, of the shards that it has; ranks do not communicate.
     Copies of a module and modules that load its checkpoint belong to no budget; a copy of a budget
-    has no tables.
+    has no tables. Methods may be called in any thread.
 
     Args:
         nbytes: the number of bytes.
@@ -198,7 +198,10 @@ class MemoryBudget:
         return (table for member in self._members for table in member.tables)
 
     def raise_limit(self, table: _Table, buckets: int) -> None:
-        """Raise the limit of a table towards a number of buckets, as far as bytes are free."""
+        """Raise the limit of a table towards a number of buckets, as far as bytes are free.
+
+        Bytes that are reserved for other tables are not free; those for this table are used first.
+        """
         with self._lock:
             reserved = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
             free = max(0, self.nbytes - self._used() - reserved)
@@ -209,7 +212,7 @@ class MemoryBudget:
                 table.limit += more
 
     def lower_limit(self, table: _Table, buckets: int) -> None:
-        """Lower the limit of a table, and reserve the bytes for its receiver, if there is one."""
+        """Lower the limit of a table that has shrunk; reserve the bytes for a receiver, if set."""
         with self._lock:
             if table.receiver is not None:
                 table.receiver.reserved_bytes += (table.limit - buckets) * table.bucket_bytes
@@ -231,15 +234,16 @@ class MemoryBudget:
             ]
             if not receivers:
                 return
-            age, receiver = min(receivers, key=lambda pair: pair[0])
+            receiver_age, receiver = min(receivers, key=lambda pair: pair[0])
             donors = [
                 (pressure.lowest_age, table)
                 for table, pressure in published
                 if table is not receiver and table.can_shrink and table.limit > table.min_buckets
             ]
-            oldest, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
-            if oldest <= self.ratio * max(age, 1.0):
+            donor_age, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
+            if donor_age <= self.ratio * max(receiver_age, 1.0):  # ages below a step say nothing
                 return
+            # At least as many bytes as one bucket of the receiver takes.
             step = max(donor.step(self.share), -(-receiver.bucket_bytes // donor.bucket_bytes))
             donor.target = max(donor.min_buckets, donor.limit - step)
             donor.receiver = receiver
@@ -261,7 +265,10 @@ def _check(state: DynamicState) -> None:
 
 @dataclass(eq=False)
 class _Table:
-    """A table of a budget.
+    """A table of a budget that can grow.
+
+    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock. The thread
+    that trains the module assigns `pressure` and `ages`, and reads `target`.
 
     Attributes:
         number: number of the table in its module.
@@ -297,7 +304,14 @@ class _Table:
 
 
 class _Member:
-    """A module in a budget. Methods are called by the thread that holds the lock of the module."""
+    """A module in a budget. Methods are called by the thread that holds the lock of the module.
+
+    Args:
+        budget: the budget.
+        state: the tables of the module, which are referenced weakly.
+        tables: those that can grow.
+        fixed_bytes: bytes of the other tables and of all fallback rows.
+    """
 
     def __init__(
         self, budget: MemoryBudget, state: DynamicState, tables: list[_Table], fixed_bytes: int
@@ -385,7 +399,7 @@ class _Member:
             table.pressure, table.ages = Pressure(recent.num_keys, recent.mean, lowest), ages
 
     def _shrink(self, table: _Table, buckets: int, state: DynamicState) -> None:
-        """Shrink a table, then lower its limit. Repeated after an interruption, it goes on."""
+        """Shrink a table, then lower its limit; an interrupted call goes on in the next step."""
         shrink_to(state, table.number, buckets)
         if state.statistics is not None:  # keys that it evicted just now are no pressure
             table.ages = state.statistics.read()[table.number].eviction_ages

@@ -86,12 +86,15 @@ class _Lookups(NamedTuple):
 
 
 class CachedTTEmbeddingBags(nn.Module):
-    """Looks up tensor-train tables whose most used rows are stored dense.
+    """Look up tensor-train tables whose most used rows are stored dense.
 
     A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
     `to_dense` and `state_dict` have its values. Training lookups count ids in a hash table;
     `populate` stores the rows of the most used ids. New rows start with the cores' values and zero
     optimizer states. If rows are chosen between a lookup and its backward, backward raises.
+
+    A *key* is an id plus the first key of its table, so that one hash table serves all. Threads may
+    look up at the same time while none chooses rows; one thread trains (docs/threads.md).
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
@@ -110,6 +113,14 @@ class CachedTTEmbeddingBags(nn.Module):
 
     State dicts load into modules with another number of stored rows, if those of the state dict
     fit.
+
+    Attributes:
+        trains: module of the cores.
+        rows: module of the stored rows, one table per tensor train.
+        index: hash table of the keys of stored rows.
+        counts: hash table that counts the keys of training lookups.
+        cache_rows: number of rows in the cache, by table.
+        stored_rows: number of stored rows, cached or spilled, by table.
 
     Raises:
         TypeError: no `TTCache`.
@@ -451,6 +462,8 @@ class CachedTTEmbeddingBags(nn.Module):
 
         Args:
             table: number of the table whose rows are chosen; None chooses those of all tables.
+
+        The host waits for the device. Lookups before it have no backward any more.
         """
         self._populate(range(len(self.tables)) if table is None else [table])
 
@@ -545,19 +558,15 @@ class CachedTTEmbeddingBags(nn.Module):
         spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
         train_rows = tt_projection.rows(spec, cores, ids)
-        changed = float((values - train_rows).double().square().sum())
+        squared_change = float((values - train_rows).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
-            moved = tt_projection.project(spec, cores, ids, values)
-            own_cores = self.trains.table_cores(table)
-            calls = [
-                partial(core.copy_, value) for core, value in zip(own_cores, moved, strict=True)
-            ]
-            cores = [
-                value.to(core.dtype).float() for core, value in zip(own_cores, moved, strict=True)
-            ]
+            projected = tt_projection.project(spec, cores, ids, values)
+            pairs = [*zip(self.trains.table_cores(table), projected, strict=True)]
+            calls = [partial(core.copy_, value) for core, value in pairs]
+            cores = [value.to(core.dtype).float() for core, value in pairs]
             train_rows = tt_projection.rows(spec, cores, ids)
         squared_loss = float((values - train_rows).double().square().sum())
-        sums = torch.tensor([changed, squared_loss], device=self.changes.device)
+        sums = torch.tensor([squared_change, squared_loss], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
         evicted = self.counters[table, TT_COUNTERS.index("evicted")]
         return cores, [*calls, partial(evicted.add_, len(rows))]
@@ -585,7 +594,7 @@ class CachedTTEmbeddingBags(nn.Module):
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids whose rows are stored, in the cache or spilled, int64 `[n]`."""
+        """Return the ids of a table whose rows are stored, cached or spilled, int64 `[n]`."""
         keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_key[table]
 

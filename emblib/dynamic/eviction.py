@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import MAX_TICK, InsertedBatch
 from emblib.ops import hash
 from emblib.ops.effects import Effects
@@ -24,7 +25,8 @@ class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
     Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
-    `Eviction.CUSTOM` assign the number that was last passed to `set`.
+    `Eviction.CUSTOM` assign the number that was last passed to `set`. The owner holds its lock
+    around every call; only `get` waits for the device.
 
     Args:
         specs: the tables.
@@ -89,7 +91,12 @@ class EvictionScores(nn.Module):
         self._unset -= set(scores)
 
     def set_steps(self, steps: Mapping[int, int]) -> None:
-        """Set the step of STEP tables, which is the score of their next batch."""
+        """Set the step of STEP tables, by table, which is the score of their next batch.
+
+        Raises:
+            ValueError: not a STEP table, or a step that is not an int64.
+            TypeError: a step that is not an int.
+        """
         for table in steps:
             if self._evictions[table] is not Eviction.STEP:
                 raise ValueError(
@@ -140,19 +147,24 @@ def _as_int64(score: Any) -> int:
     return number
 
 
-_SWEEPS_PER_TTL = 8
-_PAIRS_PER_TTL = 16
-_MAX_PAIRS = 40  # at least 2 * _PAIRS_PER_TTL + 3, which a table has at most
+_SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps
+_PAIRS_PER_TTL = 16  # (tick, time) pairs, and sweeps over a table, per ttl that is a time
+_MAX_PAIRS = 40  # at least 2 * _PAIRS_PER_TTL + 3, which a list has at most
 _MICROSECOND = timedelta(microseconds=1)
-_NO_PAIR = MAX_TICK + 1, 0
-_MAX_SECONDS = 1e12
+_NO_PAIR = MAX_TICK + 1, 0  # an unused element of `Expiry.times`
+_MAX_SECONDS = 1e12  # in microseconds below 2^62
 
 
 class Sweep(NamedTuple):
     """Buckets of one table that a step searches for expired keys.
 
-    `before` has a tick for each time to live of the table (`DynamicSpec.lifetimes`): a key expires
-    if its last use by a feature with at least this time was before it.
+    Attributes:
+        table: number of the table.
+        first_bucket: first bucket that is searched.
+        num_buckets: number of buckets that are searched.
+        before: tick by time to live of the table (`DynamicSpec.lifetimes`). A key expires if for
+            each of these times its last use by a feature with at least this time was before the
+            tick.
     """
 
     table: int
@@ -177,12 +189,17 @@ class Expiry(nn.Module):
     time an eighth and the pause between two steps. Until then lookups find the key, and a use
     resets its age. A clock that was set back makes keys look younger, never older.
 
+    The owner sets `now` from `read_clock` and holds its lock around every call.
+
+    Args:
+        specs: the tables.
+
     Attributes:
         clock: function that returns the time in seconds.
-        now: time in microseconds, which only steps and `read_clock` move on.
+        now: time of the current step in microseconds.
     """
 
-    times: Tensor
+    times: Tensor  # int64 `[N, 40, 2]` on the CPU, N lists of pairs
 
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
         super().__init__()
@@ -197,7 +214,9 @@ class Expiry(nn.Module):
             for ttl in lifetimes
             if isinstance(ttl, timedelta)
         ]
-        self._progress: dict[int, tuple[int, int]] = {}  # next bucket, time up to it; by table
+        # By table with a ttl that is a time: the next bucket to search, and the time in
+        # microseconds up to which the buckets before it were due.
+        self._progress: dict[int, tuple[int, int]] = {}
         times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
@@ -234,24 +253,24 @@ class Expiry(nn.Module):
                 number = numbers.pop(0)
                 latest = self.now - self._lists[number][1]
                 pairs = self._pairs(number)
-                ticks.append(max((k + 1 for k, at in pairs if at <= latest), default=0))
+                ticks.append(max((stamp + 1 for stamp, at in pairs if at <= latest), default=0))
             else:
                 ticks.append(0 if ttl is None else tick - ttl)
-        return ticks[0], *(max(first, 1) for first in ticks[1:])
+        return ticks[0], *(max(first_tick, 1) for first_tick in ticks[1:])
 
     def _numbers_of(self, table: int) -> list[int]:
         """Return the numbers of the lists of a table."""
         return [number for number, (t, _) in enumerate(self._lists) if t == table]
 
-    def _tables(self) -> dict[int, int | timedelta]:
-        """Return the shortest time to live of each table that has one."""
+    def _shortest_lifetimes(self) -> dict[int, int | timedelta]:
+        """Return the shortest time to live, in steps or as a time, of each table that has one."""
         shortest = {t: lifetimes[0] for t, lifetimes in enumerate(self._lifetimes)}
         return {t: ttl for t, ttl in shortest.items() if ttl is not None}
 
     def sweeps(self, step: int) -> list[Sweep]:
         """Return the sweeps of a step, to be run once the keys of its batch are inserted."""
         sweeps = []
-        for table, ttl in self._tables().items():
+        for table, ttl in self._shortest_lifetimes().items():
             max_buckets = self._max_buckets[table]
             if isinstance(ttl, timedelta):
                 first, _, num_buckets = self._due_buckets(table, ttl)
@@ -260,6 +279,7 @@ class Expiry(nn.Module):
                 first = step % math.ceil(max_buckets / num_buckets) * num_buckets
                 num_buckets = min(num_buckets, max_buckets - first)
             to_end = min(num_buckets, max_buckets - first)
+            # After the last bucket the search goes on with the first.
             for begin, count in ((first, to_end), (0, num_buckets - to_end)):
                 if count:
                     sweeps.append(Sweep(table, begin, count, self.before(table, step)))
@@ -269,19 +289,19 @@ class Expiry(nn.Module):
         """Return sweeps of all buckets of all tables with a ttl."""
         return [
             Sweep(table, 0, self._max_buckets[table], self.before(table, step))
-            for table in self._tables()
+            for table in self._shortest_lifetimes()
         ]
 
     def advance(self, step: int) -> None:
         """Note that the sweeps of a step are done; repeated calls have no further effect."""
-        for table, ttl in self._tables().items():
+        for table, ttl in self._shortest_lifetimes().items():
             if not isinstance(ttl, timedelta):
                 continue
             first, at, num_buckets = self._due_buckets(table, ttl)
             max_buckets = self._max_buckets[table]
             if num_buckets == max_buckets:
                 at = self.now
-            else:
+            else:  # the time by which these buckets were due
                 at += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
             self._progress[table] = (first + num_buckets) % max_buckets, at
         self.record(step)
@@ -298,22 +318,25 @@ class Expiry(nn.Module):
         """Note that keys with stamps up to `tick` were used no later than now."""
         if not self._lists:
             return
-        now, rows = self.now, self.times.tolist()
+        now, lists = self.now, self.times.tolist()
         for number, (_, duration) in enumerate(self._lists):
-            pairs = [(k, min(at, now)) for k, at in self._pairs(number) if k <= tick]
+            # A clock that was set back makes later times now.
+            pairs = [(stamp, min(at, now)) for stamp, at in self._pairs(number) if stamp <= tick]
             if not pairs or pairs[-1][0] < tick:
+                # The new pair replaces the last one, unless the one before is a 16th of ttl ago.
                 if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < duration:
                     pairs.pop()
                 pairs.append((tick, now))
             while len(pairs) > 1 and pairs[1][1] <= now - duration:
                 pairs.pop(0)
-            newest = [(MAX_TICK - k, at) for k, at in pairs[-_MAX_PAIRS:]]
-            rows[number] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
-        self.times = torch.tensor(rows)  # another tensor: state dicts have the old one
+            newest = [(MAX_TICK - stamp, at) for stamp, at in pairs[-_MAX_PAIRS:]]
+            lists[number] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
+        self.times = torch.tensor(lists)  # another tensor: state dicts have the old one
 
     def _pairs(self, number: int) -> list[tuple[int, int]]:
-        """Return the (tick, time) pairs of a list, both ascending."""
-        return [(MAX_TICK - k, at) for k, at in self.times[number].tolist() if k <= MAX_TICK]
+        """Return the (tick, time in microseconds) pairs of a list, both ascending."""
+        rows = self.times[number].tolist()
+        return [(MAX_TICK - code, at) for code, at in rows if code <= MAX_TICK]
 
     def skip(self, duration: timedelta | None) -> None:
         """Leave a pause out of the ages of all keys; None is the time since the last step."""
@@ -355,6 +378,14 @@ class Expiry(nn.Module):
         yield from state_dicts.count_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
+class _LoggedKeys(NamedTuple):
+    """Keys that left a table at one tick, and the number of keys logged so far, with these."""
+
+    tick: int
+    keys: Tensor
+    total: int
+
+
 class EvictionLog:
     """Record the keys that left each table, by tick.
 
@@ -364,20 +395,22 @@ class EvictionLog:
 
     `expect` announces a call that removes keys, and `record` logs the keys after it. If an
     exception comes in between, the log lacks keys, so it counts as complete only from the next tick
-    on.
+    on. The owner of the tables holds its lock around every call.
 
     Args:
         num_tables: the number of tables.
         tick: the tick from which on the log is complete.
         max_keys: keys per table, 8 bytes each in host memory.
+
+    Raises:
+        ValueError: `max_keys` is below 1.
     """
 
     def __init__(self, num_tables: int, tick: int, max_keys: int = 1 << 24) -> None:
         if max_keys < 1:
             raise ValueError(f"an eviction log must keep at least one key, got {max_keys}")
         self._max_keys = max_keys
-        # Per table: (tick, keys, number of keys since the log began, including these).
-        self._logs: list[deque[tuple[int, Tensor, int]]] = [deque() for _ in range(num_tables)]
+        self._logs: list[deque[_LoggedKeys]] = [deque() for _ in range(num_tables)]
         self._complete_from = [tick] * num_tables
         self._expected: dict[int, int] = {}  # by table the tick of keys that are not recorded yet
 
@@ -394,18 +427,21 @@ class EvictionLog:
         self._expected[table] = tick
 
     def record(self, table: int, keys: Tensor, tick: int) -> None:
-        """Record keys that left a table at `tick`, which is at least the last recorded tick."""
+        """Record keys, int64 `[n]`, that left a table at `tick`.
+
+        The tick is at least that of the last record. An expected call may have removed no keys.
+        """
         log = self._logs[table]
         if keys.numel():
-            num_before = log[-1][2] if log else 0
-            log.append((tick, keys.detach().cpu().clone(), num_before + keys.numel()))
+            num_before = log[-1].total if log else 0
+            log.append(_LoggedKeys(tick, keys.detach().cpu().clone(), num_before + keys.numel()))
         self._expected.pop(table, None)
-        while log and log[-1][2] - log[0][2] + log[0][1].numel() > self._max_keys:
-            self._complete_from[table] = max(self._complete_from[table], log[0][0] + 1)
+        while log and log[-1].total - log[0].total + log[0].keys.numel() > self._max_keys:
+            self._complete_from[table] = max(self._complete_from[table], log[0].tick + 1)
             log.popleft()
 
     def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
-        """Record keys of all tables, concatenated: those of table t end at `ends[t]`."""
+        """Record keys of all tables, concatenated as int64 `[n]`: table t's end at `ends[t]`."""
         begin = 0
         for table, end in enumerate(ends):
             self.record(table, keys[begin:end], tick)
@@ -418,7 +454,7 @@ class EvictionLog:
         evicted = inserted.result.status == hash.EVICTING
         num_before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
         ends = num_before[inserted.misses.offsets[1:]].tolist()
-        self.record_all(inserted.result.evicted[evicted, 0], ends, tick)
+        self.record_all(inserted.result.evicted[evicted, HashEntryColumn.KEY], ends, tick)
 
     def complete_from(self, table: int) -> int:
         """Return the first tick from which on all evictions of a table are in the log."""
@@ -436,5 +472,5 @@ class EvictionLog:
                 f"evictions are known from tick {self.complete_from(table)} on, asked for is "
                 f"{tick}; save a whole dump, and save changes more often or keep a longer log"
             )
-        keys = [keys for at, keys, _ in self._logs[table] if at >= tick]
+        keys = [logged.keys for logged in self._logs[table] if logged.tick >= tick]
         return torch.cat(keys).unique() if keys else torch.empty(0, dtype=torch.int64)

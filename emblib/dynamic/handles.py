@@ -83,8 +83,9 @@ class DynamicTable:
     If the table is sharded over several ranks, methods are collectives: all ranks call them, and an
     error on one rank is raised on all. (Setters and properties do not communicate, but must be used
     in the same way on all ranks.) Each rank passes any keys, possibly none, and gets answers for
-    these keys. Results about the whole table are equal on all ranks. `local` acts on the shards of
-    this rank alone.
+    these keys, on the CPU. Results about the whole table are equal on all ranks. `local` acts on
+    the shards of this rank alone. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait
+    for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -184,7 +185,10 @@ class DynamicTable:
         return self._ask_owners("contains", keys, dynamic_state.contains, default=False)
 
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys with their rows; return whether each was present, bool `[n]`."""
+        """Remove keys with their rows; return which were present, bool `[n]`.
+
+        Of a key that repeats, on any rank, only one position is true.
+        """
         return self._ask_owners("erase", keys, training.erase, default=False)
 
     def key_status(self, keys: Tensor) -> Tensor:
@@ -307,7 +311,7 @@ class DynamicTable:
             dynamic_state.track_evictions(state, max_keys)
 
     def evicted(self, since: int) -> Tensor:
-        """Return the keys that left at training step `since` or later, and were not inserted again.
+        """Return the keys that left at training step `since` or later and are still absent; int64.
 
         Raises:
             RuntimeError: `track_evictions` was not called.
@@ -560,8 +564,8 @@ class DynamicTable:
 
         `answer(state, table index, keys[, values])` is called for the keys of each shard.
         """
-        own_keys = routing.as_keys(keys).detach().cpu().view(-1)
-        keys_of_ranks, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
+        local_keys = routing.as_keys(keys).detach().cpu().view(-1)
+        keys_of_ranks, all_values = zip(*self._gather(method, (local_keys, values)), strict=True)
         every_value = None if values is None else torch.cat(all_values)
         all_keys = torch.cat(keys_of_ranks)
         owner = routing.owner(all_keys, len(self.owners))
@@ -579,9 +583,9 @@ class DynamicTable:
         if self.ranks is None:
             return by_rank[0]
         begin = sum(part.numel() for part in keys_of_ranks[: self.ranks.rank])
-        at = slice(begin, begin + own_keys.numel())
+        at = slice(begin, begin + local_keys.numel())
         rank = torch.tensor(self.owners)[owner[at]]
-        return torch.stack([part[at] for part in by_rank])[rank, torch.arange(own_keys.numel())]
+        return torch.stack([part[at] for part in by_rank])[rank, torch.arange(local_keys.numel())]
 
 
 def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:

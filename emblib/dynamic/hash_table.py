@@ -72,6 +72,11 @@ class HashTable(nn.Module):
     number of the batch. Threads may share a table: every method but `export` is atomic
     (docs/threads.md).
 
+    Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
+    its device and dtype, scores int64 `[n]` to its device, and neither gets a gradient. Methods
+    raise ValueError for other shapes and for scores that the eviction does not take, TypeError for
+    another dtype of keys, and RuntimeError for keys on another device, before they change anything.
+
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
             no values are given. `admission`, `ttl` and `fallback_rows` are not used.
@@ -121,10 +126,10 @@ class HashTable(nn.Module):
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
         self._use(0, 0, self.index.capacity(0))
-        self._start: tuple[Tensor, Tensor] | None = None  # made once, see `_start_arguments`
+        self._start: tuple[Tensor, Tensor] | None = None  # result of `_start_arguments`
 
     @property
-    def _scored(self) -> bool:
+    def _has_scores(self) -> bool:
         return self.index.order in hash.SCORED
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
@@ -165,7 +170,7 @@ class HashTable(nn.Module):
         eviction = self.spec.eviction
         if eviction is Eviction.CUSTOM:
             if scores is None:
-                raise ValueError("a table with Eviction.CUSTOM needs scores, an int or one a key")
+                raise ValueError("a table with Eviction.CUSTOM needs scores, an int or one per key")
         elif scores is not None and eviction not in (Eviction.LFU, Eviction.LRU_LFU):
             raise ValueError(
                 f"scores are for Eviction.CUSTOM, LFU and LRU_LFU, this table has {eviction}"
@@ -216,7 +221,7 @@ class HashTable(nn.Module):
     def insert_or_assign(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
-        """Write the values of keys, inserting new ones."""
+        """Write the values of keys, inserting new ones; `evicted` is None in the result."""
         return self._insert_values(keys, values, scores)
 
     @without_gradients
@@ -232,8 +237,8 @@ class HashTable(nn.Module):
         """Call `insert_or_assign` and return the evicted rows in the order of the keys.
 
         Args:
-            keys: int64 `[n]`.
-            values: `[n, dim]`.
+            keys: keys `[n]`.
+            values: values `[n, dim]`.
             scores: scores of the keys, as the class describes.
             padded: whether `evicted` has n rows, of which the first `num_evicted` mean something,
                 so that the host does not wait for their number; `Insertion.trimmed` drops the rest.
@@ -342,12 +347,13 @@ class HashTable(nn.Module):
         return layout, rule
 
     def _insert(self, batch: Keys, counts: Tensor | None, effects: Effects) -> InsertedBatch:
-        """Touch or insert keys; counts or scores, if given, decide which keys stay."""
+        """Touch or insert keys, with the result of `_counts`."""
         effects.restart()
         if not self._assigns_scores or counts is None:
             return self.index.insert(batch, counts, rows=self._rows(), effects=effects)
         given_counts = counts
 
+        # An `admit` that admits all: it replaces the summed counts of each miss by its last score.
         def rank(keys: Keys, misses: Misses) -> None:
             self._write_last(misses.counts, misses.groups.long(), given_counts)
 
@@ -413,14 +419,17 @@ class HashTable(nn.Module):
         """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
         slots = self.slots(keys)
         is_present = slots >= 0
-        if not self._scored:
+        if not self._has_scores:
             return torch.zeros_like(slots), is_present
         scores = self._entries(HashEntryColumn.SCORE)[slots.clamp(min=0)]
         return torch.where(is_present, scores, 0), is_present
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
-        """Set the scores of keys that are in the table; return which are, bool `[n]`."""
+        """Set the scores of keys that are in the table; return which are, bool `[n]`.
+
+        Of a key that repeats the last score counts.
+        """
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._batch(keys)
@@ -439,7 +448,7 @@ class HashTable(nn.Module):
 
     @atomic
     def expire(self, before: int) -> Tensor:
-        """Remove keys that were last used before tick `before`; return them (waits)."""
+        """Remove and return the keys last used before tick `before`, int64 `[n]` (waits)."""
         return self.index.expire(0, before)
 
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
@@ -484,7 +493,7 @@ class HashTable(nn.Module):
             slots = inserted.slots
             self._write(slots, values)
             self._write_column(HashEntryColumn.STAMP, slots, stamps)
-            if self._scored:
+            if self._has_scores:
                 self._write_column(HashEntryColumn.SCORE, slots, scores)
             return Insertion(slots, self._status(inserted))
 

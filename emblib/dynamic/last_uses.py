@@ -61,6 +61,11 @@ class LastUses:
         specs: the tables.
         feature_tables: the table of each feature.
         device: the device of the tables.
+
+    Attributes:
+        widths: number of levels above the first, by table.
+        buffer: int64, a `[rows, width]` block per table, 0 for no use, then a spare element.
+        layout: int64 `[T, 1, 2]`, `buffer` as a row buffer, see `RowBuffers.layout`.
     """
 
     def __init__(
@@ -68,15 +73,19 @@ class LastUses:
     ) -> None:
         self._specs, self._feature_tables = tuple(specs), list(feature_tables)
         self.widths = [len(spec.lifetimes) - 1 for spec in specs]
-        self._first = [0]
+        self._first_elements = [0]
         for spec, width in zip(specs, self.widths, strict=True):
-            self._first.append(self._first[-1] + spec.rows * width)
-        self.buffer = memory.reserve(self._first[-1] + 1, torch.int64, device)  # with a spare entry
+            self._first_elements.append(self._first_elements[-1] + spec.rows * width)
+        self.buffer = memory.reserve(
+            self._first_elements[-1] + 1, torch.int64, device
+        )  # with a spare entry
         size = self.buffer.itemsize
-        layout = [[[f * size, w * size]] for f, w in zip(self._first, self.widths, strict=False)]
+        layout = [
+            [[f * size, w * size]] for f, w in zip(self._first_elements, self.widths, strict=False)
+        ]
         self.layout = torch.tensor(layout, device=device)
         self._table_ranges = torch.tensor(
-            list(zip(self._first, self.widths, strict=False)), device=device
+            list(zip(self._first_elements, self.widths, strict=False)), device=device
         ).view(-1, 2)
         ttls = values_by_feature([spec.ttl for spec in specs], feature_tables)
         levels = [
@@ -88,10 +97,12 @@ class LastUses:
     def view(self, table: int) -> Tensor:
         """Return the last uses of a table by slot, int64 `[rows, levels - 1]`, as a view."""
         rows, width = self._specs[table].rows, self.widths[table]
-        return self.buffer[self._first[table] : self._first[table + 1]].view(rows, width)
+        return self.buffer[self._first_elements[table] : self._first_elements[table + 1]].view(
+            rows, width
+        )
 
     def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
-        """Note the uses of an inserted batch; repeated calls have no further effect."""
+        """Note the uses of an inserted batch at the index's clock; repeating it changes nothing."""
         tables, levels = tables_of(keys), self._levels[features_of(keys)]
         slots = inserted.slots
         first, width = self._table_ranges[tables].unbind(1)
@@ -100,6 +111,7 @@ class LastUses:
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0
         for level in range(1, max(self.widths) + 1):
+            # Positions without this level write to the spare element.
             has_level = (slots >= 0) & (level <= width)
             positions = at + level - 1
             self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare), 0)
@@ -120,7 +132,7 @@ class LastUses:
         Args:
             index: the keys.
             table: number of the table.
-            window: slots of the table that are searched.
+            window: slots of the table that are searched; those beyond its capacity are ignored.
             before: first tick of use with which a key is alive, by level.
             effects: native calls that were made before an interruption.
         """

@@ -4,11 +4,10 @@
 inserted. It reads nothing back, so a training step on a GPU does not wait. `TableStatistics` is
 what a reader gets: numbers of one table on one rank, which `TableStatistics.merged` adds up.
 
-Keys that return are recognised by the last evicted keys, which are stored in a table with one
-place per hash value: a key replaces the one before it in its place. So memory is bounded, old
-evictions are forgotten, and no key is recognised that was not evicted. Of n keys in m places, a
-key is still recognised with probability exp(-n / m) after n later evictions; the count is thus a
-lower bound.
+Keys that return are recognised by the last evicted keys, which are stored in cells, one per hash
+value: a key replaces the one before it in its cell. So memory is bounded, old evictions are
+forgotten, and no key is recognised that was not evicted. With m cells, a key is still recognised
+with probability exp(-n / m) after n later evictions; the count is thus a lower bound.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ AGE_BOUNDS = tuple(1 << power for power in range(32))
 """Upper bounds of the bins of ages, in training steps; one more bin has all higher ages."""
 
 _NUM_BINS = len(AGE_BOUNDS) + 1
-_MIN_PLACES = 64
+_MIN_CELLS = 64  # cells per table; any number above 1 would do
 _MULTIPLIER = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
 
@@ -52,7 +51,7 @@ class AgeHistogram:
 
     @property
     def num_keys(self) -> int:
-        """Return the number of keys."""
+        """Return the number of keys in all bins."""
         return sum(self.counts)
 
     @property
@@ -195,7 +194,10 @@ class TableStatistics:
 
 
 class TrackedCounts(NamedTuple):
-    """The counts of one table that `StatisticsCollector` adds to `TableStatistics`."""
+    """The counts of one table that `StatisticsCollector` adds to the fields of `TableStatistics`.
+
+    `reinserted` is None if no evicted keys are remembered.
+    """
 
     refused_lookups: int
     not_admitted_lookups: int
@@ -205,6 +207,9 @@ class TrackedCounts(NamedTuple):
 
 class StatisticsCollector:
     """Count what the insertions of batches do, on the device of the tables.
+
+    Counters are on the CPU first; `record` moves them to the device of the tables. The owner of the
+    tables holds its lock around every call; only `read` waits for a GPU.
 
     Args:
         num_tables: the number of tables.
@@ -220,30 +225,30 @@ class StatisticsCollector:
             torch.zeros(num_tables, dtype=torch.int64) for _ in range(4)
         )
         self._bounds = torch.tensor(AGE_BOUNDS)
-        self._places_log2 = (max(remember, _MIN_PLACES) - 1).bit_length()
+        self._cells_log2 = (max(remember, _MIN_CELLS) - 1).bit_length()
         self._evicted_keys: Tensor | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """Forget all evicted keys: every place gets a key that belongs to another place."""
+        """Forget all evicted keys: every cell gets a key that belongs to another cell."""
         if not self.remember:
             return
-        device, places = self._ages.device, 1 << self._places_log2
-        keys = torch.arange(places, device=device)
-        place_of_zero = self._place_of(keys[:1])
-        # Key 0 in all places but its own, which gets the first key of another place.
-        other_key = (self._place_of(keys) != place_of_zero).int().argmax()
-        table_keys = torch.where(keys == place_of_zero, other_key, 0)
-        # A spare last place takes what is masked on a GPU.
+        device, num_cells = self._ages.device, 1 << self._cells_log2
+        numbers = torch.arange(num_cells, device=device)
+        cell_of_zero = self._cell_of(numbers[:1])
+        # Key 0 is in all cells except that of key 0, which gets the first key of another cell.
+        other_key = (self._cell_of(numbers) != cell_of_zero).int().argmax()
+        table_keys = torch.where(numbers == cell_of_zero, other_key, 0)
+        # A spare last cell takes what is masked on a GPU.
         evicted_keys = torch.cat([table_keys.repeat(self._num_tables), table_keys[:1]])
         if self._evicted_keys is None:
             self._evicted_keys = evicted_keys
         else:  # in place, since a captured step writes to this memory
             self._evicted_keys.copy_(evicted_keys)
 
-    def _place_of(self, keys: Tensor) -> Tensor:
-        """Return the place of each key among the remembered keys of its table, int64 `[n]`."""
-        return keys * _MULTIPLIER >> 64 - self._places_log2 & (1 << self._places_log2) - 1
+    def _cell_of(self, keys: Tensor) -> Tensor:
+        """Return the cell of each key among those of its table, int64 `[n]`: its hash."""
+        return keys * _MULTIPLIER >> 64 - self._cells_log2 & (1 << self._cells_log2) - 1
 
     def reset(self) -> None:
         """Set the counts to zero; remembered keys stay."""
@@ -291,8 +296,8 @@ class StatisticsCollector:
         is_evicting = status == hash.EVICTING
         if self._evicted_keys is not None:
             at, weight = _selected(is_evicting | (status == hash.NEW))
-            places = self._places(table_of[at], keys.ids[misses.first[: status.numel()][at]])
-            self._count_reinserted(places, table_of[at], weight, effects)
+            cells = self._cells(table_of[at], keys.ids[misses.first[: status.numel()][at]])
+            self._count_reinserted(cells, table_of[at], weight, effects)
         at, weight = _selected(is_evicting)
         evicted_keys, stamps, _ = result.evicted[: status.numel()][at].unbind(1)
         self._add_evicted(table_of[at], evicted_keys, clock - stamps, weight, effects)
@@ -301,7 +306,17 @@ class StatisticsCollector:
     def record_evicted(
         self, table: int, keys: Tensor, stamps: Tensor, clock: Tensor, effects: Effects
     ) -> None:
-        """Count keys that a table evicted without an insertion, because it shrank."""
+        """Count keys that a table evicted without an insertion, because it shrank.
+
+        Repeated with the same `effects`, it counts nothing more.
+
+        Args:
+            table: number of the table.
+            keys: int64 `[n]`.
+            stamps: int64 `[n]`, tick of the last use of each key.
+            clock: int64 `[1]`, the current tick.
+            effects: the calls of this function that were made before an interruption.
+        """
         if self._ages.device != clock.device:
             self._move_to(clock.device)
         tables, weight = torch.full_like(keys, table), torch.ones_like(keys)
@@ -315,26 +330,26 @@ class StatisticsCollector:
         _add(effects, self._ages, tables * _NUM_BINS + bins, weight)
         _add(effects, self._total_age, tables, torch.where(weight > 0, ages, 0))
         if self._evicted_keys is not None:
-            self._remember(self._places(tables, keys), weight)
+            self._remember(self._cells(tables, keys), weight)
 
-    def _places(self, tables: Tensor, keys: Tensor) -> _Places:
-        """Return the places of keys of some tables in the memory of all tables."""
-        return _Places((tables << self._places_log2) + self._place_of(keys), keys)
+    def _cells(self, tables: Tensor, keys: Tensor) -> _Cells:
+        """Return keys of some tables with their cells among those of all tables."""
+        return _Cells((tables << self._cells_log2) + self._cell_of(keys), keys)
 
     def _count_reinserted(
-        self, places: _Places, tables: Tensor, weight: Tensor, effects: Effects
+        self, cells: _Cells, tables: Tensor, weight: Tensor, effects: Effects
     ) -> None:
         """Count the keys of weight 1 that are remembered as evicted."""
         assert self._evicted_keys is not None
-        is_known = self._evicted_keys[places.at] == places.keys
+        is_known = self._evicted_keys[cells.at] == cells.keys
         _add(effects, self._reinserted, tables, is_known * weight)
 
-    def _remember(self, places: _Places, weight: Tensor) -> None:
-        """Store evicted keys; of those in one place the largest, whatever the order of threads."""
+    def _remember(self, cells: _Cells, weight: Tensor) -> None:
+        """Store evicted keys; of those in one cell the largest, whatever the order of threads."""
         assert self._evicted_keys is not None
         spare = self._evicted_keys.numel() - 1
-        at = torch.where(weight > 0, places.at, spare)
-        self._evicted_keys.scatter_reduce_(0, at, places.keys, "amax", include_self=False)
+        at = torch.where(weight > 0, cells.at, spare)
+        self._evicted_keys.scatter_reduce_(0, at, cells.keys, "amax", include_self=False)
 
     def _count_lookups(
         self, keys: Keys, inserted: InsertedBatch, status_of_misses: Tensor, effects: Effects
@@ -370,8 +385,8 @@ class StatisticsCollector:
         ]
 
 
-class _Places(NamedTuple):
-    """Places of keys in the memory of evicted keys; int64 `[n]` each."""
+class _Cells(NamedTuple):
+    """Keys, and the cell of each in the memory of evicted keys; int64 `[n]` each."""
 
     at: Tensor
     keys: Tensor

@@ -25,8 +25,8 @@ from emblib.specs import (
     check_count,
 )
 
-_SPILLED = 8  # rows in host memory per row of the cache, by default
-_COUNTED = 4  # ids counted per row of the cache, by default
+_SPILLED_PER_ROW = 8  # default of `spill_rows` per row of the cache; not measured
+_COUNTED_PER_ROW = 4  # default of `counted` per stored row; not measured
 _INDEX_LOAD = 0.5  # load at which every id finds a slot
 
 
@@ -115,7 +115,7 @@ class TTCache:
         if self.eviction is not RowEviction.SPILL:
             return cached
         if self.spill_rows is None:
-            spilled = [_SPILLED * rows for rows in cached]
+            spilled = [_SPILLED_PER_ROW * rows for rows in cached]
         else:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
         row_counts = zip(cached, spilled, tables, strict=True)
@@ -136,7 +136,7 @@ class TTCache:
 
     def counted_of(self, tables: Sequence[TTSpec]) -> int:
         """Return the number of ids, of all tables, whose uses are counted."""
-        return self.counted or _COUNTED * sum(self.stored_rows_of(tables))
+        return self.counted or _COUNTED_PER_ROW * sum(self.stored_rows_of(tables))
 
     def index_specs(self, tables: Sequence[TTSpec]) -> tuple[DynamicSpec, DynamicSpec]:
         """Return the hash tables of ids that are stored, and of those that are counted."""
@@ -201,7 +201,16 @@ assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COU
 
 
 def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
-    """Return `rows`, int64, by ascending uses, larger keys first if equal; `keys` ascend."""
+    """Return rows that may leave in the order in which they do: the least used ones first.
+
+    Of equally used rows the one with the larger key leaves first.
+
+    Args:
+        cached_keys: int64 `[stored rows]`, key of each stored row.
+        rows: int64 `[n]`, the rows to order.
+        keys: int64 `[m]`, counted keys, ascending; the others have 0 uses.
+        uses: int64 `[m]`, uses of `keys`.
+    """
     candidates = cached_keys[rows]
     counts = torch.zeros_like(candidates)
     if len(keys):

@@ -14,8 +14,8 @@ from torch import Tensor
 from emblib.reference import tt as reference
 from emblib.specs import TTSpec
 
-_STEPS = 8  # gradient steps of a projection
-_SHORTEST_STEP = 1e-8
+_STEPS = 8  # gradient steps of a projection; not measured
+_SHORTEST_STEP = 1e-8  # a step that is halved below this ends the projection
 _CHUNK = 1 << 14  # rows computed at a time
 _MAX_ROWS_IN_INT64 = 1 << 31  # row id times multiplier fits into int64
 
@@ -23,7 +23,7 @@ _MAX_ROWS_IN_INT64 = 1 << 31  # row id times multiplier fits into int64
 def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
     """Compute the rows `[n, dim]` of ids, int64 `[n]`, from the cores."""
     return torch.cat(
-        [_rows_at(spec, cores, _train_rows_of(spec, some)) for some in ids.split(_CHUNK)]
+        [_rows_at(spec, cores, _train_rows_of(spec, chunk)) for chunk in ids.split(_CHUNK)]
     )
 
 
@@ -38,6 +38,9 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         cores: cores of the table; they do not change.
         ids: int64 `[n]`.
         values: float32 `[n, dim]`.
+
+    Returns:
+        New cores, or `cores` themselves if no step comes closer. The host waits for a GPU.
     """
     train_rows = _train_rows_of(spec, ids)
     error = float((_rows_at(spec, cores, train_rows) - values).square().sum())
@@ -46,18 +49,18 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         grads = reference.core_grads(
             cores, train_rows, residual, spec.row_factors, spec.dim_factors
         )
-        moved = _row_derivative(spec, cores, grads, train_rows)
-        size = float(moved.square().sum())
-        step = float((moved * residual).sum()) / size if size else 0.0
+        direction = _row_derivative(spec, cores, grads, train_rows)
+        size = float(direction.square().sum())
+        step = float((direction * residual).sum()) / size if size else 0.0
         while step > _SHORTEST_STEP:
-            tried = [c + step * g for c, g in zip(cores, grads, strict=True)]
-            squared_error = float((_rows_at(spec, tried, train_rows) - values).square().sum())
-            if squared_error < error:
+            new_cores = [c + step * g for c, g in zip(cores, grads, strict=True)]
+            new_error = float((_rows_at(spec, new_cores, train_rows) - values).square().sum())
+            if new_error < error:
                 break
             step /= 2
         else:
             break
-        cores, error = tried, squared_error
+        cores, error = new_cores, new_error
     return cores
 
 
