@@ -50,7 +50,8 @@ class ChangeLog:
 
     Make it when the model has its optimizers and is sharded; each rank has its own log. It begins
     with a snapshot of all rows. Then call `record(step)` between training steps. Rows must change
-    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`.
+    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`. One
+    thread calls the methods, the one that trains; another writes.
 
     Args:
         model: module with plain and dynamic tables, whose updates are fused.
@@ -129,7 +130,7 @@ class ChangeLog:
         self._keyed = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
         self._lookups = Lookups(model_tables)
-        self._last_whole = self.step
+        self._last_whole_step = self.step
         if compact_every is not None:
             self.snapshot(self.step)
         else:
@@ -154,7 +155,9 @@ class ChangeLog:
         """
         check_count("step", step, minimum=self.step + 1)
         self._writer.raise_error()
-        is_due = self._compact_every is not None and step >= self._last_whole + self._compact_every
+        is_due = (
+            self._compact_every is not None and step >= self._last_whole_step + self._compact_every
+        )
         if self._when_full is WhenFull.MERGE and not is_due and self._writer.is_full():
             return False
         self._writer.wait_for_space()
@@ -169,7 +172,11 @@ class ChangeLog:
     def snapshot(self, step: int) -> None:
         """Log all rows, which every follower then loads; the step may be before the last one.
 
-        Followers of several ranks need snapshots of the same step from all of them.
+        Followers of several ranks need snapshots of the same step from all of them. It waits while
+        too many entries are pending, also with `WhenFull.MERGE`.
+
+        Raises:
+            ChangeLogError: an earlier entry could not be written.
         """
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
@@ -180,12 +187,21 @@ class ChangeLog:
         """Append a record of the changes, or of all rows, as of a step."""
         lookups = self._lookups if kind is RecordKind.DELTA else None
         changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
-        position = (self._rank, self._num_ranks, self._generation, self._sequence + 1)
-        self._writer.put(Record(kind, *position, step, time.time(), changes))
+        record = Record(
+            kind=kind,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            generation=self._generation,
+            sequence=self._sequence + 1,
+            step=step,
+            time=time.time(),
+            tables=changes,
+        )
+        self._writer.put(record)
         self._sequence += 1
         self.step = step
         if lookups is None:
-            self._last_whole = step
+            self._last_whole_step = step
         self._lookups.commit()
         self._keyed.commit()
 
@@ -228,8 +244,9 @@ def _last_of(sink: Sink) -> tuple[int, int]:
 
 
 def _check_names(tables: Sequence[PlainTable]) -> None:
-    places = [(table.name, table.first_row, table.first_column) for table in tables]
-    repeated_names = sorted({place[0] for place in places if places.count(place) > 1})
+    """Raise ValueError if two tables of one name have the same rows and columns."""
+    corners = [(table.name, table.first_row, table.first_column) for table in tables]
+    repeated_names = sorted({corner[0] for corner in corners if corners.count(corner) > 1})
     if repeated_names:
         raise ValueError(
             "tables in a change log must differ in name, and several collections have "
@@ -238,15 +255,18 @@ def _check_names(tables: Sequence[PlainTable]) -> None:
 
 
 class _Writer:
-    """The thread that writes records, and the queue of those that wait."""
+    """The thread that writes records, and the queue of those that wait.
+
+    `_changed` guards the queue and the error; the sink belongs to the thread until it ends.
+    """
 
     def __init__(self, sink: Sink, max_pending: int) -> None:
         self._sink, self._max_pending = sink, max_pending
         self._queue: deque[Record] = deque()
         self._changed = threading.Condition()
-        self._error: Exception | None = None
+        self._error: Exception | None = None  # the thread waits until it is raised
         self._is_closing = False
-        self._last_whole: str | None = None
+        self._last_whole_position: str | None = None
         self._thread = threading.Thread(target=self._run, name="emblib change log", daemon=True)
         self._thread.start()
 
@@ -275,9 +295,9 @@ class _Writer:
         """Append a record; one with all rows makes those before it superfluous."""
         position = self._sink.append(encode(record), starts_segment=record.is_whole)
         if record.is_whole:
-            if self._last_whole is not None:
-                self._sink.trim(self._last_whole)
-            self._last_whole = position
+            if self._last_whole_position is not None:
+                self._sink.trim(self._last_whole_position)
+            self._last_whole_position = position
 
     def raise_error(self) -> None:
         """Raise the error of the thread, if there is one, and let it try again."""

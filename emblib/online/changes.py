@@ -8,7 +8,7 @@ changes are. Keys that left are those that an eviction log has seen. Every chang
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,9 @@ from emblib.tables.base import append_last_offset
 from emblib.tables.graph_break import graph_break
 from emblib.tables.optimizer_hooks import global_decay
 
-Changes = dict[str, list[TableChange]]
+ChangesByName = dict[str, list[TableChange]]  # by name of the table, one per shard on this rank
 Identity = tuple[int, int]  # of a table: that of its module, and its number there
-_MAX_BATCHES = 64  # that are noted before they are made distinct rows
+_MAX_BATCHES = 64  # batches that are noted before they are reduced to distinct rows; not measured
 
 
 def check_optimizer(optimizer: Optimizer, name: str) -> None:
@@ -53,11 +53,19 @@ def check_optimizer(optimizer: Optimizer, name: str) -> None:
 
 
 class LookupHook:
-    """Notes the ids of the training forwards of a module; copied or unpickled, it does nothing."""
+    """Note the ids of the training forwards of a module; copied or unpickled, it does nothing.
+
+    Args:
+        tables: the table of each feature of the module.
+
+    Attributes:
+        tables: the same.
+        num_forwards: number of forwards since the last `forget`.
+    """
 
     def __init__(self, tables: Sequence[PlainTable]) -> None:
         self.tables = list(tables)
-        self._batches: list[tuple[Tensor, Tensor, Any]] = []
+        self._batches: list[tuple[Tensor, Tensor, Any]] = []  # ids, offsets, batch sizes
         self._rows: dict[Identity, Tensor] = {}
         self.num_forwards = 0
 
@@ -109,7 +117,10 @@ class LookupHook:
 
 
 class Lookups:
-    """The ids of a model's training forwards since the last entry of a log."""
+    """The ids of a model's training forwards since the last entry of a log, noted by hooks.
+
+    `PlainChanges` and `KeyedChanges` copy the rows of these ids; `commit` forgets them.
+    """
 
     def __init__(self, model_tables: ModelTables) -> None:
         self._hooks = [(module, LookupHook(tables)) for module, tables in model_tables.calls]
@@ -123,8 +134,11 @@ class Lookups:
     def _current_steps(self) -> dict[int, int]:
         return {key: module.step for key, module in self._modules.items()}
 
-    def of(self, module: Any, number: int) -> Tensor:
-        """Return the distinct rows or keys of a table that were looked up, int64, ascending."""
+    def rows_of(self, module: Any, number: int) -> Tensor:
+        """Return the distinct rows or keys of a table that were looked up, int64, ascending.
+
+        They are on the device of the table.
+        """
         none = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
         return torch.cat(
             [none, *(part for _, hook in self._hooks for part in hook.rows((id(module), number)))]
@@ -160,7 +174,17 @@ class Lookups:
 
 
 class PlainChanges:
-    """The changed rows of the tables by row number of a model."""
+    """The changed rows of the tables of a model whose ids are row numbers.
+
+    Args:
+        model_tables: the tables.
+        states: whether optimizer states are copied too.
+
+    Raises:
+        TypeError: a quantised table.
+        ValueError: an optimizer that changes rows without a lookup, or states of a table that is
+            sharded by columns.
+    """
 
     def __init__(self, model_tables: ModelTables, *, states: bool) -> None:
         self._tables, self._states = model_tables.tables, states
@@ -177,14 +201,14 @@ class PlainChanges:
                     "states for a row: leave states out, or shard it by rows"
                 )
 
-    def collect(self, lookups: Lookups | None) -> Changes:
-        """Copy the rows that were looked up, or all rows."""
-        changes: Changes = {}
+    def collect(self, lookups: Lookups | None) -> ChangesByName:
+        """Copy the rows that were looked up; None copies all rows. Waits for the device."""
+        changes: ChangesByName = {}
         for table in self._tables:
             if lookups is None:
                 rows = torch.arange(table.num_rows)
             else:
-                rows = lookups.of(table.module, table.number)
+                rows = lookups.rows_of(table.module, table.number)
             changes.setdefault(table.name, []).append(self._copy(table, rows))
         return changes
 
@@ -212,7 +236,7 @@ class PlainChanges:
 class WatchedEvictions(EvictionLog):
     """An eviction log that counts how often the content of its tables was replaced."""
 
-    num_replacements = 0
+    num_replacements = 0  # of all tables of the module
 
     def restart(self, tick: int) -> None:
         """Clear the log after the tables were replaced."""
@@ -220,22 +244,37 @@ class WatchedEvictions(EvictionLog):
         self.num_replacements += 1
 
 
+class _LoggedShard(NamedTuple):
+    """Shard `number` of the `num_shards` of table `name`, at `location`."""
+
+    name: str
+    location: ShardLocation
+    number: int
+    num_shards: int
+
+
 class KeyedChanges:
-    """The changed entries of the dynamic tables of a model, on this rank."""
+    """The changed entries of the dynamic tables of a model, on this rank.
+
+    Tables whose evictions are not tracked get a `WatchedEvictions`.
+
+    Args:
+        model: the model.
+        states: whether optimizer states are copied too.
+
+    Raises:
+        ValueError: an optimizer that changes rows without a lookup, or a table whose evictions are
+            tracked already.
+    """
 
     def __init__(self, model: nn.Module, *, states: bool) -> None:
         self._states = states
         self._shards = [
-            (name, location)
+            _LoggedShard(name, location, number, len(table.owners))
             for name, table in tables_of(model).items()
-            for location in table.shards.values()
+            for number, location in table.shards.items()
         ]
-        self._parts = [
-            (number, len(table.owners))
-            for table in tables_of(model).values()
-            for number in table.shards
-        ]
-        for name, location in self._shards:
+        for name, location, *_ in self._shards:
             check_optimizer(location.module.optimizer, name)
             log = location.module.state.eviction_log
             if log is not None and not isinstance(log, WatchedEvictions):
@@ -243,43 +282,49 @@ class KeyedChanges:
                     f"evictions from table {name!r} are tracked already: make the change log "
                     "before track_evictions(), which then returns its record"
                 )
-        for _, location in self._shards:
-            state: DynamicState = location.module.state
+        for shard in self._shards:
+            state: DynamicState = shard.location.module.state
             if state.eviction_log is None:
                 state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
         self.commit()
 
     def commit(self) -> None:
         """Note that the copied changes are in the log; later copies begin here."""
-        states = [location.module.state for _, location in self._shards]
+        states = [shard.location.module.state for shard in self._shards]
         self._ticks = [state.index.tick for state in states]
-        self._marks = [state.eviction_log.num_replacements for state in states]
+        self._num_replacements = [state.eviction_log.num_replacements for state in states]
 
     def check(self) -> None:
-        """Raise RuntimeError if a table was replaced."""
-        for (name, location), mark in zip(self._shards, self._marks, strict=True):
-            if location.module.state.eviction_log.num_replacements != mark:
+        """Raise RuntimeError if a table was replaced since the last commit."""
+        for shard, number in zip(self._shards, self._num_replacements, strict=True):
+            if shard.location.module.state.eviction_log.num_replacements != number:
                 raise RuntimeError(
-                    f"the content of table {name!r} was replaced since the last entry of the log "
-                    "(load, load_state_dict, set_entries): call snapshot(step), which has all rows"
+                    f"the content of table {shard.name!r} was replaced since the last entry of the "
+                    "log (load, load_state_dict, set_entries): call snapshot(step), which has all "
+                    "rows"
                 )
 
-    def collect(self, lookups: Lookups | None) -> Changes:
-        """Copy the entries used since the last time, and name the keys that left; or copy all."""
-        changes: Changes = {}
-        for (name, location), tick, part in zip(
-            self._shards, self._ticks, self._parts, strict=True
-        ):
+    def collect(self, lookups: Lookups | None) -> ChangesByName:
+        """Copy the entries used since the last commit, and name the keys that left.
+
+        None copies all entries. Waits for the device.
+
+        Raises:
+            ValueError: the eviction log does not reach back to the last commit.
+        """
+        changes: ChangesByName = {}
+        for shard, tick in zip(self._shards, self._ticks, strict=True):
+            name, location, number, num_shards = shard
             module, index = location.module, location.index
             removed = torch.empty(0, dtype=torch.int64)
             if lookups is not None:
                 removed = removed_since(module.state, index, tick)
             if lookups is not None and module.state.backing is None:
-                entries = _entries_of(module.state, index, lookups.of(module, index))
+                entries = _entries_of(module.state, index, lookups.rows_of(module, index))
             else:
                 since = None if lookups is None else tick + 1
                 entries = table_entries(module.state, index, since)
-            rows = fallback.owned(fallback.rows_of(module.state, index), *part)
+            rows = fallback.owned(fallback.rows_of(module.state, index), number, num_shards)
             if not self._states:
                 rows = {key: rows[key] for key in ("keys", "weight") if key in rows}
             change = self._copy(location, entries, removed)._replace(fallback=rows)
@@ -309,7 +354,7 @@ class KeyedChanges:
 
 @of_state
 def _entries_of(state: DynamicState, table: int, keys: Tensor) -> Entries:
-    """Return the entries of those keys that are in a table."""
+    """Return copies of the entries of those keys, int64 `[n]`, that are in a table."""
     slots = state.index.find(state.keys_of(table, keys))
     keys, slots = keys[slots >= 0], slots[slots >= 0]
     columns = state.index.table_entries(table)[slots].cpu()

@@ -99,10 +99,10 @@ class LogFollower:
             raise ValueError("a follower needs the sink of each rank's log, got none")
         self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = step
-        self._key: Key | None = None  # None: a snapshot is needed, unless `_step` is a base
-        self._is_based = step is not None
+        self._key: Key | None = None  # of the last boundary; None: a snapshot is needed, or a base
+        self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
-        self._applying = threading.Lock()
+        self._applying = threading.Lock()  # held while the logs are read or applied
 
     @property
     def step(self) -> int | None:
@@ -161,7 +161,7 @@ class LogFollower:
     def _poll(self) -> bool:
         """Read more of the logs; return whether there was more."""
         newest = max((log.newest for log in self._logs if log.newest is not None), default=None)
-        has_base = self._key is not None or self._is_based
+        has_base = self._key is not None or self._has_base
         # Each log is read, although one of them has more.
         return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
 
@@ -177,8 +177,8 @@ class LogFollower:
         """Return the next step that all logs have; None while there is none."""
         self._check_ranks()
         if any(log.has_gap for log in self._logs):
-            self._key, self._is_based = None, False
-        if self._key is None and self._is_based:
+            self._key, self._has_base = None, False
+        if self._key is None and self._has_base:
             self._begin_at_base()
         if self._key is None:
             whole_keys = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
@@ -195,13 +195,14 @@ class LogFollower:
             return
         begins = [record for record in first if record.is_whole or record.sequence == 1]
         if any(record.step > self._step for record in begins):
-            self._is_based = False  # entries after the base were dropped, or never made
+            self._has_base = False  # entries after the base were dropped, or never made
             for log in self._logs:
                 log.restart()
         else:
             self._key = max(record.generation for record in first), self._step
 
     def _check_ranks(self) -> None:
+        """Raise LogError unless the logs are of different ranks, one of each, of one trainer."""
         heads = [log.pending[0] for log in self._logs if log.pending]
         ranks = sorted(record.rank for record in heads)
         for record in heads:
@@ -232,7 +233,7 @@ class LogFollower:
                     write()
                 self._key, self._step = key, key[1]
             except BaseException:
-                self._key, self._is_based = None, False  # the tables are at no boundary
+                self._key, self._has_base = None, False  # the tables are at no boundary
                 for log in self._logs:
                     log.restart()
                 raise
@@ -272,20 +273,28 @@ class LogFollower:
 
 
 class _Log:
-    """The log of one rank: the records that were read and not applied."""
+    """The log of one rank: the records that were read and not applied.
+
+    Attributes:
+        pending: these records, in order.
+        newest: boundary of the last record that was read; None before the first.
+        has_gap: whether the writer removed records before they were read, so that tables must be
+            replaced by those of `pending[0]`, which has all rows.
+        has_skipped: whether the last record was skipped, as it precedes the first with all rows.
+    """
 
     def __init__(self, source: Sink) -> None:
         self._source = source
         self.restart()
 
     def restart(self) -> None:
-        """Begin at the oldest record."""
+        """Forget all records; begin again at the oldest one."""
         self._position: str | None = None
         self._last: tuple[int, float] | None = None  # sequence and time of the last record
         self.pending: deque[Record] = deque()
         self.newest: Key | None = None
-        self.has_gap = False  # records were dropped between those that were read
-        self.has_skipped = False  # changes before the first snapshot
+        self.has_gap = False
+        self.has_skipped = False
 
     def poll(self, newest: Key | None, *, needs_whole: bool) -> bool:
         """Read records, not much further than other logs; return whether there were any.
@@ -330,7 +339,10 @@ class _Log:
             self.pending.popleft()
 
     def unapplied(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
-        """Return the oldest and the newest record to apply, if there are any."""
+        """Return the oldest and the newest record to apply; None if there are none.
+
+        It reads the log to its end, and keeps nothing that is not pending.
+        """
         oldest = next((record for record in self.pending if is_new(record)), None)
         newest = self.pending[-1] if oldest is not None else None
         for entry in self._source.read(self._position):

@@ -13,8 +13,9 @@ A record is a prefix of 72 bytes, then its body. All numbers are little-endian.
 | 8, 4 | zeros; CRC-32 of the prefix up to here |
 
 The body is the length of a header (8 bytes), the header in JSON, and the tensors that it lists,
-each from a multiple of 8 bytes on. The header has per table its name and the fields of
-`TableChange` that are not tensors. Nothing is pickled.
+each from a multiple of 8 bytes on. The header is {"tables": [...]}, with one object per change:
+"name" is the table, "numbers" are `first_column`, `dim`, `tick` and `hash_key` of the
+`TableChange`, and "tensors" lists name, dtype and shape of its tensors. Nothing is pickled.
 """
 
 import json
@@ -30,11 +31,12 @@ from torch import Tensor
 
 MAGIC = b"EMBC"
 VERSION = 1
-_FIELDS = struct.Struct("<4sHHIIQQqdQI8x")
+_FIELDS = struct.Struct("<4sHHIIQQqdQI8x")  # see `_Prefix`
 _CRC = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 PREFIX_BYTES = _FIELDS.size + _CRC.size
 _ALIGNMENT = 8
+_STATE, _FALLBACK = "state.", "fallback."  # prefixes of names of tensors in a header
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -65,13 +67,34 @@ class RecordKind(IntEnum):
     COMPACTION = 2  # of the tables after the delta of the same step: a follower there skips it
 
 
+class _Prefix(NamedTuple):
+    """The fields of a prefix, in their order, without its checksum."""
+
+    magic: bytes
+    version: int
+    kind: int
+    rank: int
+    num_ranks: int
+    generation: int
+    sequence: int
+    step: int
+    time: float
+    body_bytes: int
+    body_crc: int
+
+    @classmethod
+    def of(cls, data: bytes) -> "_Prefix":
+        """Return the prefix that data begins with; it is not checked."""
+        return cls(*_FIELDS.unpack(data[: _FIELDS.size]))
+
+
 class TableChange(NamedTuple):
-    """The changed rows of one table or shard.
+    """The changed rows of one table or shard; tensors are on the CPU.
 
     Attributes:
         keys: int64 `[n]`, distinct rows or keys.
         weight: rows `[n, columns]`.
-        removed: int64, keys that are not in the table any more.
+        removed: int64 `[m]`, keys that are not in the table any more.
         states: optimizer states of these rows, by name.
         first_column: column of the table at which the columns of `weight` begin.
         dim: columns of the whole table.
@@ -117,7 +140,7 @@ class Record(NamedTuple):
         sequence: number of records so far.
         step: training step up to which the tables are recorded.
         time: seconds since 1970 on the trainer's clock.
-        tables: changes by table name, one per shard on the rank.
+        tables: changes by name of the table, one per shard that the rank has.
     """
 
     kind: RecordKind
@@ -127,11 +150,11 @@ class Record(NamedTuple):
     sequence: int
     step: int
     time: float
-    tables: dict[str, list[TableChange]]  # one per shard on the rank
+    tables: dict[str, list[TableChange]]
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return what orders records: steps may go back at a snapshot."""
+        """Return generation and step, which order records: steps may go back at a snapshot."""
         return self.generation, self.step
 
     @property
@@ -140,11 +163,15 @@ class Record(NamedTuple):
         return self.kind is not RecordKind.DELTA
 
 
-_OPTIONAL = ("stamps", "scores", "hyperparams")
+_OPTIONAL = ("stamps", "scores", "hyperparams")  # tensors of `TableChange` that may be None
 
 
 def encode(record: Record) -> bytes:
-    """Return the bytes of a record."""
+    """Return the bytes of a record.
+
+    Raises:
+        RuntimeError: the machine is big-endian.
+    """
     if sys.byteorder != "little":
         raise RuntimeError("change logs are little-endian: write them on a little-endian machine")
     tables, tensors = [], list[Tensor]()
@@ -155,9 +182,9 @@ def encode(record: Record) -> bytes:
                 "weight": change.weight,
                 "removed": change.removed,
             }
-            tensors_by_name |= {f"state.{state}": rows for state, rows in change.states.items()}
+            tensors_by_name |= {_STATE + name: rows for name, rows in change.states.items()}
             tensors_by_name |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
-            tensors_by_name |= {f"fallback.{key}": rows for key, rows in change.fallback.items()}
+            tensors_by_name |= {_FALLBACK + name: rows for name, rows in change.fallback.items()}
             listed = [
                 [n, str(t.dtype).removeprefix("torch."), list(t.shape)]
                 for n, t in tensors_by_name.items()
@@ -177,9 +204,20 @@ def encode(record: Record) -> bytes:
             target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
             target.copy_(tensor.detach().view(-1))
         offset += _aligned(tensor.nbytes)
-    numbers = (record.rank, record.num_ranks, record.generation, record.sequence, record.step)
     body = memoryview(data)[PREFIX_BYTES:]
-    prefix = (MAGIC, VERSION, record.kind, *numbers, record.time, len(body), zlib.crc32(body))
+    prefix = _Prefix(
+        magic=MAGIC,
+        version=VERSION,
+        kind=record.kind,
+        rank=record.rank,
+        num_ranks=record.num_ranks,
+        generation=record.generation,
+        sequence=record.sequence,
+        step=record.step,
+        time=record.time,
+        body_bytes=len(body),
+        body_crc=zlib.crc32(body),
+    )
     _FIELDS.pack_into(data, 0, *prefix)
     _CRC.pack_into(data, _FIELDS.size, zlib.crc32(data[: _FIELDS.size]))
     return bytes(data)
@@ -195,16 +233,17 @@ def body_bytes(prefix: bytes, location: str) -> int:
     Raises:
         LogError: it is no prefix of a record; the message begins with `location`.
     """
-    fields, (crc,) = prefix[: _FIELDS.size], _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
+    fields = prefix[: _FIELDS.size]
+    (crc,) = _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
     if zlib.crc32(fields) != crc or not fields.startswith(MAGIC):
         raise LogError(f"{location} is damaged: no record begins here; {_WAY_OUT}")
-    version, length = _FIELDS.unpack(fields)[1], _FIELDS.unpack(fields)[9]
+    version = _Prefix.of(fields).version
     if version != VERSION:
         raise LogError(
             f"{location} has version {version} of the format, this emblib reads version {VERSION}: "
             "update the older of trainer and follower"
         )
-    return int(length)
+    return _Prefix.of(fields).body_bytes
 
 
 _WAY_OUT = "start the trainer's log in another place, or copy the log again from where it is whole"
@@ -212,9 +251,8 @@ _WAY_OUT = "start the trainer's log in another place, or copy the log again from
 
 def is_whole(data: bytes) -> bool:
     """Return whether the body behind a valid prefix is the one that was written."""
-    length, crc = _FIELDS.unpack(data[: _FIELDS.size])[9:]
-    body = memoryview(data)[PREFIX_BYTES:]
-    return len(body) == length and zlib.crc32(body) == crc
+    prefix, body = _Prefix.of(data), memoryview(data)[PREFIX_BYTES:]
+    return len(body) == prefix.body_bytes and zlib.crc32(body) == prefix.body_crc
 
 
 def decode(data: bytes, location: str) -> Record:
@@ -228,14 +266,21 @@ def decode(data: bytes, location: str) -> Record:
     body_bytes(data[:PREFIX_BYTES], location)
     if not is_whole(data):
         raise LogError(f"{location} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
-    _, _, kind, *numbers, time, _, _ = _FIELDS.unpack(data[: _FIELDS.size])
-    rank, num_ranks, generation, sequence, step = numbers
+    prefix = _Prefix.of(data)
     tables: dict[str, list[TableChange]] = {}
     try:
         for name, change in _tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
             tables.setdefault(name, []).append(change)
-        order = (generation, sequence, step)
-        return Record(RecordKind(kind), rank, num_ranks, *order, time, tables)
+        return Record(
+            kind=RecordKind(prefix.kind),
+            rank=prefix.rank,
+            num_ranks=prefix.num_ranks,
+            generation=prefix.generation,
+            sequence=prefix.sequence,
+            step=prefix.step,
+            time=prefix.time,
+            tables=tables,
+        )
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise LogError(f"{location} is malformed ({error}); {_WAY_OUT}") from error
 
@@ -262,12 +307,17 @@ def _tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
                 tensors["keys"],
                 tensors["weight"],
                 tensors["removed"],
-                {n[6:]: tensor for n, tensor in tensors.items() if n.startswith("state.")},
+                _with_prefix(tensors, _STATE),
                 first_column,
                 dim,
                 tick=tick,
                 hash_key=hash_key,
                 **{name: tensors[name] for name in _OPTIONAL if name in tensors},
-                fallback={n[9:]: t for n, t in tensors.items() if n.startswith("fallback.")},
+                fallback=_with_prefix(tensors, _FALLBACK),
             ),
         )
+
+
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, by the rest of their names."""
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -32,19 +32,28 @@ from emblib.specs import Placement, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
 Write = Callable[[], None]
-_SPARE_ENTRIES = 64  # at the end of a hash table, for keys that hash there
-_FULL = 0.7  # of the range of the hash, from which on a larger hash table is built
-_GROWTH = 1.5  # of the rows
+"""Function that writes a prepared change; the follower calls it once, without readers."""
+
+# Not measured.
+_SPARE_ENTRIES = 64  # empty entries at the end of a hash table, for keys that hash there
+_MAX_LOAD = 0.7  # used entries per value of the hash, above which a larger table is built
+_GROWTH = 1.5  # factor by which the number of rows grows, at least
+
+_KEY, _ROW = 0, 1  # columns of the entries of a hash table; the row is -1 for an empty entry
 
 
 class ServedTable(Protocol):
-    """A table of a follower."""
+    """A table of a follower. Changes that were prepared are written in the same order.
+
+    Methods raise LogError if the change is of another table, and ValueError for rows that the
+    format of the table does not hold.
+    """
 
     def prepare(self, change: TableChange) -> Write:
         """Check a change; return the function that applies it."""
 
     def prepare_whole(self, change: TableChange) -> Write:
-        """Check all rows of the table; return the function that replaces it by them."""
+        """Check a change with all rows; return the function that replaces the table by them."""
 
 
 def served_tables(model: nn.Module) -> dict[str, ServedTable]:
@@ -95,6 +104,7 @@ def _serve_indexed(served: InferenceEmbeddingBags, table: int, name: str) -> Ser
 
 
 def _check_fallback(name: str, change: TableChange, count: int) -> None:
+    """Raise LogError unless a change has the fallback rows of a table with `count` of them."""
     has_rows = bool(change.fallback)
     if has_rows != bool(count) or (
         has_rows and not fallback.are_keys(change.fallback["keys"], count)
@@ -106,6 +116,7 @@ def _check_fallback(name: str, change: TableChange, count: int) -> None:
 
 
 def _check_rows(name: str, change: TableChange, rows: int, dim: int) -> None:
+    """Raise LogError unless a change is of a table with these rows and columns."""
     if change.is_keyed:
         raise LogError(f"table {name!r} of the log has keys, that of the follower row numbers")
     keys = change.keys
@@ -118,6 +129,7 @@ def _check_rows(name: str, change: TableChange, rows: int, dim: int) -> None:
 
 
 def _check_whole(name: str, change: TableChange, rows: int) -> None:
+    """Raise LogError unless a change has all rows of a table."""
     if change.keys.numel() != rows:
         raise LogError(
             f"table {name!r} has {rows} rows, a snapshot in the log {change.keys.numel()}: "
@@ -133,7 +145,11 @@ def _check_dim(name: str, change: TableChange, dim: int) -> None:
 
 
 class FloatRows:
-    """A trained table by row number, of a module that may look up while it follows."""
+    """A float table whose ids are row numbers, of a module that may look up while it follows.
+
+    Raises:
+        ValueError: the table is on disk.
+    """
 
     def __init__(self, table: PlainTable) -> None:
         if table.module.tables[table.number].placement is Placement.DISK:
@@ -172,7 +188,13 @@ class FloatRows:
 
 
 class QuantizedRows:
-    """A read-only table by row number, whose rows are quantised as they come."""
+    """A read-only table whose ids are row numbers; prepared rows are quantised.
+
+    Args:
+        name: name of the table.
+        module: function that returns its module, which may be replaced by a larger one.
+        table: number of the table there.
+    """
 
     def __init__(self, name: str, module: Callable[[], QuantizedEmbeddingBags], table: int) -> None:
         self._name, self._module, self._number = name, module, table
@@ -197,7 +219,7 @@ class QuantizedRows:
 
 
 def _pack_rows(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Tensor:
-    """Return rows in the format of a table, as `QuantizedEmbeddingBags.write_rows` has them."""
+    """Return rows `[n, dim]` in the format of a table, uint8 `[n, row_bytes]` on its device."""
     name, spec = module.table_names[table], module.tables[table]
     part = QuantizedEmbeddingBags(
         [TableSpec(max(weight.size(0), 1), spec.dim, name)],
@@ -209,14 +231,15 @@ def _pack_rows(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Te
 
 
 class IndexedRows:
-    """A read-only table of keys."""
+    """A read-only table of keys, see the beginning of this file."""
 
     def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
         self._name, self._served, self._table = name, served, table
-        self._free: Tensor | None = None  # rows without a key; None before the first change
-        self._freed = torch.empty(0, dtype=torch.int64)  # others, of removed keys
-        self._removed_row = -1  # the row of removed keys; -1: not allocated yet
-        self._num_used = 0  # entries of the index
+        # int64: rows that never had a key, None before the first change; rows of removed keys.
+        self._unused_rows: Tensor | None = None
+        self._freed_rows = torch.empty(0, dtype=torch.int64)
+        self._removed_row = -1  # row of the entries of removed keys; -1: not allocated yet
+        self._num_used = 0  # entries of the index that are not empty
 
     def prepare(self, change: TableChange) -> Write:
         """Quantise the rows of keys."""
@@ -243,13 +266,13 @@ class IndexedRows:
         """Quantise the rows of all keys."""
         write = self.prepare(change)
 
-        def replace() -> None:
+        def write_whole() -> None:
             _, keys, _ = self._live_entries()
             removed_keys = keys[~torch.isin(keys, change.keys.to(keys.device))]
             self._apply(removed_keys, change.keys.to(keys.device)[:0], self._view()[:0])
             write()
 
-        return replace
+        return write_whole
 
     @property
     def _index(self) -> RowIndex:
@@ -258,51 +281,53 @@ class IndexedRows:
         return index
 
     def _view(self) -> Tensor:
+        """Return the rows of the table, uint8 `[rows, row_bytes]`, as a view."""
         return self._served.rows.table_views()[self._table]["packed"]
 
     def _entries(self) -> Tensor:
+        """Return the entries of the index, int64 `[n, 2]`, as a view."""
         return self._index.entries.view(-1, 2)
 
     def _live_entries(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the positions of the keys in the index, the keys, and their rows; int64 `[n]`."""
         entries = self._entries()
-        is_live = (entries[:, 1] >= 0) & (entries[:, 1] != self._removed_row)
+        is_live = (entries[:, _ROW] >= 0) & (entries[:, _ROW] != self._removed_row)
         positions = is_live.nonzero().view(-1)
-        return positions, entries[positions, 0], entries[positions, 1]
+        return positions, entries[positions, _KEY], entries[positions, _ROW]
 
     def _apply(self, removed: Tensor, keys: Tensor, packed: Tensor) -> None:
         """Remove keys, then write rows, so that rows of `removed` are free for new `keys`.
 
         `removed` and `keys` are int64 `[n]`, `packed` uint8 `[len(keys), row_bytes]`.
         """
-        if self._free is None:
-            self._begin()
-        assert self._free is not None
-        positions, is_found = _search(self._entries(), self._index.hash_bits, removed)
+        if self._unused_rows is None:
+            self._find_free_rows()
+        assert self._unused_rows is not None
+        positions, is_found = _search_entries(self._entries(), self._index.hash_bits, removed)
         positions = positions[is_found]
-        rows = self._entries()[positions, 1]
-        self._freed = torch.cat([self._freed, rows[rows != self._removed_row]])
-        self._entries()[positions, 1] = self._removed_row
-        positions, is_found = _search(self._entries(), self._index.hash_bits, keys)
+        rows = self._entries()[positions, _ROW]
+        self._freed_rows = torch.cat([self._freed_rows, rows[rows != self._removed_row]])
+        self._entries()[positions, _ROW] = self._removed_row
+        positions, is_found = _search_entries(self._entries(), self._index.hash_bits, keys)
         rows = torch.full_like(keys, -1)
-        rows[is_found] = self._entries()[positions[is_found], 1]
+        rows[is_found] = self._entries()[positions[is_found], _ROW]
         has_row = is_found & (rows != self._removed_row)
         rows[~has_row] = self._take_rows(int((~has_row).sum()))
         self._view()[rows] = packed
-        self._entries()[positions[is_found], 1] = rows[is_found]
+        self._entries()[positions[is_found], _ROW] = rows[is_found]
         self._insert(keys[~is_found], rows[~is_found])
 
     def _take_rows(self, count: int) -> Tensor:
         """Return rows without a key, int64 `[count]`: those of removed keys first."""
-        freed, self._freed = self._freed[:count], self._freed[count:]
-        assert self._free is not None
+        freed, self._freed_rows = self._freed_rows[:count], self._freed_rows[count:]
+        assert self._unused_rows is not None
         count -= freed.numel()
-        if count > self._free.numel():
-            self._grow(count - self._free.numel())
-        fresh_rows, self._free = self._free[:count], self._free[count:]
+        if count > self._unused_rows.numel():
+            self._grow(count - self._unused_rows.numel())
+        fresh_rows, self._unused_rows = self._unused_rows[:count], self._unused_rows[count:]
         return torch.cat([freed, fresh_rows])
 
-    def _begin(self) -> None:
+    def _find_free_rows(self) -> None:
         """Find the rows without a key, and a row for removed keys."""
         spec, index = self._served.rows.tables[self._table], self._index
         device = self._served.rows.packed.device
@@ -313,22 +338,22 @@ class IndexedRows:
         is_free[rows] = False
         if index.missing >= 0:
             is_free[index.missing : index.missing + max(index.fallback, 1)] = False
-        self._free = is_free.nonzero().view(-1)
-        self._freed = self._free[:0]
+        self._unused_rows = is_free.nonzero().view(-1)
+        self._freed_rows = self._unused_rows[:0]
         self._removed_row = index.missing
         shared = rows[counts > 1].tolist()  # another follower's row of removed keys
         if index.missing < 0 and shared:
             (self._removed_row,) = shared
         elif index.missing < 0:
-            if not self._free.numel():
+            if not self._unused_rows.numel():
                 self._grow(1)
-            self._removed_row, self._free = int(self._free[0]), self._free[1:]
+            self._removed_row, self._unused_rows = int(self._unused_rows[0]), self._unused_rows[1:]
             zeros = torch.zeros(1, spec.dim)
             self._view()[self._removed_row] = _pack_rows(self._served.rows, self._table, zeros)[0]
 
     def _grow(self, num_rows: int) -> None:
         """Build larger rows; those of all tables of the module are copied."""
-        old_rows, free_rows = self._served.rows, self._free
+        old_rows, free_rows = self._served.rows, self._unused_rows
         assert free_rows is not None
         sizes = [spec.rows for spec in old_rows.tables]
         rows_before = sizes[self._table]
@@ -338,14 +363,14 @@ class IndexedRows:
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
         self._served.rows = rows
         added_rows = torch.arange(rows_before, sizes[self._table], device=free_rows.device)
-        self._free = torch.cat([free_rows, added_rows])
+        self._unused_rows = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:
         """Add keys with their rows, int64 `[n]` each, to the index, rebuilding it if it is full."""
         entries, bits = self._entries(), self._index.hash_bits
         self._num_used += keys.numel()
-        is_full = keys.numel() > 0 and self._num_used > _FULL * (1 << bits)
-        if is_full or not _insert(entries, bits, keys, rows):
+        is_full = keys.numel() > 0 and self._num_used > _MAX_LOAD * (1 << bits)
+        if is_full or not _insert_entries(entries, bits, keys, rows):
             _, live_keys, live_rows = self._live_entries()
             is_waiting = ~torch.isin(keys, live_keys)  # some may be in already
             self._build(
@@ -367,13 +392,13 @@ class IndexedRows:
         served.indexes = rebuilt.indexes
 
 
-def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the search of each key ends, and whether it is there.
+def _search_entries(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the entry at which the search of each key ends, and whether it has the key.
 
     A search that meets neither the key nor an empty entry ends behind the last entry.
 
     `entries` is int64 `[n, 2]` (key; row, -1 for an empty entry), `keys` int64 `[k]`; results are
-    int64 and bool `[k]`. `bits` of the hash choose the first entry.
+    int64 and bool `[k]`. `bits` of the hash, that of `quant.hash_entries`, choose the first entry.
     """
     positions = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * quant.HASH_FACTOR
     positions = positions >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
@@ -381,29 +406,29 @@ def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
     open_searches = torch.arange(keys.numel(), device=keys.device)
     while open_searches.numel():
         entry = entries[positions[open_searches]]
-        is_key = (entry[:, 1] >= 0) & (entry[:, 0] == keys[open_searches])
+        is_key = (entry[:, _ROW] >= 0) & (entry[:, _KEY] == keys[open_searches])
         is_found[open_searches[is_key]] = True
-        open_searches = open_searches[(entry[:, 1] >= 0) & ~is_key]
+        open_searches = open_searches[(entry[:, _ROW] >= 0) & ~is_key]
         positions[open_searches] += 1
         open_searches = open_searches[positions[open_searches] < entries.size(0)]
     return positions, is_found
 
 
-def _insert(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
+def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
     """Insert keys that are not there; return whether there was an entry for each.
 
-    Shapes are those of `_search`; `rows` is int64 `[k]`. Keys that hash to one entry are inserted
-    one per round.
+    Shapes are those of `_search_entries`; `rows` is int64 `[k]`. Keys whose searches end at one
+    entry are inserted one per round.
     """
     while keys.numel():
-        positions, _ = _search(entries, bits, keys)
+        positions, _ = _search_entries(entries, bits, keys)
         if int(positions.max()) >= entries.size(0):
             return False
         order = positions.argsort(stable=True)
         is_first = torch.ones_like(order, dtype=torch.bool)
         is_first[1:] = positions[order[1:]] != positions[order[:-1]]
-        first = order[is_first]
-        entries[positions[first]] = torch.stack([keys[first], rows[first]], dim=1)
+        inserted = order[is_first]
+        entries[positions[inserted]] = torch.stack([keys[inserted], rows[inserted]], dim=1)
         later = order[~is_first]
         keys, rows = keys[later], rows[later]
     return True
@@ -434,7 +459,7 @@ class DynamicRows:
         return entries
 
     def _hyperparams(self, change: TableChange) -> Tensor:
-        """Return the hyperparameters after a change; its own ones if they fit the optimizer."""
+        """Return the hyperparameters of a change if they fit the optimizer, else the present."""
         present = self._location.module.state.hyperparams.cpu()
         new = change.hyperparams
         return present if new is None or new.shape != present.shape else new
@@ -501,7 +526,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
 
 
 def _newest(changes: Sequence[TableChange]) -> TableChange:
-    """Return the last row of each key."""
+    """Return one change with the last row of each key."""
     keys = torch.cat([change.keys for change in changes])
     weight = torch.cat([change.weight for change in changes])
     distinct, numbers = keys.unique(return_inverse=True)
@@ -511,7 +536,10 @@ def _newest(changes: Sequence[TableChange]) -> TableChange:
 
 
 def concatenate(changes: Sequence[TableChange]) -> TableChange:
-    """Concatenate the shards of a table, each with whole rows."""
+    """Concatenate the shards of a table, each with whole rows; `removed` is that of the first.
+
+    It is for changes with all rows, in which no keys are removed.
+    """
     if len(changes) == 1:
         return changes[0]
     first = changes[0]

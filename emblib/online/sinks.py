@@ -32,9 +32,11 @@ class Stored(NamedTuple):
 
 
 class Sink(Protocol):
-    """The place of one log, for one writer and any number of readers.
+    """A stored log of one rank, for one writer and any number of readers.
 
-    A position is a text that only the sink understands.
+    A position is a text that only the sink understands. Methods raise OSError or errors of their
+    own; the writer then calls `append` with the same record again. `append`, `trim` and `close` are
+    called by one thread at a time, and `read` by any.
 
     Example:
         >>> import tempfile
@@ -50,20 +52,24 @@ class Sink(Protocol):
         """
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
-        """Yield the whole records behind a position, or the oldest one that is left, in order."""
+        """Yield the complete records behind a position, in order; None begins with the oldest.
+
+        A position whose records were removed, or that is of an older log, begins there too. The
+        iterator ends at the newest record.
+        """
 
     def trim(self, before: str) -> None:
         """Remove the records before the segment that the record at this position started."""
 
     def close(self) -> None:
-        """Stop writing."""
+        """Stop writing; the next `append` begins again."""
 
 
 def check_sink(sink: Any) -> Sink:
-    """Return a sink.
+    """Return `sink`.
 
     Raises:
-        TypeError: anything else, for example the path of a directory.
+        TypeError: it is no sink, for example the path of a directory.
     """
     if not callable(getattr(sink, "read", None)):
         raise TypeError(f"a log is in a sink, e.g. DirectorySink(path), got {sink!r}")
@@ -76,10 +82,11 @@ class DirectorySink:
 
     Args:
         directory: directory of the log, created when the first record is written.
-        segment_bytes: bytes of a file, from which on the next record starts another.
+        segment_bytes: maximum bytes of a file, unless one record has more; then another is begun.
 
     Raises:
-        BlockingIOError: at the first record, where another process writes to the directory.
+        BlockingIOError: `append`, if another process writes to the directory.
+        OSError: `append`, if the record could not be written; the log is as it was.
 
     Example:
         >>> import tempfile
@@ -92,10 +99,11 @@ class DirectorySink:
     def __init__(self, directory: str | Path, segment_bytes: int = 64 << 20) -> None:
         self.directory = Path(directory).expanduser()
         self._segment_bytes = segment_bytes
-        self._file, self._lock, self._segment, self._size = -1, -1, 0, 0
+        self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
+        self._segment, self._size = 0, 0  # number of the last segment, and its bytes
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
-        """Append a record and sync it to the disk; an error leaves the log as it was."""
+        """See `Sink`; the record is synced to the disk."""
         if self._lock < 0:
             self._open()
         is_full = self._size > 0 and self._size + len(record) > self._segment_bytes
@@ -147,7 +155,7 @@ class DirectorySink:
             os.close(handle)
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
-        """Yield the whole records behind a position, or the oldest one that is left, in order.
+        """See `Sink`.
 
         Raises:
             LogError: a record is damaged.
@@ -192,9 +200,9 @@ class DirectorySink:
                 yield Stored(f"{number}:{offset}", data, location)
 
     def trim(self, before: str) -> None:
-        """Delete the files before the segment of a position.
+        """See `Sink`; files are deleted, the newest first.
 
-        The newest one first: a reader meanwhile goes on from an older one to that segment.
+        So a reader meanwhile goes on from an older file to the segment of the position.
         """
         for number in reversed(self._segments()):
             if number < int(before.split(":")[0]):
@@ -243,7 +251,7 @@ class RedisSink:
         'model/rank_0'
     """
 
-    _BATCH = 16  # entries that one call reads
+    _BATCH = 16  # entries that one call reads; not measured
 
     def __init__(self, client: Any, stream: str) -> None:
         self.stream = stream
@@ -258,12 +266,12 @@ class RedisSink:
         self._client = client
 
     def append(self, record: bytes, *, starts_segment: bool = False) -> str:
-        """Add a record to the stream."""
+        """See `Sink`; `starts_segment` has no effect."""
         position = self._client.xadd(self.stream, {b"record": record})
         return str(position.decode())
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
-        """Yield the records behind a position, or the oldest one that is left, in order."""
+        """See `Sink`."""
         after = after or "0-0"
         while answer := self._client.xread({self.stream: after}, count=self._BATCH):
             for position, fields in dict(answer)[self.stream.encode()]:
@@ -271,7 +279,7 @@ class RedisSink:
                 yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
 
     def trim(self, before: str) -> None:
-        """Remove the records before a position."""
+        """See `Sink`."""
         self._client.xtrim(self.stream, minid=before, approximate=False)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""The tables by row number in a model, on this rank, wherever they are, and all lookups.
+"""`find_tables`: the tables of a model whose ids are row numbers, and the modules that look up.
 
-Dynamic tables have handles (`emblib.dynamic.handles.tables_of`). Others are tables of a module, or
-slices of a `TableGroups`, whose modules are no submodules of the model.
+The tables of this rank are found wherever they are in the model: as tables of a module, or as
+slices of a `TableGroups`, whose modules are no submodules of the model. Dynamic tables, whose ids
+are keys, have handles instead (`emblib.dynamic.handles.tables_of`).
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
 @dataclass(frozen=True)
 class PlainTable:
-    """Rows and columns of a table: table `number` of `module`.
+    """Rows and columns of a table, which are table `number` of `module`.
+
+    Of a dynamic table, for `ModelTables.calls`, only `module`, `number` and `is_keyed` are used.
 
     Attributes:
         name: name of the table.
@@ -40,7 +43,7 @@ class PlainTable:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Return what two readers of one table have in common."""
+        """Return the ids of module and table, which are equal if two objects are one table."""
         return id(self.module), self.number
 
     @property
@@ -56,10 +59,10 @@ class PlainTable:
 
 @dataclass
 class ModelTables:
-    """The tables of a model by row number.
+    """The tables of a model whose ids are row numbers, and its lookups.
 
     Attributes:
-        tables: the tables, each once.
+        tables: the tables, each once, without dynamic ones.
         calls: the modules that look up tables, dynamic ones too, with the table of each feature.
         others: kinds of tables that have no rows of their own, by table name.
         rank: this rank.
@@ -79,47 +82,48 @@ class ModelTables:
 
 
 def find_tables(model: nn.Module) -> ModelTables:
-    """Return the tables of a model by row number.
+    """Return the tables and lookups of a model on this rank; change nothing.
 
     Raises:
         ValueError: the collections of the model are sharded over different numbers of ranks.
     """
     model_tables = ModelTables()
     sharded = [part for part in model.modules() if isinstance(part, ShardedTables)]
-    places = {(part.ranks.rank, part.ranks.size) for part in sharded}
-    if len(places) > 1:
+    ranks_and_sizes = {(part.ranks.rank, part.ranks.size) for part in sharded}
+    if len(ranks_and_sizes) > 1:
         raise ValueError(
-            f"the collections of the model are sharded over different ranks, {sorted(places)}: "
-            "make a change log of each collection"
+            "the collections of the model are sharded over different ranks, "
+            f"{sorted(ranks_and_sizes)}: make a change log of each collection"
         )
-    if places:
-        ((model_tables.rank, model_tables.num_ranks),) = places
+    if ranks_and_sizes:
+        ((model_tables.rank, model_tables.num_ranks),) = ranks_and_sizes
+    # Tables that each rank has are those of rank 0.
     replicas = {
         id(part.replicated.groups)
         for part in sharded
         if part.replicated is not None and part.ranks.rank > 0
     }
-    inside: list[str] = []
+    outer_paths: list[str] = []  # of modules whose submodules are theirs
     for path, part in model.named_modules():
-        if any(path.startswith(f"{outer}.") or not outer for outer in inside):
+        if any(path.startswith(f"{outer}.") or not outer for outer in outer_paths):
             continue
         if isinstance(part, TableGroups):
             if id(part) not in replicas:
                 _add_groups(model_tables, part)
         elif isinstance(part, InferenceEmbeddingBags):
-            inside.append(path)
+            outer_paths.append(path)
         elif isinstance(part, DynamicEmbeddingBags):
-            inside.append(path)
+            outer_paths.append(path)
             tables = [PlainTable("", part, t, 0, 0, 0, is_keyed=True) for t in part.feature_tables]
             model_tables.calls.append((part, tables))
         elif isinstance(part, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
-            inside.append(path)
+            outer_paths.append(path)
             specs = zip(part.table_names, part.tables, strict=True)
             tables = [PlainTable(n, part, t, 0, 0, s.dim) for t, (n, s) in enumerate(specs)]
             model_tables.add(tables)
             model_tables.calls.append((part, [tables[t] for t in part.feature_tables]))
         elif hasattr(part, "cores"):
-            inside.append(path)
+            outer_paths.append(path)
             model_tables.others |= dict.fromkeys(
                 getattr(part, "table_names", [path]), "tensor trains"
             )
