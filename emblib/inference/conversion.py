@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
-from emblib.inference import served as collections
 from emblib.inference.indexed import InferenceEmbeddingBags
 from emblib.inference.served import (
     FORMAT_OF,
@@ -17,6 +16,9 @@ from emblib.inference.served import (
     InferenceEmbeddingCollection,
     ReadOnly,
     RowsByKey,
+    convert,
+    is_collection,
+    readers_of,
 )
 from emblib.specs import BoundsCheck, DynamicSpec, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
@@ -78,8 +80,8 @@ def for_inference(
         raise TypeError("the tables are read-only already; convert those that they were made of")
     if isinstance(source, DynamicEmbeddingBags):
         return _of_dynamic(source, formats, output_dtype)
-    if collections.is_collection(source):
-        return collections.convert(source, formats, output_dtype)
+    if is_collection(source):
+        return convert(source, formats, output_dtype)
     tables = _float_tables(source)
     return QuantizedEmbeddingBags.from_float(
         tables,
@@ -204,7 +206,7 @@ def _tables_to_compare(
 ) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int]]:
     """Yield each table: its name, the rows that it was made of, its module and its number there."""
     if isinstance(served, InferenceCollection):
-        readers = collections.readers_of(source)
+        readers = readers_of(source)
         for table_group in served.parts:
             any_group: Any = table_group
             module = (
@@ -224,7 +226,7 @@ def _tables_to_compare(
 
 
 class _ErrorSums:
-    """Sums of the errors of a table, over its blocks of rows."""
+    """Sums of the errors of a table, over its blocks of rows; `bag` rows are pooled at a time."""
 
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag

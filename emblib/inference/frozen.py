@@ -123,10 +123,10 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     return _open_tables(content.config, content.tensors)
 
 
-# What a header says of a module. Enums are their words, dtypes their names.
+# Headers in JSON: enums are their values, dtypes their names.
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -140,7 +140,7 @@ def _lookup_config(module: Any) -> dict[str, Any]:
     }
 
 
-def _open_lookup(config: dict[str, Any]) -> dict[str, Any]:
+def _lookup_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return the constructor's arguments for the options of `_lookup_config`."""
     return {
         "pooling": Pooling(config["pooling"]),
@@ -226,7 +226,7 @@ def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
         **_lookup_config(rows),
         "tables": [[spec.rows, spec.dim, spec.name] for spec in rows.tables],
         "formats": [format.value for format in rows.formats],
-        "output_dtype": _name(rows.output_dtype),
+        "output_dtype": _dtype_name(rows.output_dtype),
     }
 
 
@@ -237,7 +237,7 @@ def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags
         formats=[RowFormat(format) for format in config["formats"]],
         output_dtype=getattr(torch, config["output_dtype"]),
         device="meta",
-        **_open_lookup(config),
+        **_lookup_options(config),
     )
     rows.use_memory(packed)
     return rows
@@ -274,8 +274,8 @@ def _trains_config(trains: TableBatchedTTEmbeddingBags) -> dict[str, Any]:
     return {
         **_lookup_config(trains),
         "tables": [{**asdict(spec), "ids": spec.ids.value} for spec in trains.tables],
-        "weights": _name(precision.weights),
-        "output_dtype": _name(precision.output),
+        "weights": _dtype_name(precision.weights),
+        "output_dtype": _dtype_name(precision.output),
         "matmul": precision.matmul.value,
     }
 
@@ -288,7 +288,7 @@ def _open_trains(config: dict[str, Any], tensors: dict[str, Tensor]) -> TableBat
         output=getattr(torch, config["output_dtype"]),
         matmul=MatmulPrecision(config["matmul"]),
     )
-    trains = TableBatchedTTEmbeddingBags(specs, precision=precision, **_open_lookup(config))
+    trains = TableBatchedTTEmbeddingBags(specs, precision=precision, **_lookup_options(config))
     for k, core in enumerate(trains.cores):
         core.data = tensors[f"core {k}"]
     return trains.requires_grad_(False).eval()

@@ -3,9 +3,10 @@
     magic (8 bytes) | version, CRC-32 and bytes of the header (uint32, uint32, uint64) | header
     sections, each from a multiple of 4096 bytes on
 
-The header is a JSON object: `kind` and `config` say what the tensors are, `sections` has name,
-dtype, shape, place and CRC-32 of each, and `nbytes` is the size of the file. A file is complete or
-not there: it is written under another name, synced, and renamed. Nothing in it is unpickled.
+The header is a JSON object: `kind` and `config` say what the tensors are, `sections` has `name`,
+`dtype`, `shape`, first byte (`begin`), `nbytes` and `crc32` of each, and `nbytes` is the size of
+the file. A file is complete or absent: it is written under another name, synced, and renamed.
+Nothing in it is unpickled.
 """
 
 import ctypes
@@ -28,12 +29,19 @@ VERSION = 1
 ALIGNMENT = 4096  # a page, so that sections may be advised and shared separately
 _PREFIX = struct.Struct("<8sIIQ")
 _BLOCK = 1 << 24  # bytes that are checked and written at a time
-_MAX_HEADER = 1 << 30
+_MAX_HEADER = 1 << 30  # bytes; a longer one is damage
+_DIGITS_PER_NUMBER = 32  # bytes that a number may add to the header, which is sized with zeros
 _WAY_OUT = "freeze the tables again, or copy the file again"
 
 
 class FrozenFile(NamedTuple):
-    """The content of a frozen file; the tensors are its memory."""
+    """The content of a frozen file.
+
+    Attributes:
+        kind: kind of the tables, see `emblib.inference.frozen`.
+        config: description of the tables, as JSON values.
+        tensors: tensors by name, in the mapped memory of the file.
+    """
 
     kind: str
     config: dict[str, Any]
@@ -44,6 +52,12 @@ def write(
     path: str | Path, kind: str, config: dict[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write a file that replaces `path` when it is complete and synced to the disk.
+
+    Args:
+        path: path of the file.
+        kind: kind of the tables.
+        config: description of the tables, as JSON values.
+        tensors: tensors by name, on any device.
 
     Raises:
         OSError: it could not be written; `path` has its old content.
@@ -61,7 +75,8 @@ def write(
         for name, tensor in content.items()
     ]
     header: dict[str, Any] = {"kind": kind, "config": config, "sections": sections, "nbytes": 0}
-    end = _PREFIX.size + len(_json(header)) + 32 * (len(sections) + 1)  # and digits of places
+    numbers = len(sections) + 1  # `begin` of each section, and `nbytes` of the file, are 0 so far
+    end = _PREFIX.size + len(_json(header)) + _DIGITS_PER_NUMBER * numbers
     for section in sections:
         section["begin"] = begin = _align(end)
         end = begin + section["nbytes"]
@@ -85,7 +100,7 @@ def _align(offset: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, which must outlive it."""
+    """Return the memory of a contiguous tensor on the CPU; the tensor must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -33,6 +33,11 @@ class HostEmbeddingBags(nn.Module):
             least one, as of `top_rows` with how often each row is looked up.
         device: device of batches and of the stored rows; a CPU stores them compactly too.
 
+    Attributes:
+        rows: all rows, in host memory.
+        stored: copies of the stored rows, on `device`, and the index that finds them.
+        output_dtype: dtype of the output.
+
     Raises:
         ValueError: tables that are not on the CPU, or a table without a mask.
 
@@ -93,19 +98,22 @@ class HostEmbeddingBags(nn.Module):
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
         """
-        rows, bag_layout, ends = self.rows, None, offsets
+        rows, bag_layout, all_offsets = self.rows, None, offsets
         if not rows.include_last_offset:
-            ends = append_last_offset(indices, offsets)
+            all_offsets = append_last_offset(indices, offsets)
         if batch_sizes is not None:
             dims = [rows.tables[table].dim for table in rows.feature_tables]
-            bags = max(ends.numel() - 1, 0)
+            bags = max(all_offsets.numel() - 1, 0)
             bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
         index, index_tables = self.stored.index, self.stored.index_tables
-        positions = quant.map_ids(index, index_tables, rows.features, indices, ends, bag_layout)
-        uncached_indices = torch.where(positions >= 0, -1, indices)
+        # Rows on the device, -1 for ids that have none there; each module skips -1.
+        device_rows = quant.map_ids(
+            index, index_tables, rows.features, indices, all_offsets, bag_layout
+        )
+        host_rows = torch.where(device_rows >= 0, -1, indices)
         options: dict[str, Any] = {"batch_sizes": batch_sizes}
-        output: Tensor = self.stored.rows(positions, offsets, per_sample_weights, **options)
-        output = output + rows(uncached_indices, offsets, per_sample_weights, **options)
+        output: Tensor = self.stored.rows(device_rows, offsets, per_sample_weights, **options)
+        output = output + rows(host_rows, offsets, per_sample_weights, **options)
         return output.to(self.output_dtype)
 
     def nbytes(self) -> dict[str, int]:

@@ -86,7 +86,7 @@ class RowIndex:
         return cls(IndexKind.ARRAY, rows.view(torch.int64), num_ids, num_ids=num_ids)
 
     def table_row(self, begin: int) -> list[int]:
-        """Return the row of `tables` of `map_ids`, for entries that begin at `begin`."""
+        """Return the columns of `IndexColumn`, for entries that begin at `begin` of `index`."""
         size = (self.num_entries, self.hash_bits, self.num_ids, self.missing)
         return [int(self.kind), begin, *size]
 
@@ -104,6 +104,13 @@ class InferenceEmbeddingBags(nn.Module):
         indexes: the index of each table; None for a table whose ids are its rows.
         memory: int64, the entries of all indexes, one after the other, used in place; None copies
             those of `indexes`.
+
+    Attributes:
+        rows: the stored rows.
+        indexes: the index of each table, with views of `index` as entries.
+
+    Raises:
+        ValueError: another number of indexes than of tables.
 
     Example:
         >>> rows = emblib.QuantizedEmbeddingBags.from_float(torch.ones(2, 4))

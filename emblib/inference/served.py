@@ -105,7 +105,7 @@ def configs_of(source: Any) -> Sequence[Any]:
 
 
 def readers_of(source: Any) -> dict[str, RowReader]:
-    """Return how the rows of each table of a collection are read; collective if it is sharded.
+    """Return the row reader of each table of a collection, by name; collective if it is sharded.
 
     Raises:
         TypeError: a table whose rows cannot be read as floats.
@@ -155,6 +155,11 @@ class InferenceCollection(nn.Module):
     Args:
         features: features of the collection, in the order of its output.
         parts: read-only tables, each with the positions in `features` of its features, in order.
+
+    Attributes:
+        features: the features.
+        parts: the modules of the parts.
+        positions: positions in `features` of the features of each part.
     """
 
     def __init__(

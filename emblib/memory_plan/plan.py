@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.configs import TableConfig
-from emblib.memory_plan.planned import importances_of, planned_tables
+from emblib.memory_plan.planned import ConfiguredTable, importances_of, planned_tables
 from emblib.memory_plan.selection import (
     AS_IT_IS,
     SHARES,
@@ -82,6 +82,8 @@ METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """Methods that `plan_memory` chooses from by default, besides tables as they are."""
 
 _MEASURED_ROWS = 9065  # rows of the largest table of MEASURED
+_LONG_TRAIN_ROWS = 10 * _MEASURED_ROWS  # from more rows on the plan names an assumption
+_BF16_SHARE = 0.5  # x of 16-bit rows on their curve
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
 # multiples of 4, so that rows of cores fill vector registers.
 _TRIED_RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
@@ -165,7 +167,7 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tables."""
+        """Return the bytes of all tables in device memory."""
         return sum(choice.nbytes for choice in self.choices)
 
     @property
@@ -180,7 +182,7 @@ class MemoryPlan:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss of tables, weighted by their importance."""
+        """Return the mean loss of tables, weighted by their importance; 0 if no table has any."""
         total = sum(choice.importance for choice in self.choices)
         return sum(choice.importance * choice.loss for choice in self.choices) / max(total, 1e-300)
 
@@ -191,7 +193,7 @@ class MemoryPlan:
             config = choice.before
             name = f"{choice.path}.{config.name}" if choice.path else config.name
             sizes = f"{config.num_embeddings:,} x {config.embedding_dim}"
-            storage_text = "as it is" if choice.method == AS_IT_IS else _describe_storage(choice)
+            storage_text = AS_IT_IS if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             loss = f"{choice.loss:.3f}"
             lines.append(
@@ -288,19 +290,16 @@ def plan_memory(
 
 
 def _tables_with_skew(
-    tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    tables: Sequence[ConfiguredTable],
     importances: Sequence[float],
     trace: LookupTrace | None,
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> list[_PlannedTable]:
     """Return the tables with importance, skew of the lookups and share of all lookups."""
-    planned = frozenset(f"{path}.{config.name}" for path, config, _ in tables)
+    planned = frozenset(table.path_name for table in tables)
     curves = {**MEASURED, **(losses or {})}
-    counts = [
-        None if trace is None else _traced_counts(trace, path, config, planned)
-        for path, config, _ in tables
-    ]
+    counts = [None if trace is None else _traced_counts(trace, table, planned) for table in tables]
     traced_totals = [
         float(table_counts.sum()) for table_counts in counts if table_counts is not None
     ]
@@ -310,18 +309,22 @@ def _tables_with_skew(
     ]
     return [
         _PlannedTable(
-            path=path,
-            config=config,
-            optimizer=table_optimizer,
+            path=table.path,
+            config=table.config,
+            optimizer=table.optimizer,
             importance=factor,
-            is_assumed=count is None,
-            skew=IdSkew.zipf(config.num_embeddings) if count is None else IdSkew.of_counts(count),
+            is_assumed=table_counts is None,
+            skew=(
+                IdSkew.zipf(table.config.num_embeddings)
+                if table_counts is None
+                else IdSkew.of_counts(table_counts)
+            ),
             curves=curves,
             lookup_share=total / sum(lookups),
             backing=backing,
-            max_dim=max(c.embedding_dim for p, c, _ in tables if p == path),
+            max_dim=max(t.config.embedding_dim for t in tables if t.path == table.path),
         )
-        for (path, config, table_optimizer), factor, count, total in zip(
+        for table, factor, table_counts, total in zip(
             tables, importances, counts, lookups, strict=True
         )
     ]
@@ -333,7 +336,7 @@ class _PlannedTable:
 
     path: str
     config: TableConfig
-    optimizer: Optimizer | None
+    optimizer: Any
     importance: float
     is_assumed: bool  # whether the skew is assumed, not traced
     skew: IdSkew
@@ -367,7 +370,7 @@ def _bf16_options(table: _PlannedTable) -> Iterator[_Option]:
     """Yield 16-bit rows, whose loss was measured with stochastic rounding alone."""
     if not is_fused(table.optimizer):
         return  # torch.optim rounds updates to nearest, whose loss was not measured
-    loss = _loss_at(table.curves["bf16"], 0.5)
+    loss = _loss_at(table.curves["bf16"], _BF16_SHARE)
     rounding = table.config.rounding or StochasticRounding()
     yield _Option(replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss)
 
@@ -594,7 +597,7 @@ def _assumptions(
         long_trains = [
             table.name
             for table, choice in zip(tables, choices, strict=True)
-            if choice.method == "tensor_train" and table.rows > 10 * _MEASURED_ROWS
+            if choice.method == "tensor_train" and table.rows > _LONG_TRAIN_ROWS
         ]
         if long_trains:
             yield (
@@ -635,21 +638,21 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 def _traced_counts(
-    trace: LookupTrace, path: str, config: TableConfig, planned: frozenset[str]
+    trace: LookupTrace, table: ConfiguredTable, planned: frozenset[str]
 ) -> Tensor | None:
     """Return the number of lookups per id, int64 `[rows]`; None if the trace lacks the table.
 
     Without a traced table at `path.name`, the only traced table of this name is used, unless it is
-    another planned table.
+    another planned table; `planned` are the `path.name` of all.
     """
     traced = {f.table for f in trace.features}
-    path_name = f"{path}.{config.name}"
+    path_name = table.path_name
     if path_name not in traced:
-        same_name = {name for name in traced if name.rpartition(".")[2] == config.name}
+        same_name = {name for name in traced if name.rpartition(".")[2] == table.config.name}
         if len(same_name) != 1 or same_name & planned:
             return None
         (path_name,) = same_name
-    rows = config.num_embeddings
+    rows = table.config.num_embeddings
     counts = torch.zeros(rows, dtype=torch.int64)
     for ids, feature in zip(trace.ids, trace.features, strict=True):
         if feature.table == path_name:

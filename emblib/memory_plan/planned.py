@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,16 +14,38 @@ from emblib.optim import Optimizer
 from emblib.sharding.shard import collections_of
 
 
+class ConfiguredTable(NamedTuple):
+    """A table to plan.
+
+    Attributes:
+        path: path of its collection in the model; "" if there is no model.
+        config: its configuration before planning.
+        optimizer: optimizer of emblib or of torch that trains it; None for none.
+    """
+
+    path: str
+    config: TableConfig
+    optimizer: Any
+
+    @property
+    def path_name(self) -> str:
+        """Return `path.name`."""
+        return f"{self.path}.{self.config.name}"
+
+
 def planned_tables(
     tables: nn.Module | Sequence[TableConfig], optimizer: Optimizer | None
-) -> list[tuple[str, TableConfig, Optimizer | None]]:
-    """Return path, configuration and optimizer of each table of a model, or of a list.
+) -> list[ConfiguredTable]:
+    """Return the tables of the collections of a model, or of a list.
+
+    Args:
+        tables: a model, or configurations.
+        optimizer: optimizer of tables whose configuration has none, if `tables` is a list.
 
     Raises:
         TypeError: something else in the list.
         ValueError: no tables, or shared ones.
     """
-    planned: list[tuple[str, TableConfig, Any]]
     if not isinstance(tables, nn.Module):
         for config in tables:
             if not isinstance(config, TableConfig):
@@ -31,7 +53,7 @@ def planned_tables(
                     "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
                     f"got {config!r}"
                 )
-        planned = [("", config, config.optimizer or optimizer) for config in tables]
+        planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in tables]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
         shared = {
@@ -44,7 +66,7 @@ def planned_tables(
                 "bytes of these"
             )
         planned = [
-            (path, config, config.optimizer or collection.optimizer)
+            ConfiguredTable(path, config, config.optimizer or collection.optimizer)
             for path, collection in collections.items()
             for config in trained_configs(collection)
         ]
@@ -54,7 +76,7 @@ def planned_tables(
 
 
 def importances_of(
-    tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    tables: Sequence[ConfiguredTable],
     importance: Mapping[str, float] | None,
 ) -> list[float]:
     """Return the importance of each table: that by `path.name`, by name, or 1.
@@ -64,10 +86,10 @@ def importances_of(
     """
     by_name, known_names = dict(importance or {}), set()
     importances = []
-    for path, config, _ in tables:
-        path_name = f"{path}.{config.name}"
-        known_names |= {path_name, config.name}
-        importances.append(float(by_name.get(path_name, by_name.get(config.name, 1.0))))
+    for table in tables:
+        name = table.config.name
+        known_names |= {table.path_name, name}
+        importances.append(float(by_name.get(table.path_name, by_name.get(name, 1.0))))
     if unknown := sorted(by_name.keys() - known_names):
         raise ValueError(
             f"importance of tables that are not there: {unknown}; have {sorted(known_names)}"

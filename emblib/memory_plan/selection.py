@@ -23,8 +23,10 @@ AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
 
 SHARES = tuple(2.0**-n for n in range(1, 13))  # shares of rows or bytes to try
-_DEVICE_UNITS = 4096  # units of the budget alone; more for many tables
-_UNITS_OF_BOTH = (1024, 256)  # units of the budget and of backing memory, if both are limited
+# Units into which the knapsack divides bytes: a compromise of precision and time, not measured.
+_DEVICE_UNITS = 4096  # of the budget alone, at least
+_DEVICE_UNITS_PER_TABLE = 16  # so that rounding up does not use up the budget of many tables
+_UNITS_OF_BOTH = (1024, 256)  # of the budget and of backing memory, if both are limited
 _COST_PER_MISS = 1e-6  # so small that it decides only between equal losses
 
 
@@ -106,13 +108,13 @@ Options = Sequence[Sequence[MemoryChoice]]
 
 
 class Limits(NamedTuple):
-    """Maximum bytes of device memory and of backing memory for all tables; None: no limit."""
+    """Maximum bytes of device memory, and of backing memory, for all tables; None: no limit."""
 
     budget: int
     backing: int | None = None
 
     def allow(self, options: Options, indices: Sequence[int]) -> bool:
-        """Return whether the picked choices fit."""
+        """Return whether the choices with these indices, one per table, fit."""
         nbytes, backing = totals(options, indices)
         return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
 
@@ -163,44 +165,44 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
     indices = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, indices)
     while limits.backing is not None and backing > limits.backing:
-        exchanges = []
+        # Device bytes per saved byte of backing memory, table, and index of the other choice.
+        exchanges: list[tuple[float, int, int]] = []
         for t, (choices, k) in enumerate(zip(options, indices, strict=True)):
             for index, choice in enumerate(choices):
-                less = choices[k].backing_nbytes - choice.backing_nbytes
-                if less > 0:
-                    exchanges.append(((choice.nbytes - choices[k].nbytes) / less, t, index))
+                saved = choices[k].backing_nbytes - choice.backing_nbytes
+                if saved > 0:
+                    exchanges.append(((choice.nbytes - choices[k].nbytes) / saved, t, index))
         if not exchanges:
-            short = backing - limits.backing
+            missing = backing - limits.backing
             raise BudgetError(
                 f"the tables take at least {format_bytes(backing)} of host memory or disk, which "
-                f"is {format_bytes(short)} more than backing has: raise it, or move tables to the "
-                "device",
-                short,
+                f"is {format_bytes(missing)} more than backing has: raise it, or move tables to "
+                "the device",
+                missing,
             )
         _, t, indices[t] = min(exchanges)
         nbytes, backing = totals(options, indices)
     if nbytes > limits.budget:
         smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
-        largest, short = (
-            max(smallest_choices, key=lambda choice: choice.nbytes),
-            nbytes - limits.budget,
-        )
+        largest = max(smallest_choices, key=lambda choice: choice.nbytes)
+        missing = nbytes - limits.budget
         raise BudgetError(
-            f"the tables take at least {format_bytes(nbytes)}, which is {format_bytes(short)} "
+            f"the tables take at least {format_bytes(nbytes)}, which is {format_bytes(missing)} "
             f"more than the budget of {format_bytes(limits.budget)}: raise it, allow other "
             f"methods, or make tables smaller; the largest is then {largest.before.name!r} with "
             f"{format_bytes(largest.nbytes)}",
-            short,
+            missing,
         )
     return indices
 
 
 def _device_units(options: Options) -> tuple[int, int]:
-    return max(_DEVICE_UNITS, 16 * len(options)), 0
+    """Return the units of the budget, and none of backing memory."""
+    return max(_DEVICE_UNITS, _DEVICE_UNITS_PER_TABLE * len(options)), 0
 
 
 def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
-    """Return the indices of the best choices; empty if bytes rounded up to units do not fit.
+    """Return the index of the best choice per table; empty if bytes rounded up do not fit.
 
     Dynamic programming: `least_cost[i, j]` is the least cost of the tables so far, within i units
     of device memory and j of backing memory. `units` are the numbers of units of both limits.

@@ -25,7 +25,7 @@ from emblib.optim import Optimizer
 from emblib.specs import brief
 
 Bags = tuple[Tensor, Tensor]
-"""Ids `[L]` and lengths `[B]` of a feature."""
+"""Ids and lengths of the bags of a feature, int64 `[L]` and `[B]`, on one device."""
 
 
 class NotMigrated(Exception):  # not an error of the caller: `migrate` lists it in its report
@@ -34,7 +34,14 @@ class NotMigrated(Exception):  # not an error of the caller: `migrate` lists it 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes of a module: rows, optimizer states, gradient of the rows, and cache."""
+    """Bytes of a module in training.
+
+    Attributes:
+        rows: bytes of the rows.
+        states: bytes of the optimizer states.
+        gradient: bytes of the gradient of the rows; 0 if it is sparse or none is stored.
+        cache: bytes of a cache in front of the rows.
+    """
 
     rows: int = 0
     states: int = 0
@@ -43,7 +50,7 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum."""
+        """Return the bytes of all four."""
         return self.rows + self.states + self.gradient + self.cache
 
     def __add__(self, other: TrainingMemory) -> TrainingMemory:
@@ -56,11 +63,15 @@ class TrainingMemory:
 
     def __str__(self) -> str:
         parts = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
-        rest = "".join(f" + {size(n)} {name}" for name, n in parts.items() if n)
-        return f"{size(self.total)} (rows {size(self.rows)}{rest})" if rest else size(self.rows)
+        rest = "".join(f" + {format_size(n)} {name}" for name, n in parts.items() if n)
+        return (
+            f"{format_size(self.total)} (rows {format_size(self.rows)}{rest})"
+            if rest
+            else format_size(self.rows)
+        )
 
 
-def size(nbytes: float) -> str:
+def format_size(nbytes: float) -> str:
     """Format a number of bytes with a decimal unit, e.g. "1.2 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000 or unit == "GB":
@@ -77,8 +88,8 @@ class Trained:
         optimizer: optimizer of torch that trains the weight.
         group: parameter group with the weight.
         state: states of the weight by name; empty before the first step.
-        order: parameters of the group before the migration.
-        in_backward: whether torch applies the optimizer in backward.
+        order: parameters of the group before the migration, for `restore`.
+        in_backward: whether torch applies the optimizer in backward, so that no group has others.
     """
 
     optimizer: TorchOptimizer
@@ -112,7 +123,10 @@ class Trained:
         return Trained(optimizer, group, state, list(group["params"]), bool(in_backward))
 
     def replace(self, before: nn.Parameter, after: Sequence[nn.Parameter]) -> None:
-        """Replace a parameter of the group by others; an optimizer in backward has no others."""
+        """Replace a parameter of the group by others, and forget its states.
+
+        Nothing happens for an optimizer in backward, which is dropped with its parameter.
+        """
         if self.in_backward:
             return
         params = self.group["params"]
@@ -184,11 +198,18 @@ def optimizer_for(
 
 @dataclass(frozen=True)
 class MigratedTable:
-    """A table that replaced a weight: views of rows and states, its module, and its parameter."""
+    """A table that replaced a weight.
+
+    Attributes:
+        rows: view of the rows, `[rows, dim]`.
+        states: views of the optimizer states by name, `[rows, dim]` or `[rows]`.
+        module: module with the table, which has `optimizer`, `step` and `set_step`.
+        parameter: parameter with the memory of the rows.
+    """
 
     rows: Tensor
     states: dict[str, Tensor]
-    module: Any  # with `optimizer`, `step` and `set_step`
+    module: Any
     parameter: nn.Parameter
 
     @property
@@ -214,7 +235,13 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class TorchWeight:
-    """A weight of the old module, its training, and whether its gradient is sparse."""
+    """A weight of the old module.
+
+    Attributes:
+        weight: the parameter, `[rows, dim]`.
+        trained: its training; None if no optimizer has it.
+        sparse: whether its gradient is sparse.
+    """
 
     weight: nn.Parameter
     trained: Trained | None
@@ -291,7 +318,7 @@ class TorchWeight:
         return names & table.states.keys()
 
     def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
-        """Return the state that the optimizer of torch would have now.
+        """Return copies of the states, by name, that the optimizer of torch would have now.
 
         `rows`: numbers of the rows whose state is returned, int64 `[n]`; None for all.
         """
@@ -317,7 +344,7 @@ class TorchWeight:
 
 
 class Replaced(ABC):
-    """A module that was swapped.
+    """A module that was swapped. Constructing it changes neither model nor optimizers.
 
     Attributes:
         paths: names of the module in the model; several if it occurs several times.
@@ -369,7 +396,10 @@ class Replaced(ABC):
 
     @abstractmethod
     def carry_over(self) -> None:
-        """Copy rows and states into the new module, and change the groups of optimizers."""
+        """Copy rows and states into the new module, and change the groups of optimizers.
+
+        The caller disables gradients, here and in `carry_back`.
+        """
 
     @abstractmethod
     def carry_back(self) -> None:
@@ -396,11 +426,11 @@ class Replaced(ABC):
 
     @abstractmethod
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
-        """Look up the bags of each feature with either module, and return one tensor."""
+        """Look up the bags of each feature, in order, with either module; return one tensor."""
 
     @abstractmethod
     def rows(self, module: Any) -> list[Tensor]:
-        """Return the rows of each table of either module."""
+        """Return the rows of each table of either module, `[rows, dim]`, as views."""
 
 
 def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
@@ -412,7 +442,7 @@ def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Left:
-    """A module that was not swapped, and why."""
+    """A module that was not swapped: its first name in the model, and the reason."""
 
     path: str
     reason: str

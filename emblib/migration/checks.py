@@ -21,8 +21,11 @@ from emblib.grad_mode import without_gradients
 from emblib.migration.base import Bags, Replaced, TrainingMemory
 from emblib.trace import LookupTrace
 
-_CHECKED_ROWS = 64  # per table
+_CHECKED_ROWS = 64  # rows per table in copies that are compared
+_CHECKED_BAGS, _IDS_PER_BAG = 16, 4  # the batch that both look up, per feature
+_WARM_UP_ROUNDS = 2  # rounds that are called, but not timed
 Migrate = Callable[[nn.Module, Sequence[Any]], Any]
+"""Function that migrates a module and its optimizers in place, see `migrate`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,14 @@ class MigrationCost:
 
 
 class _Twins:
-    """Copies of an old and a new module ("old", "new"), with optimizers in equal states."""
+    """Two copies of an old module, of which "new" is migrated, with optimizers in equal states.
+
+    Args:
+        replaced: the swapped module.
+        migrate: function that migrates one copy.
+        max_rows: number of rows per table; None copies all.
+        seed: seed of the selection of rows.
+    """
 
     def __init__(
         self, replaced: Replaced, migrate: Migrate, max_rows: int | None, seed: int
@@ -156,12 +166,14 @@ def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
     twins = _Twins(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, bags = twins.rows("old"), []
-    valid: dict[tuple[str, ...], int] = {}  # number of ids; a feature may read several tables
+    num_ids: dict[tuple[str, ...], int] = {}  # the least, since a feature may read several tables
     for names, table in replaced.features():
-        valid[names] = min(len(rows[table]), valid.get(names, len(rows[table])))
+        num_ids[names] = min(len(rows[table]), num_ids.get(names, len(rows[table])))
     for names, _ in replaced.features():
-        ids = torch.randint(valid[names], (64,), generator=generator)
-        bags.append((ids.to(twins.device), torch.full((16,), 4, device=twins.device)))
+        count = _CHECKED_BAGS * _IDS_PER_BAG
+        ids = torch.randint(num_ids[names], (count,), generator=generator)
+        lengths = torch.full((_CHECKED_BAGS,), _IDS_PER_BAG, device=twins.device)
+        bags.append((ids.to(twins.device), lengths))
     call = twins.step if replaced.is_trained else twins.look_up
     output = _max_difference([(call("old", bags), call("new", bags))])
     if not replaced.is_trained:
@@ -181,7 +193,10 @@ def _max_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 def measure(
     replaced: Replaced, migrate: Migrate, trace: LookupTrace, batch_size: int, rounds: int
 ) -> Speed | None:
-    """Return the times of two modules; None if the trace has no full batch of the module."""
+    """Return the times of two modules; None if the trace has no full batch of the module.
+
+    `rounds` is the number of timed calls of each. They are called in turn, and begin in turn.
+    """
     batches = _batches(trace, replaced, batch_size)
     if not batches:
         return None
@@ -189,7 +204,7 @@ def measure(
 
     def time_both(call: Callable[..., Any]) -> Times:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
-        for round_ in range(-2, rounds):  # the first two are not counted
+        for round_ in range(-_WARM_UP_ROUNDS, rounds):
             for side in ("old", "new") if round_ % 2 else ("new", "old"):
                 start = time.perf_counter()
                 call(side, batches[round_ % len(batches)])

@@ -27,6 +27,7 @@ from emblib.optim import Optimizer
 from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
+"""Function of paths, module, optimizers of torch and `tables`, see `migrate`; or `NotMigrated`."""
 
 # Python modules whose `FACTORIES` replace modules of a library, by class name. They belong to a
 # layer above this one, so they are imported only when a model has a module of their library.
@@ -368,7 +369,7 @@ def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
         if factory is not None:
             embeddings.setdefault(module, ([], factory))[0].append(path)
             inner_prefixes = (*inner_prefixes, f"{path}." if path else "")
-    return [(module, *parameters_and_names) for module, parameters_and_names in embeddings.items()]
+    return [(module, paths, factory) for module, (paths, factory) in embeddings.items()]
 
 
 def _owners(model: nn.Module) -> dict[int, int]:

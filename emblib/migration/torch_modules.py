@@ -30,14 +30,31 @@ from emblib.tables import TableBatchedEmbeddingBags
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TORCH_ATTRIBUTES = (
-    *("num_embeddings", "embedding_dim", "padding_idx"),
-    *("max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+    "num_embeddings",
+    "embedding_dim",
+    "padding_idx",
+    "max_norm",
+    "norm_type",
+    "scale_grad_by_freq",
+    "sparse",
 )
 _POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
 
 
 class _DropIn(nn.Module):
-    """A table of emblib that takes the calls of a module of torch."""
+    """A table of emblib that takes the calls of a module of torch.
+
+    Args:
+        source: the module, whose attributes are copied, but not its rows.
+        optimizer: optimizer that backward applies; None for none.
+
+    Attributes:
+        table: module with the one table.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
 
     def __init__(self, source: nn.EmbeddingBag | nn.Embedding, optimizer: Optimizer | None) -> None:
         super().__init__()
@@ -54,10 +71,6 @@ class _DropIn(nn.Module):
             device=source.weight.device,
         )
         self.train(source.training)
-
-    num_embeddings: int
-    embedding_dim: int
-    padding_idx: int | None
 
     @property
     def weight(self) -> Tensor:

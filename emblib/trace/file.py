@@ -18,7 +18,13 @@ INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)  # narrowest fir
 
 @dataclass(frozen=True)
 class TracedFeature:
-    """A feature of a trace: its name, its table, and the table's size (0: unknown).
+    """A feature of a trace.
+
+    Attributes:
+        name: name of the feature, unique in its trace.
+        table: name of the table that it reads.
+        rows: number of rows of the table; 0 if unknown.
+        dim: elements per row of the table; 0 if unknown.
 
     Example:
         >>> emblib.TracedFeature("seen", table="item", rows=1_000)
@@ -35,7 +41,14 @@ class TracedFeature:
 class LookupTrace:
     """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
 
-    Features may differ in their number of samples, if modules are not called equally often.
+    Features may differ in their number of samples, if modules are not called equally often. The
+    constructor checks nothing; `load` does.
+
+    Attributes:
+        features: the features.
+        ids: ids of each feature, `[F][L_f]`, in the narrowest of uint8, int16, int32 and int64 that
+            holds them.
+        lengths: number of ids of each sample, `[F][samples]`, likewise.
 
     Example:
         >>> trace = emblib.LookupTrace(  # one feature of two samples
@@ -49,11 +62,15 @@ class LookupTrace:
     """
 
     features: tuple[TracedFeature, ...]
-    ids: tuple[Tensor, ...]  # [F][L_f], the narrowest of uint8, int16, int32, int64 that holds them
-    lengths: tuple[Tensor, ...]  # [F][samples], likewise
+    ids: tuple[Tensor, ...]
+    lengths: tuple[Tensor, ...]
 
     def save(self, path: str | Path) -> str:
-        """Write the file atomically; return its SHA-256 as 64 hexadecimal digits."""
+        """Write the file atomically; return its SHA-256 as 64 hexadecimal digits.
+
+        Raises:
+            OSError: the file could not be written; `path` keeps its content.
+        """
         features = [asdict(feature) for feature in self.features]
         packed_lengths = [_Lengths.of(lengths) for lengths in self.lengths]
         content = {
@@ -130,7 +147,7 @@ class LookupTrace:
 class _Lengths(NamedTuple):
     """Stored lengths: a single value if all are equal.
 
-    `values` is int64 `[samples]`, or `[1]`.
+    `values` is `[samples]`, or `[1]`, of one of `INTEGERS`.
     """
 
     values: Tensor

@@ -28,7 +28,13 @@ from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
 class Bags(NamedTuple):
-    """The lookups of one call for one feature: ids `[L]`, and lengths `[bags]`, ids per bag."""
+    """The lookups of one call for one feature.
+
+    Attributes:
+        feature: the feature.
+        ids: integers, L in any shape, on any device; negative ones are not recorded.
+        lengths: integers `[bags]`, ids per bag, with the sum L; on any device.
+    """
 
     feature: TracedFeature
     ids: Tensor
@@ -36,7 +42,7 @@ class Bags(NamedTuple):
 
 
 Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
-NamedEmbedding = tuple[str, nn.Module, Reading]
+NamedEmbedding = tuple[str, nn.Module, Reading]  # name in the trace, module, its reading
 
 
 def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
@@ -334,7 +340,11 @@ class TraceRecorder:
         )
 
     def save(self, path: str | Path) -> str:
-        """Write the lookups recorded so far; return the file's SHA-256."""
+        """Write the lookups recorded so far; return the file's SHA-256, see `LookupTrace.save`.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
         return self.trace.save(path)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 ZIPF = 1.05  # exponent of the assumed skew of ids without a trace
-_GROUPS = 128  # approximate number of groups of ids with about equal frequency
-_GRID = 120  # points of the numerical integration, evenly spaced in log t
+_GROUPS = 128  # approximate number of groups of ids with about equal frequency; not measured
+_GRID = 120  # points of the numerical integration, evenly spaced in log t; not measured
 _LOG_BEFORE, _LOG_AFTER = 9, 4  # log t from 9 below -log(max share) to 4 above -log(min share)
 _BISECTIONS = 60  # halvings of an interval: more than a float64 resolves
 _MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
@@ -32,7 +32,7 @@ class IdSkew:
 
     @classmethod
     def of_counts(cls, counts: Tensor) -> IdSkew:
-        """Return the skew of ids that were looked up `counts` `[rows]` times."""
+        """Return the skew of ids that were looked up `counts` times, `[rows]`; at least one row."""
         values, sizes = counts.detach().cpu().double().unique(return_counts=True)
         # Small counts are groups by themselves; larger ones that differ by a few per cent form one.
         group_of = (
@@ -98,8 +98,8 @@ class IdSkew:
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
         # The expected value of exp(-o t), then that of s / (s + o).
         expected = (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
-        own_parts = (decay * expected) @ steps * shares
-        return min(max(0.0, 1.0 - float((sizes * shares) @ own_parts)), 1.0)
+        unshared = (decay * expected) @ steps * shares  # s / (s + o) by group
+        return min(max(0.0, 1.0 - float((sizes * shares) @ unshared)), 1.0)
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:
