@@ -548,11 +548,15 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
         parts = [t for change in changes if (t := getattr(change, name)) is not None]
         optional[name] = torch.cat(parts) if len(parts) == len(changes) else None
     hash_keys = {change.hash_key for change in changes}
+    fallback_rows = {
+        name: torch.cat([change.fallback[name] for change in changes]) for name in first.fallback
+    }
     return first._replace(
         keys=torch.cat([change.keys for change in changes]),
         weight=torch.cat([change.weight for change in changes]),
         states={n: torch.cat([change.states[n] for change in changes]) for n in first.states},
         tick=max(change.tick for change in changes),
         hash_key=first.hash_key if len(hash_keys) == 1 else None,
+        fallback=fallback_rows,
         **optional,
     )

@@ -60,6 +60,36 @@ def everything() -> emblib.KeyedJaggedTensor:
     return emblib.KeyedJaggedTensor(list(RULES), ids, lengths=torch.ones_like(ids))
 
 
+def fallback_collection() -> emblib.EmbeddingBagCollection:
+    """One table that admits no key, so all keys read and train fallback rows."""
+    storage = Hash(
+        seed=3,
+        fallback_rows=8,
+        admission=emblib.FrequencyAdmission(1_000, emblib.ExactCounter(64)),
+    )
+    table = emblib.EmbeddingBagConfig(64, 8, "item", ["item"], storage=storage)
+    return emblib.EmbeddingBagCollection([table], optimizer=optim.Adagrad(0.1))
+
+
+def each_id() -> emblib.KeyedJaggedTensor:
+    """Ids of the one feature of `fallback_collection`, each in a bag of its own."""
+    ids = torch.arange(ROWS)
+    return emblib.KeyedJaggedTensor(["item"], ids, lengths=torch.ones_like(ids))
+
+
+def train_fallback(ranks: RankGroup, directory: str) -> torch.Tensor:
+    """Train and log the fallback rows of a sharded table; return what all ids read."""
+    torch.manual_seed(0)
+    model: Any = shard(fallback_collection(), {"": {"item": row_wise()}}, ranks)
+    with ChangeLog(model, DirectorySink(f"{directory}/{ranks.rank}"), compact_every=1) as log:
+        for step in (1, 2):
+            model(each_id()).values().square().sum().backward()
+            log.record(step)
+    with torch.no_grad():
+        values: torch.Tensor = model(each_id()).values()
+    return values
+
+
 def train(
     ranks: RankGroup, directory: str, missing: Sequence[int], compact_every: int
 ) -> list[torch.Tensor]:

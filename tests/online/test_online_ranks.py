@@ -32,6 +32,15 @@ def test_followers_of_two_ranks(tmp_path: Path) -> None:
     assert torch.equal(quantised.packed, expected.packed)
 
 
+def test_a_snapshot_has_the_fallback_rows_of_all_shards(tmp_path: Path) -> None:
+    outputs, theirs = worlds.run(2, online_ranks.train_fallback, str(tmp_path))
+    assert torch.equal(outputs, theirs)
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(online_ranks.fallback_collection(), sinks)
+    assert follower.apply() == 2
+    assert torch.equal(follower(online_ranks.each_id()).values(), outputs)
+
+
 def test_boundaries_are_steps_of_all_ranks(tmp_path: Path) -> None:
     outputs, _ = worlds.run(2, online_ranks.train, str(tmp_path), (2, 3, 7), 100)
     data = [list(DirectorySink(tmp_path / str(rank)).read()) for rank in range(2)]
