@@ -235,14 +235,7 @@ class HashIndex(nn.Module):
             self.tags[first_slot : first_slot + in_use].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
-            (
-                first_slot // SLOTS,
-                spec.buckets,
-                limit,
-                0,
-                spec.max_load_1024ths,
-                hash_key,
-            )
+            (first_slot // SLOTS, spec.buckets, limit, 0, spec.max_load_1024ths, hash_key)
             for first_slot, spec, limit, hash_key in zip(
                 self._first_slots, self.specs, self.limits, self._hash_keys, strict=False
             )
@@ -306,10 +299,8 @@ class HashIndex(nn.Module):
         if self._inserted_at is not None:
             tensors.append((self._inserted_at, 1, 1))
         for tensor, elements, slots in tensors:
-            first, used_before, used_now = (
-                count * elements // slots for count in (first_slot, before, now)
-            )
-            yield tensor, first, used_before, used_now
+            first, *counts = (n * elements // slots for n in (first_slot, before, now))
+            yield tensor, first, counts[0], counts[1]
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""

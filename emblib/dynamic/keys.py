@@ -1,7 +1,8 @@
 """Keys of dynamic tables: dtypes, hash keys, status, and the rank that owns a key.
 
-A key is an int64. Its route, a 64-bit hash, orders keys in checkpoints and divides them into equal
-ranges over ranks (`owner`). A table's hash key, from seed and name, selects buckets within a table.
+A key is an int64, of any value. Its *route*, a 64-bit hash without a seed, orders keys in
+checkpoints and divides them into equal ranges over ranks (`owner`). The *hash key* of a table, from
+seed and name, selects the buckets of keys within the table.
 """
 
 import hashlib
@@ -46,12 +47,12 @@ def hash_keys_of(
         hash_seeds = [new_seed() if seed is None else seed] * len(names)
     if len(hash_seeds) != len(names):
         raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
-    seeds = [check_count("hash_seeds", given_seed, minimum=0) for given_seed in hash_seeds]
-    return [hash_key_of(given_seed, name) for given_seed, name in zip(seeds, names, strict=True)]
+    seeds = [check_count("hash_seeds", table_seed, minimum=0) for table_seed in hash_seeds]
+    return [hash_key_of(table_seed, name) for table_seed, name in zip(seeds, names, strict=True)]
 
 
 def as_keys(keys: Tensor) -> Tensor:
-    """Convert keys to int64; uint64 keeps its bits.
+    """Return keys, int64, uint64 or int32, as int64; uint64 keeps its bits, in the same memory.
 
     Raises:
         TypeError: another dtype.
@@ -102,7 +103,7 @@ class KeyStatus(IntEnum):
     ABSENT = 255
 
 
-def of_insertion(inserted: InsertedBatch) -> Tensor:
+def status_by_position(inserted: InsertedBatch) -> Tensor:
     """Return the `KeyStatus` of each position of an inserted batch, uint8 `[L]`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
@@ -112,14 +113,20 @@ def of_insertion(inserted: InsertedBatch) -> Tensor:
 
 
 class LastBatch(NamedTuple):
-    """The last training batch: its keys and their status, and the version of the tensor of ids."""
+    """The last training batch.
+
+    Attributes:
+        inserted: result of its insertion.
+        keys: the batch; the tensor of ids is the caller's.
+        version: version of this tensor then (`Tensor._version`).
+    """
 
     inserted: InsertedBatch
     keys: Keys
     version: int
 
     def status_of(self, table: int, keys: Tensor) -> Tensor:
-        """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
+        """Return the status of keys, int64 `[n]` on the CPU, of one table; uint8 `[n]` there.
 
         Raises:
             RuntimeError: the ids of the batch were overwritten.
@@ -131,7 +138,7 @@ class LastBatch(NamedTuple):
             )
         is_of_table = hash.tables_of(self.keys) == table
         ids = self.keys.ids[is_of_table].cpu()
-        status = of_insertion(self.inserted)[is_of_table].cpu()
+        status = status_by_position(self.inserted)[is_of_table].cpu()
         result = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
         if not ids.numel() or not keys.numel():
             return result
@@ -142,7 +149,7 @@ class LastBatch(NamedTuple):
         return result
 
 
-_SIGN = -(1 << 63)
+_SIGN = -(1 << 63)  # flips the order of signed numbers to that of unsigned ones, and back
 
 
 def route(keys: Tensor) -> Tensor:
@@ -158,17 +165,19 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
 
 
 def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
-    """Return which of `count` equal ranges of routes has each key, int64 `[n]`.
+    """Return which of `count` equal ranges of routes has each key, int64 `[n]` in `[0, count)`.
 
-    `count` is one number, or int64 `[n]`, one per key.
+    `count` is one number, or int64 `[n]`, one per key; below 2^31.
     """
+    # The upper 32 bits of the unsigned route, scaled to [0, count).
     return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * count >> 32
 
 
 def keys_of_ranges(count: int) -> Tensor:
-    """Return a key of each of `count` equal ranges of routes, int64 `[count]`; others for others.
+    """Return one key in each of `count` equal ranges of routes, int64 `[count]`.
 
-    The upper half of the route is the first in its range, the lower half is `count`.
+    Another `count` has other keys: the upper half of the route is the first in its range, the lower
+    half is `count`.
     """
     numbers = torch.arange(count)
     upper = ((numbers << 32) + count - 1).div(max(count, 1), rounding_mode="floor")

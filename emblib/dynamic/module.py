@@ -98,9 +98,9 @@ class DynamicEmbeddingBags(FusedTables):
         >>> pooled.sum().backward()  # updates their rows
     """
 
-    state: DynamicState
+    state: DynamicState  # has the tables; the module has its tensors as parameter and buffers
     tables: TableSpecs
-    _lock: CompletingLock
+    _lock: CompletingLock  # that of the state
     _calls: KeyedCalls | None = None
     feature_table: Tensor
     dropped_updates: Tensor

@@ -36,6 +36,11 @@ class KeyedCalls:
     Args:
         module: the tables, all in the memory of their device.
         tiers: weights, optimizer states and hyperparameters of the tables.
+
+    Attributes:
+        tiers: the same.
+        rule: how the optimizer changes rows.
+        row_buffers: weights, then optimizer states.
     """
 
     def __init__(self, module: FusedTables, tiers: autograd.Tiers) -> None:
@@ -43,7 +48,7 @@ class KeyedCalls:
         self._weights = module.weights
         self._address = module.weights.data_ptr()
         self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
-        self._code = codes.OPTIMIZER.get(self.rule.name)
+        self._code = codes.OPTIMIZER.get(self.rule.name)  # None if no op has the optimizer
         self._updates = self.rule.gradient is None
         self._num_features = module.features.shape[0]
         self.row_buffers = [*tiers.weights, *tiers.states]
@@ -145,7 +150,10 @@ class KeyedLookup(torch.autograd.Function):
         sample_weights: Tensor | None,
         output_dtype: torch.dtype,
     ) -> Tensor:
-        """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
+        """Return `[B, output_dim]`, or `[L, dim]` for NONE, in `output_dtype`.
+
+        `grad_anchor` makes autograd call backward; `batch` and `update` are those of one lookup.
+        """
         ctx.calls, ctx.update = calls, update
         ctx.batch = batch._replace(
             indices=batch.features, offsets=batch.features, slots=None, default_rows=None

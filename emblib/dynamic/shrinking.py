@@ -82,7 +82,10 @@ def check_shrinkable(state: DynamicState, table: int) -> None:
 
 
 def shrink_to(state: DynamicState, table: int, buckets: int) -> int:
-    """Shrink a table to a number of buckets, unless it has no more; return the evicted keys."""
+    """Shrink a table to a number of buckets, unless it has no more; return the number of evictions.
+
+    The caller holds the lock of the tables, and ensures that the table can shrink.
+    """
     if buckets >= state.index.buckets(table):
         return 0
     change = _TableShrink(state, table, buckets)
@@ -253,7 +256,10 @@ def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
 
 
 def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
-    """Return the memory of the slots and rows from `rows` on, which are not in use any more."""
+    """Return the memory of the slots and rows in [rows, rows_before), which are not in use.
+
+    Their content is unspecified afterwards.
+    """
     for tensor, *numbers in state.index.memory_ranges(table, rows_before, rows):
         release_memory(tensor, *numbers)
     for view in _slot_bytes(state, table):

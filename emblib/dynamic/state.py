@@ -19,7 +19,7 @@ from emblib.columns import HashEntryColumn
 from emblib.dynamic.admission import Admission
 from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
-from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
+from emblib.dynamic.keys import LastBatch, as_keys, status_by_position
 from emblib.dynamic.last_uses import LastUses, check_features
 from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
 from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
@@ -317,7 +317,7 @@ def reserve(state: DynamicState, table: int | str, rows: int) -> None:
 @of_state
 def key_status(state: DynamicState) -> Tensor:
     """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`."""
-    return of_insertion(_last_batch(state).inserted)
+    return status_by_position(_last_batch(state).inserted)
 
 
 @of_state

@@ -25,42 +25,49 @@ class StoredTables(NamedTuple):
     views: Sequence[Mapping[str, Tensor]]
 
     def entries(self, prefix: str) -> list[dict[str, Tensor]]:
-        """Return the views of each table by their keys in a state dict."""
+        """Return the views of each table by their names in a state dict."""
         return [
             {f"{prefix}rows.{name}.{view_name}": view for view_name, view in views.items()}
             for name, views in zip(self.names, self.views, strict=True)
         ]
 
     def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield one message per problem of stored rows in a state dict; any number of rows fits."""
-        key, begin = f"{prefix}key_of_row", 0
+        """Yield one message per problem of stored rows in a state dict; any number of rows fits.
+
+        `<prefix>key_of_row`, int64, has the key of each stored row, of all tables one after the
+        other, -1 for none.
+        """
+        keys_name, begin = f"{prefix}key_of_row", 0
         tables = self.entries(prefix)
-        if key not in state_dict or any(
-            name not in state_dict for names_of_table in tables for name in names_of_table
+        if keys_name not in state_dict or any(
+            name not in state_dict for views in tables for name in views
         ):
             return  # torch reports the missing entries
-        saved = state_dict[key]
-        problem = state_dicts.key_problem(saved, self.first_keys[-1])
+        saved_keys = state_dict[keys_name]
+        problem = state_dicts.key_problem(saved_keys, self.first_keys[-1])
         if problem:
-            yield f"{key}: {problem}"
+            yield f"{keys_name}: {problem}"
             return
-        for t, names_of_table in enumerate(tables):
-            weight = state_dict[next(iter(names_of_table))]
-            size = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
-            for name, view in names_of_table.items():
-                value, shape = state_dict[name], (size, *view.shape[1:])
+        for t, views in enumerate(tables):
+            weight = state_dict[next(iter(views))]
+            num_rows = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
+            for name, view in views.items():
+                value, shape = state_dict[name], (num_rows, *view.shape[1:])
                 problem = state_dicts.tensor_problem(value, view, shape)
                 if problem:
                     yield f"{name}: {problem}"
                     return
-            keys = saved[begin : begin + size]
+            keys = saved_keys[begin : begin + num_rows]
             yield from self._key_problems(t, keys[keys >= 0])
-            begin += size
-        if begin != len(saved):
-            yield f"{key}: there are {len(saved)} keys of {begin} stored rows"
+            begin += num_rows
+        if begin != len(saved_keys):
+            yield f"{keys_name}: there are {len(saved_keys)} keys of {begin} stored rows"
 
     def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
-        """Yield a message if `used` keys are not distinct keys of the table."""
+        """Yield a message if `used` keys, int64, are of other tables or too many for the table.
+
+        That they are distinct was checked.
+        """
         low, high = self.first_keys[table : table + 2]
         name, capacity = self.names[table], len(self.views[table]["weight"])
         if bool(((used < low) | (used >= high)).any()):
@@ -73,27 +80,27 @@ class StoredTables(NamedTuple):
             )
 
     def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Return the entries resized to the views, if saved with another number of rows."""
-        saved = state_dict.get(f"{prefix}key_of_row")
+        """Return the entries to load instead of those that have another number of rows.
+
+        Rows without a key are left out or added, so they fit the views. `problems` must have found
+        none.
+        """
+        saved_keys = state_dict.get(f"{prefix}key_of_row")
         tables = self.entries(prefix)
-        if saved is None or any(
-            key not in state_dict for names_of_table in tables for key in names_of_table
-        ):
+        if saved_keys is None or any(name not in state_dict for views in tables for name in views):
             return {}
-        entries, keys, begin = {}, [], 0
-        for names_of_table in tables:
-            name, weight = next(iter(names_of_table.items()))
-            size, capacity = len(state_dict[name]), len(weight)
-            saved_keys = saved[begin : begin + size]
-            begin += size
-            if size != capacity:
-                used = (saved_keys >= 0).nonzero().squeeze(1)
-                for key, view in names_of_table.items():
-                    source = state_dict[key]
-                    entries[key] = torch.zeros_like(view)
-                    entries[key][: len(used)] = source[used.to(source.device)].to(view)
-                saved_keys = torch.cat(
-                    [saved_keys[used], saved_keys.new_full((capacity - len(used),), -1)]
-                )
-            keys.append(saved_keys)
-        return {**entries, f"{prefix}key_of_row": torch.cat(keys)}
+        entries, new_keys, begin = {}, [], 0
+        for views in tables:
+            weight_name, weight = next(iter(views.items()))
+            num_rows, capacity = len(state_dict[weight_name]), len(weight)
+            keys = saved_keys[begin : begin + num_rows]
+            begin += num_rows
+            if num_rows != capacity:
+                used = (keys >= 0).nonzero().squeeze(1)
+                for name, view in views.items():
+                    source = state_dict[name]
+                    entries[name] = torch.zeros_like(view)
+                    entries[name][: len(used)] = source[used.to(source.device)].to(view)
+                keys = torch.cat([keys[used], keys.new_full((capacity - len(used),), -1)])
+            new_keys.append(keys)
+        return {**entries, f"{prefix}key_of_row": torch.cat(new_keys)}

@@ -30,7 +30,8 @@ def test_every_status_is_told(device: torch.device) -> None:
     index, admission = HashIndex([spec], device), Admission([spec], device)
 
     def insert(ids: list[int]) -> list[str]:
-        return names(keys.of_insertion(index.insert(batch(ids, device), admit=admission.admit)))
+        inserted = index.insert(batch(ids, device), admit=admission.admit)
+        return names(keys.status_by_position(inserted))
 
     assert insert([5, 6, 5]) == ["NEW", "NOT_ADMITTED", "NEW"]
     assert insert([5, 6, 7]) == ["HIT", "NEW", "NOT_ADMITTED"]
@@ -51,5 +52,5 @@ def test_full_tables_refuse(eviction: Eviction, device: torch.device) -> None:
         [DynamicSpec(32, 4, eviction=eviction, insert_policy=InsertPolicy.EVICT_IF_LOWER)], device
     )
     index.insert(batch([*range(32)] * 2, device))
-    statuses = names(keys.of_insertion(index.insert(batch([50, 3], device))))
+    statuses = names(keys.status_by_position(index.insert(batch([50, 3], device))))
     assert statuses == ["REFUSED", "HIT"]
