@@ -19,7 +19,7 @@ class ConfiguredTable(NamedTuple):
 
     Attributes:
         path: path of its collection in the model; "" if there is no model.
-        config: its configuration before planning.
+        config: configuration of the table before planning.
         optimizer: optimizer of emblib or of torch that trains it; None for none.
     """
 

@@ -239,7 +239,7 @@ class TorchWeight:
 
     Attributes:
         weight: the parameter, `[rows, dim]`.
-        trained: its training; None if no optimizer has it.
+        trained: training of the weight; None if no optimizer has it.
         sparse: whether its gradient is sparse.
     """
 
