@@ -291,6 +291,7 @@ def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.
 
 # Series
 
+_LINE_COLUMNS = ("time_s", "labels", "module", "table")  # before the numbers of a table
 _AGE_COLUMN = "age_"  # then the upper bound of the bin
 
 
@@ -299,7 +300,7 @@ def csv_columns() -> list[str]:
     numbers = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
     lookups = ["refused_lookups", "not_admitted_lookups"]
     ages = [f"{_AGE_COLUMN}{_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
-    return ["time_s", "labels", "module", "table", *numbers, *lookups, *ages]
+    return [*_LINE_COLUMNS, *numbers, *lookups, *ages]
 
 
 def append_csv(
@@ -352,7 +353,7 @@ def append_csv(
 
 
 def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:
-    names = csv_columns()[4:]
+    names = csv_columns()[len(_LINE_COLUMNS) :]
     ages = statistics.eviction_ages
     numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_COLUMN)]
     bins: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts

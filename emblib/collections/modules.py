@@ -619,6 +619,7 @@ class _ColumnOrder:
         self._columns, self._divides_means = columns, any(means)
         self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))
         self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn))
+        # Batch size, targets and pieces of the last call.
         self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 
     def _descriptors(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -239,7 +239,8 @@ class FusedLookup(torch.autograd.Function):
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Update weights and states; return the gradients of the inputs of `forward`."""
         batch, _, row_weights = _saved(ctx)
-        required = RequiredResults(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
+        needs_update, _, _, _, needs_sample_grad, _ = ctx.needs_input_grad
+        required = RequiredResults(needs_update, needs_sample_grad)
         scale = scale_of_backward() if required.update else None
         if batch.joint is not None and required.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
@@ -510,7 +511,7 @@ class GradientLookup(torch.autograd.Function):
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is not None:
             batch = batch._replace(indices=locations.indices, slots=locations.slots)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[4]:  # `sample_weights`
             sample_grad = _sample_weight_grad(grad, [memory.view(-1), *ctx.slower], batch)
         is_wanted = ctx.needs_input_grad[8:]  # of the parameters
         grads: list[Tensor | None] = [None] * len(is_wanted)

@@ -109,7 +109,9 @@ from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
 SLOTS = 32  # of a bucket
+LOAD_UNIT = 1024  # slots; loads are in keys per so many
 QUEUE_WORDS = 8  # words of `queues` per bucket
+_WORD_BYTES = 8
 TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
 COUNTERS = tuple(column.name.lower() for column in HashCounter)
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
@@ -122,8 +124,9 @@ def bytes_per_slot(order: str, device: str) -> int:
 
     `order` is one of `ORDERS`, `device` "cpu" or "cuda".
     """
-    words = 3 if order in SCORED else 2
-    return 1 + 8 * words + (8 * QUEUE_WORDS // SLOTS if device == "cpu" else 0)
+    tag_bytes, entry_words = 1, 3 if order in SCORED else 2
+    queue_bytes = _WORD_BYTES * QUEUE_WORDS // SLOTS if device == "cpu" else 0
+    return tag_bytes + _WORD_BYTES * entry_words + queue_bytes
 
 
 class Keys(NamedTuple):
@@ -219,12 +222,13 @@ def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
         max_buckets: number of buckets that the table has memory for.
         load: load above which the table grows, in keys per 1024 slots (MAX_LOAD).
     """
-    per_bucket, level = SLOTS * load, 1
-    while 4 * level <= max_buckets and 2 * level * per_bucket < keys * 1024:
+    # Keys are counted in 1024ths, as the load is.
+    keys_1024ths, per_bucket, level = keys * LOAD_UNIT, SLOTS * load, 1
+    while 4 * level <= max_buckets and 2 * level * per_bucket < keys_1024ths:
         level *= 2
-    excess_keys = max(0, keys * 1024 - level * per_bucket)
+    excess = max(0, keys_1024ths - level * per_bucket)
     limit = 2 * level if 4 * level <= max_buckets else max_buckets
-    return max(buckets, min(limit, level + -(-4 * excess_keys // per_bucket)))
+    return max(buckets, min(limit, level + -(-4 * excess // per_bucket)))
 
 
 @torch.library.register_fake("emblib::hash_find")

@@ -349,7 +349,7 @@ def max_saved_left_halves(layout: TTLayout, cores: Sequence[Tensor]) -> int:
         return 0  # the left half is the first core itself
     if cores[0].device.type != "cpu":
         return layout.left_ids
-    max_prefixes = _SAVED_BYTES_CPU // (4 * _left_value_size(cores, layout))
+    max_prefixes = _SAVED_BYTES_CPU // (torch.float32.itemsize * _left_value_size(cores, layout))
     return min(layout.left_ids, max_prefixes)
 
 
@@ -381,12 +381,12 @@ class DenseTTLookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of cores and, if asked, of `sample_weights`."""
+        _, needs_sample_grad, _, _, *needs_core_grads = ctx.needs_input_grad
         if ctx.rule.max_gradient is not None:
             grad = autograd.clip_gradient(grad, ctx.rule, scale_of_backward())
         core_grads: list[Any]
         if ctx.chunked:
             _, _, sample_weights, *cores = ctx.saved_tensors
-            needs_sample_grad = ctx.needs_input_grad[1]
             core_grads, sample_grad = chunk_gradients(
                 grad,
                 cores,
@@ -394,20 +394,20 @@ class DenseTTLookup(torch.autograd.Function):
                 sample_weights,
                 needs_sample_grad=needs_sample_grad,
             )
-            if not any(ctx.needs_input_grad[4:]):
+            if not any(needs_core_grads):
                 return None, sample_grad, None, None, *(None for _ in cores)
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
             return None, sample_grad, None, None, *core_grads
         rows, sample_weights, cores = _saved(ctx)
         core_grads = [None] * len(cores)
-        if any(ctx.needs_input_grad[4:]):
+        if any(needs_core_grads):
             row_grads = _row_grads(grad, rows, ctx.batch, sample_weights)
             core_grads = _core_grads(row_grads, rows, ctx.batch, cores)
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
         sample_grad = None
-        if ctx.needs_input_grad[1]:
+        if needs_sample_grad:
             sample_grad = _sample_weight_grad(grad, rows, ctx.batch)
         return None, sample_grad, None, None, *core_grads
 
@@ -458,12 +458,12 @@ class FusedTTLookup(torch.autograd.Function):
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
         rows, sample_weights, _ = _saved(ctx)
         scale = overflow = sample_grad = is_finite = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # `grad_anchor`: the cores are trained
             scale = scale_of_backward()
         if scale is not None:
             grad, is_finite = unscaled_gradient = unscaled(grad, scale)
             overflow = unscaled_gradient.overflow()
-        if ctx.needs_input_grad[6]:
+        if ctx.needs_input_grad[6]:  # `sample_weights`
             sample_grad = _sample_weight_grad(grad, rows, batch)
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
@@ -490,13 +490,13 @@ def _fused_backward_chunked(
     ctx: Any, grad: Tensor, sample_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Apply one step with gradients summed over the chunks of a large batch."""
-    trains = ctx.needs_input_grad[0]
+    trains = ctx.needs_input_grad[0]  # of `grad_anchor`
     scale = scale_of_backward() if trains else None
     overflow = is_finite = None
     if scale is not None:
         grad, is_finite = unscaled_gradient = unscaled(grad, scale)
         overflow = unscaled_gradient.overflow()
-    needs_sample_grad = ctx.needs_input_grad[6]
+    needs_sample_grad = ctx.needs_input_grad[6]  # of `sample_weights`
     clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
     at_once = needs_sample_grad and clipped is grad
     core_grads, sample_grad = chunk_gradients(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.ops import autograd
+from emblib.ops.cache import WAYS
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import (
     CacheConfig,
@@ -43,11 +44,10 @@ from emblib.storage.handles import TableHandle, bind_view
 from emblib.storage.initial_values import draw
 from emblib.tables import TableBatchedEmbeddingBags, parameters, state_dicts
 from emblib.tables.locks import atomic
-from emblib.tables.memory import TableOffset
+from emblib.tables.memory import TableOffset, cache_stride
+from emblib.tables.row_cache import TAG_AND_STAMP_BYTES
 
-_CACHE_WAYS = 32  # rows of one set of a cache
-_CACHE_SLOT_BYTES = 16  # tag and stamp of a cached row
-_CACHE_SET_BYTES = 8  # last conflict of a set
+_CONFLICT_BYTES = 8  # per set of a cache, see `RowCache.conflicts`
 _S_PER_NS = 1e-9
 
 
@@ -170,13 +170,13 @@ class Dense(Storage):
         """
         cache = self.cache or CacheConfig()
         dtype = cache.dtype or table_slice.config.data_type
-        stride = -(-table_slice.dim // 4) * 4
+        stride = cache_stride(table_slice.dim)
         states = state_bytes(optimizer, 1, stride, dtype.itemsize)
-        bytes_per_slot = _CACHE_SLOT_BYTES + stride * dtype.itemsize + states
+        bytes_per_slot = TAG_AND_STAMP_BYTES + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
         counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
         rows = cached_rows(self, table_slice.num_rows)
-        return rows * bytes_per_slot + rows // _CACHE_WAYS * _CACHE_SET_BYTES + counts
+        return rows * bytes_per_slot + rows // WAYS * _CONFLICT_BYTES + counts
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -217,9 +217,7 @@ class Dense(Storage):
         if bytes_written:
             return 0.0
         cache = self.cache or CacheConfig()
-        cached_share = (
-            cache.sets * _CACHE_WAYS / table_slice.num_rows if cache.sets else cache.load_factor
-        )
+        cached_share = cache.sets * WAYS / table_slice.num_rows if cache.sets else cache.load_factor
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         # A miss reads one row and writes an evicted one back.
         return max(0.0, 1.0 - cached_share) * 2 * row / rate / _S_PER_NS
@@ -228,8 +226,8 @@ class Dense(Storage):
 def cached_rows(storage: Dense, rows: int) -> int:
     """Return the number of rows in a cache that only one table uses, a multiple of 32."""
     cache = storage.cache or CacheConfig()
-    sets = max(cache.sets or math.ceil(cache.load_factor * rows / _CACHE_WAYS), 1)
-    return sets * _CACHE_WAYS
+    sets = max(cache.sets or math.ceil(cache.load_factor * rows / WAYS), 1)
+    return sets * WAYS
 
 
 def view_name(parameter: str, state: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from emblib.storage.initial_values import seeded
 from emblib.tables import TableBatchedTTEmbeddingBags, state_dicts
 from emblib.tables.tt import Cores
 from emblib.tt import layout_entry
-from emblib.tt.initializers import CoreLayout, find_initializer
+from emblib.tt.initializers import CoreLayout, find_initializer, row_std
 from emblib.tt.shapes import check_ranks
 
 
@@ -107,7 +106,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
             table_spec.row_factors, table_spec.dim_factors, table_spec.full_ranks, cpu
         )
         with seeded(cpu, self.seeds[table]):
-            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * table_spec.rows))
+            values = find_initializer(storage.init)(layout, row_std(table_spec.rows))
         cores: list[Tensor] = storage.cores_of(table_slice, values)
         return cores
 

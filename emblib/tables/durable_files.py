@@ -225,7 +225,8 @@ def json_checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-LOCK = "lock"
+LOCK = "lock"  # name of the lock file; its content is the id of the process that has the lock
+_MAX_PID_BYTES = 20  # digits of an int64
 _CRC = "crc32"  # key of the checksum that `save_json` appends
 _NEW_SUFFIX = ".new"  # suffix of the new version of a file, until it replaces the file
 
@@ -347,7 +348,7 @@ def lock(
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
+        holder = os.pread(handle, _MAX_PID_BYTES, 0).decode(errors="replace").strip() or "unknown"
         os.close(handle)
         raise OSError(
             error.errno,

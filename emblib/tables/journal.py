@@ -36,6 +36,7 @@ _HEADER = struct.Struct(f"<8sQ{_BOOT_ID_BYTES}sI")
 _RECORD = struct.Struct("<4sIQII")
 _MAGIC, _ROWS = b"emblib-1", b"rows"
 _CHECKSUM = struct.Struct("<I")
+_ROW_NUMBER_BYTES = 8  # an int64
 _MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
 
 
@@ -55,7 +56,7 @@ class Block(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Return the bytes of a row in a record: its number and its bytes in all files."""
-        return 8 + sum(t.shape[1] for t in self.tensors)
+        return _ROW_NUMBER_BYTES + sum(t.shape[1] for t in self.tensors)
 
 
 class _Record(NamedTuple):
@@ -241,13 +242,14 @@ class Journal:
 
 
 def _body_bytes(block: Block, rows: int) -> int:
-    return -(-rows * block.row_bytes // 8) * 8  # whole words, so that row numbers are aligned
+    # Whole words, so that the row numbers of the next record are aligned.
+    return -(-rows * block.row_bytes // _ROW_NUMBER_BYTES) * _ROW_NUMBER_BYTES
 
 
 def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
     """Return row numbers and old bytes of a record, as views of its body."""
     numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
-    offset, images = 8 * rows, []
+    offset, images = _ROW_NUMBER_BYTES * rows, []
     for tensor in block.tensors:
         width = tensor.shape[1]
         flat = torch.frombuffer(data, dtype=torch.uint8, count=rows * width, offset=offset)

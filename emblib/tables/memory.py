@@ -106,12 +106,18 @@ class TableLayout:
         return [offset.feature(0) for offset in ordered]
 
 
+def cache_stride(max_dim: int) -> int:
+    """Return the elements between rows of a cache of tables with at most `max_dim` columns.
+
+    Rows begin at multiples of 4 elements: 16 bytes in float32, 8 in 16 bits.
+    """
+    return -(-max_dim // 4) * 4
+
+
 def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
     """Lay out all tables: one after the other in each tier, linear rows numbered by placement."""
     elements, rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
-    cached = [spec.dim for spec in tables if spec.placement.cached]
-    # Rows of the cache begin at multiples of 4 elements: 16 bytes in float32, 8 in 16 bits.
-    stride = -(-max(cached, default=0) // 4) * 4
+    stride = cache_stride(max((spec.dim for spec in tables if spec.placement.cached), default=0))
     starts: dict[int, tuple[int, int]] = {}
     for t, spec in enumerate(tables):
         tier = _TIER_OF[spec.placement]

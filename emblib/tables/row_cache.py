@@ -36,7 +36,7 @@ from emblib.tables.parameters import loses_values
 _prefetch_ = native(cache_ops.prefetch_)
 _PREFETCH_TENSORS = ("tags", "stamps", "counts", "counters", "clock", "conflicts")
 _MAX_SETS = (2**31 - 1) // cache_ops.WAYS  # slots are int32
-_TAG_AND_STAMP_BYTES = 16  # per slot
+TAG_AND_STAMP_BYTES = 16  # per slot
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class CacheLayout:
     @property
     def bytes_per_set(self) -> int:
         """Return the bytes of rows, states, tags and stamps per set."""
-        slot = self.stride * self.weights.itemsize + _TAG_AND_STAMP_BYTES
+        slot = self.stride * self.weights.itemsize + TAG_AND_STAMP_BYTES
         for state, dtype in zip(self.states, self.state_dtypes(), strict=True):
             slot += dtype.itemsize * (1 if state.per_row else self.stride)
         return slot * cache_ops.WAYS

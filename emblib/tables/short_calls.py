@@ -179,8 +179,8 @@ class ShortCalls:
         self.batch = autograd.Lookup(  # with placeholders for indices and offsets
             features, features, features, None, module.pooling, module.total_rows, module.output_dim
         )
-        self._pooling = codes.POOLING[module.pooling.value]
-        self._code = codes.OPTIMIZER[module.optimizer.name]
+        self._pooling_code = codes.POOLING[module.pooling.value]
+        self._optimizer_code = codes.OPTIMIZER[module.optimizer.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -273,7 +273,7 @@ class ShortCalls:
             indices,
             offsets,
             sample_weights,
-            self._pooling,
+            self._pooling_code,
             self.batch.output_dim,
             module.output_dtype,
             check.mode,
@@ -327,13 +327,13 @@ class ShortCalls:
         batch = self.batch
         update_in_one_op(
             self.tiers,
-            self._code,
+            self._optimizer_code,
             self.rule.descent(autograd.clip_gradient(grad, self.rule)),
             batch.features,
             indices,
             offsets,
             sample_weights,
-            self._pooling,
+            self._pooling_code,
             batch.total_rows,
             self._check.repairs,
             is_finite,

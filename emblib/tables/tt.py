@@ -42,7 +42,7 @@ from emblib.tables.base import (
 from emblib.tables.tt_calls import ShortTrainCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
-from emblib.tt.initializers import CoreLayout, find_initializer
+from emblib.tt.initializers import CoreLayout, find_initializer, row_std
 from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
@@ -250,8 +250,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         Values are copied, also with `assign=True`: a module on `meta` moves to their device.
         """
         metadata, *other_arguments = arguments
-        missing_names: list[str] = arguments[2]
-        if state_dicts.refuses(self, state_dict, prefix, arguments[4]):
+        _, missing_names, _, errors = other_arguments
+        if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         if (
@@ -318,7 +318,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         """Draw the initial values of the cores of a table."""
         spec = self.tables[table]
         layout = _shapes(spec, self.features.device)
-        return find_initializer(self.init)(layout, 1.0 / math.sqrt(3.0 * spec.rows))
+        return find_initializer(self.init)(layout, row_std(spec.rows))
 
     def forward(
         self,

@@ -33,6 +33,7 @@ _lookup_checked = native(tt.tt_lookup_checked_)
 _backward_ = native(tt.tt_backward_)
 _versions_of = operator.attrgetter("_version")
 _IGNORE = codes.BOUNDS_CHECK["ignore"]
+_SAVE_NOTHING = -1  # as `num_saved` of `tt_lookup_checked_`
 
 
 class TrainBatch(NamedTuple):
@@ -57,7 +58,8 @@ class ShortTrainCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
     `is_short` is whether calls need nothing but updates of the cores in backward. A copy or pickle
-    of this object is None: the copy of a module makes its own.
+    of this object is None: the copy of a module makes its own. A module makes new calls where
+    `matches` is false; threads may share the calls.
     """
 
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
@@ -79,16 +81,16 @@ class ShortTrainCalls:
         self._anchor = module.grad_anchor
         self._states = [state for states in module.core_states() for state in states]
         self._hyperparams, self._features = module.hyperparams, features
-        self._tables = (module.table_ids, module.feature_table_ids, features)
-        self._shape = layout.op_arguments
-        self._max_saved = tt.max_saved_left_halves(layout, cores)
+        self._id_tensors = (module.table_ids, module.feature_table_ids, features)
+        self._factors = layout.op_arguments
+        self._max_saved_halves = tt.max_saved_left_halves(layout, cores)
         self._max_lookups = tt.max_lookups_at_once(layout, features.device)
-        self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
-        self._matmul = codes.MATMUL_PRECISION[module.precision.matmul.value]
+        self._bounds_mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
+        self._matmul_code = codes.MATMUL_PRECISION[module.precision.matmul.value]
         self._violations, self._report = module.bounds_violations, report_of(module)
         self._rule = autograd.UpdateRule.of(module.optimizer)
-        self._code = codes.OPTIMIZER[module.optimizer.name]
-        self._pooling = codes.POOLING[module.pooling.value]
+        self._optimizer_code = codes.OPTIMIZER[module.optimizer.name]
+        self._pooling_code = codes.POOLING[module.pooling.value]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -151,16 +153,16 @@ class ShortTrainCalls:
         batch = TrainBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
             return _apply(self._anchor, self, module, batch)
-        return self.look_up(module, batch, -1)[0]
+        return self.look_up(module, batch, _SAVE_NOTHING)[0]
 
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return [output, tensors for backward if `num_saved` >= 0 ..., repaired offsets].
+        """Return the output, what `tt_lookup_checked_` saves for backward, and repaired offsets.
 
-        `num_saved` is the number of left halves whose values are saved; -1 saves nothing.
+        `num_saved` is the number of left halves whose values are saved, or `_SAVE_NOTHING`.
         """
-        mode = self._mode
+        mode = self._bounds_mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_repeated():
             warns, mode = False, _IGNORE
@@ -168,9 +170,9 @@ class ShortTrainCalls:
         if warns:
             self._report.add_check(module, BOUNDS_MESSAGE)
         if not results:  # an invalid batch on the CPU
-            rows = module.id_features()
             indices, offsets, _, bag_layout, _ = batch
-            offsets = base.check_bounds(module, indices, offsets, rows, bag_layout)
+            features = module.id_features()
+            offsets = base.check_bounds(module, indices, offsets, features, bag_layout)
             batch = batch._replace(offsets=offsets)
             results = self._call(module, batch, num_saved, None)
         if mode is None or not self._is_cuda:
@@ -188,25 +190,25 @@ class ShortTrainCalls:
         indices, offsets, sample_weights, bag_layout, output_dim = batch
         results: list[Tensor] = _lookup_checked(
             self._cores,
-            *self._tables,
+            *self._id_tensors,
             indices,
             offsets,
             bag_layout,
             sample_weights,
-            self._pooling,
+            self._pooling_code,
             output_dim,
             module.output_dtype,
-            *self._shape,
+            *self._factors,
             num_saved,
             mode,
             self._violations,
-            self._matmul,
+            self._matmul_code,
         )
         return results
 
     def num_saved_of(self, indices: Tensor) -> int:
         """Return the number of left halves whose values a lookup saves for backward."""
-        return min(indices.numel(), self._max_saved)
+        return min(indices.numel(), self._max_saved_halves)
 
     def versions(self) -> tuple[int, ...]:
         """Return the versions of the cores, which differ after any change."""
@@ -233,18 +235,18 @@ class ShortTrainCalls:
             self._cores,
             self._states,
             self._hyperparams,
-            self._code,
+            self._optimizer_code,
             self._rule.descent(autograd.clip_gradient(grad, self._rule)),
             self._features,
             batch.indices,
             batch.offsets,
             batch.bag_layout,
             batch.sample_weights,
-            self._pooling,
+            self._pooling_code,
             saved,
-            *self._shape,
+            *self._factors,
             is_stale,
-            self._matmul,
+            self._matmul_code,
             is_finite,
         )
 

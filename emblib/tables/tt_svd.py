@@ -26,6 +26,7 @@ from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20  # of float64 rows that are converted at once
+_FLOAT64_BYTES = 8
 _FIT_SWEEPS = 3  # fits of the last and the first core by turns; not measured
 _RIDGE = 1e-6  # of the mean squared regressor, as counted rows may not determine a slice; not tuned
 
@@ -260,7 +261,7 @@ def _gram(matrix: Tensor) -> Tensor:
     `matrix` is `[n, columns]`; the result is `[n, n]`.
     """
     gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
-    width = max(1, _CHUNK_BYTES // (8 * matrix.size(0)))
+    width = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * matrix.size(0)))
     for block in matrix.split(width, dim=1):
         float64_block = block.double()
         gram.addmm_(float64_block, float64_block.T)
@@ -274,7 +275,7 @@ def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
 
 def _chunks(weight: Tensor) -> Iterator[Tensor]:
     """Yield the rows of a table in chunks `[n, dim]`."""
-    step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
+    step = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * weight.size(1)))
     for begin in range(0, weight.size(0), step):
         yield weight[begin : begin + step].detach()
 
@@ -286,7 +287,7 @@ def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
     Rows beyond the table, up to the product of the row factors, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
-    step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
+    step = max(1, min(inner_rows, _CHUNK_BYTES // (_FLOAT64_BYTES * p0 * spec.dim)))
     first_row = torch.arange(p0, device=weight.device).unsqueeze(1) * inner_rows
     for begin in range(0, inner_rows, step):
         num_rows = min(step, inner_rows - begin)
@@ -381,7 +382,7 @@ def _counted_chunks(
     """Yield (ids `[n]`, values `[n, D]`, counts `[n]`) of chunks of accessed rows."""
     counted_ids = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
-    step = max(1, _CHUNK_BYTES // (8 * widest))
+    step = max(1, _CHUNK_BYTES // (_FLOAT64_BYTES * widest))
     for ids in counted_ids.split(step):
         yield ids, weight.detach()[ids], counts.to(weight.device)[ids]
 
@@ -408,8 +409,9 @@ def _with_errors(
         squared_norms[rows] = values.square().sum(1)
     hot_error = None
     if counts is not None:
-        hottest = counts.to(weight.device).argsort(descending=True)[: max(1, spec.rows // 100)]
-        hottest = _rows(spec, hottest)
+        num_hottest = max(1, spec.rows // 100)  # 1 %
+        hottest_ids = counts.to(weight.device).argsort(descending=True)[:num_hottest]
+        hottest = _rows(spec, hottest_ids)
         hot_error = _ratio(squared_errors[hottest], squared_norms[hottest])
     return Decomposition(spec, cores, _ratio(squared_errors, squared_norms), hot_error)
 

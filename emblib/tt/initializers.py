@@ -141,11 +141,13 @@ INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
 }
 
 
-def _num_rows(std: float) -> float:
-    """Return the number of rows, given std = 1 / sqrt(3 rows) as in `TTEmbeddingBag`.
+def row_std(rows: int) -> float:
+    """Return the standard deviation of the rows of a table: that of uniform +-1/sqrt(rows)."""
+    return 1.0 / math.sqrt(3.0 * rows)
 
-    For any other `std` the result is not the number of rows.
-    """
+
+def _num_rows(std: float) -> float:
+    """Return the number of rows of which `std` is the `row_std`."""
     return 1.0 / (3.0 * std * std)
 
 

@@ -75,14 +75,18 @@ AS_GIVEN = Permutation(1, 0)
 """The permutation that changes nothing."""
 
 
+_MARGINS = 5  # a multiplier is at least 1/5 of the rows away from 0 and from the rows; not measured
+
+
 def permutation(rows: int, seed: int) -> Permutation:
-    """Return the permutation of a table, drawn from a seed."""
-    if rows < 5:
+    """Return the permutation of a table, drawn from a seed; `AS_GIVEN` below 5 rows."""
+    margin = rows // _MARGINS
+    if margin == 0:
         return AS_GIVEN
     draw = random.Random(seed)
     # Multipliers near 0 or `rows` would leave neighbours together. Those near half of `rows` leave
     # ids at distance 2 together, but are not excluded: stored tables depend on the draw.
-    while math.gcd(multiplier := draw.randrange(rows // 5, rows - rows // 5), rows) > 1:
+    while math.gcd(multiplier := draw.randrange(margin, rows - margin), rows) > 1:
         pass
     return Permutation(multiplier, draw.randrange(rows))
 

@@ -272,6 +272,7 @@ def _join_path(path: str, name: str) -> str:
 
 
 _BETAS = ("beta1", "beta2")
+_DEFAULT_BETAS = (0.9, 0.999)  # FBGEMM's
 _ADAM = ("learning_rate", "eps", *_BETAS, "weight_decay")
 # The class for each value of FBGEMM's EmbOptimType, and the arguments that it accepts.
 _FBGEMM_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
@@ -361,10 +362,8 @@ def _convert_arguments(
     arguments = {"lr": numbers.pop("learning_rate", 0.01)}
     betas = [numbers.pop(name, None) for name in _BETAS]
     if any(beta is not None for beta in betas):
-        arguments["betas"] = (
-            0.9 if betas[0] is None else betas[0],
-            0.999 if betas[1] is None else betas[1],
-        )
+        pairs = zip(betas, _DEFAULT_BETAS, strict=True)
+        arguments["betas"] = tuple(default if beta is None else beta for beta, default in pairs)
     if params.get("gradient_clipping"):
         arguments["max_gradient"] = params.get("max_gradient", 1.0)
     if decay:

@@ -630,7 +630,8 @@ def _strip_prefix(prefix: str, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-_WARMUP_KEY = "__warmup"
+_WARMUP_KEY = "__warmup"  # in `state`, where it is no name of a parameter
+_NO_END = 1 << 62  # a step that no training reaches
 
 
 class WarmupPolicy(Choice):
@@ -753,7 +754,7 @@ class WarmupOptimizer(OptimizerWrapper):
         last_steps = [stage.max_iters for stage in stages]
         if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
             raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
-        self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, 1 << 62))
+        self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, _NO_END))
         self._lr_param = lr_param
         self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]
         self._step = self._stage = 0
