@@ -9,7 +9,9 @@
 
 namespace emb {
 
-// Base of the optimizers of this file: the moments and their bias corrections.
+// Base of the optimizers of this file: the moments and their bias corrections. correction1 is 1 /
+// (1 - beta1^step), the factor of the first moment; correction2 is 1 / sqrt(1 - beta2^step), that
+// of the root of the second.
 struct AdamMoments {
   enum Column : int { kBeta1 = Hyper::kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
   static constexpr bool kCountsSteps = true;
@@ -58,11 +60,11 @@ struct Adam : AdamMoments {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {corrected_lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
     *m = first_moment(*m, g);
     *v = second_moment(*v, g * g);
     const float denominator = sqrtf(*v) * correction2 + eps;
-    return denominator == 0.0f ? w : w - scale.gradient * *m / denominator;
+    return denominator == 0.0f ? w : w - factors.gradient * *m / denominator;
   }
 };
 
@@ -82,9 +84,9 @@ struct PartialRowwiseAdam : AdamMoments {
     states[0] = second_moment(states[0], sums[0] / dim);
     return {lr * momentum_scale(states[0]), 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
     *m = first_moment(*m, g);
-    return w - scale.gradient * *m;
+    return w - factors.gradient * *m;
   }
 };
 
@@ -115,10 +117,10 @@ struct Lamb : AdamMoments {
   EMB_HD RowFactors begin_row(float*, const float* sums, float) const {
     return {lr * trust_ratio(sums[0], sums[1]), 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
     *m = first_moment(*m, g);
     *v = second_moment(*v, g * g);
-    return w - scale.gradient * decayed_step<ScalarMath>(w, *m, *v);
+    return w - factors.gradient * decayed_step<ScalarMath>(w, *m, *v);
   }
 
  private:
@@ -156,9 +158,9 @@ struct PartialRowwiseLamb : AdamMoments {
     const float length = lr * trust_ratio(sums[3], square);
     return {length * q, 1.0f - length * decay};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
     *m = first_moment(*m, g);
-    return scale.weight * w - scale.gradient * *m;
+    return factors.weight * w - factors.gradient * *m;
   }
 };
 

@@ -11,11 +11,12 @@
 
 namespace emb {
 
-// The numbers of states of an optimizer, and the length of its `hyper`.
+// What the tensors of an optimizer must look like.
 struct OptimizerShape {
   const char* name = nullptr;
-  int element_states = 0, row_states = 0, hyper = 0;
-  bool counts_steps = false;  // needs the number of the step, from 1
+  int element_states = 0, row_states = 0;  // numbers of states
+  int hyper = 0;                           // entries of `hyper`
+  bool counts_steps = false;               // needs the number of the step, from 1
 
   int states() const { return element_states + row_states; }
 };
@@ -32,7 +33,7 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   return shape;
 }
 
-// Check `is_finite`, bool [1] or null: whether there is a step.
+// Check `is_finite`, bool [1] or null, which says whether to update at all; false skips the step.
 inline void check_is_finite(const char* op, const std::optional<Tensor>& is_finite) {
   if (!is_finite) return;
   check_dtype(op, "is_finite", *is_finite, ScalarType::Bool, "bool");
@@ -40,7 +41,8 @@ inline void check_is_finite(const char* op, const std::optional<Tensor>& is_fini
                   is_finite->numel(), " elements");
 }
 
-// Check that `hyper` has a step, for an op that counts it.
+// Check that `hyper` is a contiguous float64 tensor with an entry for the step, for an op that
+// counts it.
 inline void check_has_step(const char* op, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > Hyper::kStep, op,

@@ -1,7 +1,7 @@
 // One optimizer step on a slice of a row on the GPU, with the functors of optimizers.h. A kernel is
 // a template of its `Selection`: AtRunTime serves all optimizers, Compiled<Opt> one of them, and
-// GradientOnly none, so that the summed gradient is the result. A block builds a Step, its copy of
-// the arguments in shared memory, and then calls the functions below per row.
+// GradientOnly none, so that the summed gradient is the result. A block builds a BlockStep, its
+// copy of the arguments in shared memory, and then calls the functions below per row.
 #pragma once
 
 #include <new>
@@ -21,7 +21,8 @@ inline constexpr int kNoOptimizer = -1;
 // Columns that a lane owns in the backward pass: as many as one counter of random numbers serves.
 inline constexpr int kColumns = 4;
 
-// Pointers are to device memory (the host tier to pinned memory).
+// The arguments of a kernel that updates weights. Pointers are to device memory (the host tier to
+// pinned memory), which must live until the kernel has run.
 struct OptimizerStepArgs {
   int optimizer = kNoOptimizer;  // number in Optimizers
   // Set by find_optimizer; see functor.h.
@@ -32,7 +33,7 @@ struct OptimizerStepArgs {
   const double* hyper = nullptr;  // read on the device: a captured graph sees its current values
   TierMemory tiers[kTiers] = {};  // weights and states, which kernels write
 
-  // Return whether a row needs something of all of its columns, or a state, before its first step.
+  // Return whether the factors of a row depend on all of its columns or on a row-wise state.
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
 };
 
@@ -48,21 +49,22 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   });
 }
 
-// A block's copy of the arguments. In shared memory the tiers can be indexed, and the numbers of
-// the optimizer are computed once (Adam's bias corrections take two powers in double).
-struct Step {
+// What the rows of a block need of the optimizer step, in shared memory: there the tiers can be
+// indexed, and the numbers of the optimizer are computed once (Adam's bias corrections take two
+// powers in double).
+struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
   TierMemory tiers[kTiers];
   bool aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in vectors
-  alignas(16) unsigned char optimizer[Optimizers::max_bytes()];
+  alignas(16) unsigned char optimizer[Optimizers::max_bytes()];  // the functor
 };
 
-// Shared memory for a Step: constructors do not run there, so build_step does.
-struct alignas(16) StepStorage {
-  unsigned char bytes[sizeof(Step)];
+// Shared memory for a BlockStep: constructors do not run there, so build_step does.
+struct alignas(16) BlockStepStorage {
+  unsigned char bytes[sizeof(BlockStep)];
 
-  EMB_DEVICE const Step& get() const { return *reinterpret_cast<const Step*>(bytes); }
+  EMB_DEVICE const BlockStep& get() const { return *reinterpret_cast<const BlockStep*>(bytes); }
 };
 
 // The optimizer is known when the kernel runs: one kernel serves all of them. The members of a
@@ -82,7 +84,7 @@ struct AtRunTime {
 
   // Call `visitor` with the functor of the block, which `build` made.
   template <class Visitor>
-  EMB_DEVICE static void visit(const OptimizerStepArgs& args, const Step& step,
+  EMB_DEVICE static void visit(const OptimizerStepArgs& args, const BlockStep& step,
                                const Visitor& visitor) {
     visit_one_of(Optimizers{}, args.optimizer, step.optimizer, visitor);
   }
@@ -127,7 +129,8 @@ struct Compiled {
   }
 
   template <class Visitor>
-  EMB_DEVICE static void visit(const OptimizerStepArgs&, const Step& step, const Visitor& visitor) {
+  EMB_DEVICE static void visit(const OptimizerStepArgs&, const BlockStep& step,
+                               const Visitor& visitor) {
     visitor(*reinterpret_cast<const Opt*>(step.optimizer));
   }
 
@@ -183,11 +186,11 @@ void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& 
   if (!has_kernel) visit(TypeTag<AtRunTime>{});
 }
 
-// Build the Step of the block. Called once by all threads of the block; ends with a barrier.
+// Build the BlockStep of the block. Called once by all threads of the block; ends with a barrier.
 template <class Selection>
-EMB_DEVICE void build_step(const OptimizerStepArgs& args, StepStorage* storage) {
+EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* storage) {
   if (threadIdx.x == 0) {
-    Step* step = reinterpret_cast<Step*>(storage->bytes);
+    BlockStep* step = reinterpret_cast<BlockStep*>(storage->bytes);
     if constexpr (Selection::kHasOptimizer) {
       new (&step->decay) WeightDecay(args.hyper);
       new (&step->rounding) Rounding(args.hyper);
@@ -225,8 +228,9 @@ EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& ti
 // Add this lane's terms to the sums of the row; the gradient includes the L2 penalty. Columns
 // beyond the end are zeros, which add nothing to any sum.
 template <class Selection>
-EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, const LaneColumns& x,
-                            const float (&gradient)[kColumns], float (&sums)[kMaxRowSums]) {
+EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const BlockStep& step,
+                            const LaneColumns& x, const float (&gradient)[kColumns],
+                            float (&sums)[kMaxRowSums]) {
   if (Selection::sums_need_gradient_only(args)) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) sums[0] += gradient[k] * gradient[k];
@@ -241,7 +245,8 @@ EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, con
 }
 
 // Add the L2 penalty to the gradient; none of an infinite weight if there is no penalty.
-EMB_DEVICE void add_penalty(const Step& step, const LaneColumns& x, float (&gradient)[kColumns]) {
+EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& x,
+                            float (&gradient)[kColumns]) {
   if (step.decay.l2 == 0.0f) return;
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.weights[k];
@@ -272,17 +277,18 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
   write_columns(data, type, location.element, location.valid, values);
 }
 
-// Update columns and their states, and write them. `gradient` includes the L2 penalty, `scale` is
-// the factors of the row.
+// Update columns and their states, and write them. `gradient` includes the L2 penalty, `factors` is
+// the result of begin_row.
 template <class Selection>
-EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step,
+EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const BlockStep& step,
                              const TierMemory& tier, const ColumnLocation& location,
-                             const float (&gradient)[kColumns], RowFactors scale, LaneColumns* x) {
+                             const float (&gradient)[kColumns], RowFactors factors,
+                             LaneColumns* x) {
   Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       x->weights[k] = opt.step(step.decay.factor * x->weights[k], gradient[k], &x->state0[k],
-                               &x->state1[k], scale);
+                               &x->state1[k], factors);
     }
   });
   store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->weights);
@@ -298,14 +304,14 @@ EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step,
 
 // Return the factors of a row from its sums and its row-wise states, and update those states.
 template <class Selection>
-EMB_DEVICE RowFactors begin_row(const OptimizerStepArgs& args, const Step& step,
+EMB_DEVICE RowFactors begin_row(const OptimizerStepArgs& args, const BlockStep& step,
                                 float (&states)[kMaxRowStates], const float (&sums)[kMaxRowSums],
                                 int dim) {
-  RowFactors scale;
+  RowFactors factors;
   Selection::visit(args, step, [&](const auto& opt) {
-    scale = opt.begin_row(states, sums, static_cast<float>(dim));
+    factors = opt.begin_row(states, sums, static_cast<float>(dim));
   });
-  return scale;
+  return factors;
 }
 
 }  // namespace emb::cuda

@@ -63,9 +63,9 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
   }
 }
 
-// Update the weights and states of a row. `scale` is the result of Opt::begin_row.
+// Update the weights and states of a row. `factors` is the result of Opt::begin_row.
 template <class Opt>
-EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowViews& row) {
+EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowViews& row) {
   float* __restrict w = row.weights;
   float* __restrict state0 = row.state0;
   float* __restrict state1 = row.state1;
@@ -73,7 +73,7 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowVie
   for (int64_t d = 0; d < dim; ++d) {
     float next0 = Opt::kSteppedStates > 0 ? state0[d] : 0.0f;
     float next1 = Opt::kSteppedStates > 1 ? state1[d] : 0.0f;
-    w[d] = opt.step(w[d], g[d], &next0, &next1, scale);
+    w[d] = opt.step(w[d], g[d], &next0, &next1, factors);
     if constexpr (Opt::kSteppedStates > 0) state0[d] = next0;
     if constexpr (Opt::kSteppedStates > 1) state1[d] = next1;
   }

@@ -20,11 +20,11 @@ namespace emb::cuda {
 struct RowLayout {
   int dim = 0, lanes = 4;
   int log2_slices = 0;  // slices of a row in a batch
-  bool vectors;         // whether rows are read in vectors
+  bool uses_vectors;    // whether rows are read in vectors
 
   // Rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
   EMB_DEVICE RowLayout(int columns, bool in_vectors, int max_slices)
-      : dim(columns), vectors(in_vectors) {
+      : dim(columns), uses_vectors(in_vectors) {
     while (lanes < static_cast<int>(simt::kWarp) && lanes * kColumns < dim) lanes *= 2;
     while ((1 << log2_slices) < max_slices && (width() << log2_slices) < dim) ++log2_slices;
   }
@@ -32,9 +32,11 @@ struct RowLayout {
   // Return the number of the lane in its group.
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
   // Return the first column of the lane in a slice, counted from that of the slice.
-  EMB_DEVICE int lane_column() const { return vectors ? rank() * kColumns : rank(); }
-  EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // distance between columns of a lane
-  EMB_DEVICE int width() const { return lanes * kColumns; }    // columns of a slice
+  EMB_DEVICE int lane_column() const { return uses_vectors ? rank() * kColumns : rank(); }
+  EMB_DEVICE int step() const {
+    return uses_vectors ? 1 : lanes;
+  }  // distance between columns of a lane
+  EMB_DEVICE int width() const { return lanes * kColumns; }          // columns of a slice
   EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
   // Return which slice of its row slice s of a batch is.
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
@@ -91,9 +93,9 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
 
 // Do as load_slices for elements of type T; half16 stands for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
-EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const LocationOf& location_of,
-                               Slices<kSlices>& x) {
-  if (vectors) {
+EMB_DEVICE void load_slices_of(bool uses_vectors, int step, const T* data,
+                               const LocationOf& location_of, Slices<kSlices>& x) {
+  if (uses_vectors) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const SliceLocation location = location_of(s);
@@ -113,13 +115,13 @@ EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const Loca
 // Load the slices of a batch from `data`, of dtype `type`, as they are stored: in vectors, or else
 // columns that are `step` apart. Called by all lanes of a warp.
 template <bool kReadOnly, int kSlices, class LocationOf>
-EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type,
+EMB_DEVICE void load_slices(bool uses_vectors, int step, const void* data, Dtype type,
                             const LocationOf& location_of, Slices<kSlices>& x) {
   if (type == Dtype::kFloat) {
-    load_slices_of<float, kReadOnly, kSlices>(vectors, step, static_cast<const float*>(data),
+    load_slices_of<float, kReadOnly, kSlices>(uses_vectors, step, static_cast<const float*>(data),
                                               location_of, x);
   } else {
-    load_slices_of<half16, kReadOnly, kSlices>(vectors, step, static_cast<const half16*>(data),
+    load_slices_of<half16, kReadOnly, kSlices>(uses_vectors, step, static_cast<const half16*>(data),
                                                location_of, x);
   }
 }
@@ -151,7 +153,7 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
   struct alignas(sizeof(T) * kColumns) Block {
     T element[kColumns];
   };
-  if (layout.vectors) {
+  if (layout.uses_vectors) {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
       const SliceLocation location = location_of(s);
@@ -206,7 +208,7 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
                                      const float (&x)[kColumns]) {
   if (valid <= 0) return;
   const int column = layout.dim - valid;
-  if (layout.vectors) {
+  if (layout.uses_vectors) {
     const Random4 random = rounding.words(row, static_cast<uint32_t>(column) / kColumns, tensor);
     simt::Pack8 pack;
     round_four<T>(x, random, pack.word);
@@ -231,14 +233,14 @@ struct RowBatch {
   template <class Selection, class LocationOf>
   EMB_DEVICE void load(Selection, const OptimizerStepArgs& args, const RowLayout& layout,
                        const TierMemory& tier, const LocationOf& location_of) {
-    load_slices<false, kSlices>(layout.vectors, layout.step(), tier.weights, tier.weight_type,
+    load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.weights, tier.weight_type,
                                 location_of, weights);
     if (Selection::stepped_states(args) > 0) {
-      load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[0],
+      load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.element_states[0],
                                   tier.state_types[0], location_of, state0);
     }
     if (Selection::stepped_states(args) > 1) {
-      load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[1],
+      load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.element_states[1],
                                   tier.state_types[1], location_of, state1);
     }
   }
@@ -254,7 +256,7 @@ struct RowBatch {
   // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
   // last slice of a row has the sums of the row.
   template <class Selection>
-  EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const Step& step,
+  EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                            const RowLayout& layout, const Slices<kSlices>& gradient,
                            float (&sums)[kSlices][kMaxRowSums]) const {
     if (Selection::sums_need_gradient_only(args)) {
@@ -286,7 +288,7 @@ struct RowBatch {
 
   // Update the rows; factors_of(s), called by all lanes, returns the factors of the row of slice s.
   template <class Selection, class FactorsOf>
-  EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const Step& step,
+  EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                         const Slices<kSlices>& gradient, const FactorsOf& factors_of) {
     RowFactors factors[kSlices];
 #pragma unroll

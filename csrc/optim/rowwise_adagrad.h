@@ -47,8 +47,8 @@ EMB_HD float steps_between(float previous, float now) {
   return plain + static_cast<float>(steps_beyond_plain(now) - steps_beyond_plain(previous));
 }
 
-// The row-wise states, in this order: the sum of mean squared gradients, the step of the last
-// update (see encode_step), and how often the row occurred.
+// The row-wise states, in the order in which an optimizer has them: the sum of mean squared
+// gradients, the step of the last update (see encode_step), and how often the row occurred.
 enum RowwiseState : int { kSum, kLastStep, kCounter };
 
 // Row-wise Adagrad without variations.
@@ -70,8 +70,8 @@ struct RowwiseAdagrad {
     states[kSum] += sums[0] / dim;
     return {adagrad_scale(lr, states[kSum], eps), 1.0f};
   }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
-    return w - scale.gradient * g;
+  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+    return w - factors.gradient * g;
   }
 };
 
@@ -102,21 +102,21 @@ struct RowwiseNorms {
     sums[1] += w * g;
     sums[2] += w * w;
   }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
-    return scale.weight * w - scale.gradient * g;
+  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+    return factors.weight * w - factors.gradient * g;
   }
 
  protected:
   // Return the factors, scaled so that the norm of the row after the step is at most max_norm (0:
   // no limit). The norm includes the decoupled decay that the driver applies to w.
-  EMB_HD RowFactors limit_norm(RowFactors scale, const float* sums) const {
-    if (max_norm <= 0.0f) return scale;
-    const float k = scale.weight * decay_factor, s = scale.gradient;
+  EMB_HD RowFactors limit_norm(RowFactors factors, const float* sums) const {
+    if (max_norm <= 0.0f) return factors;
+    const float k = factors.weight * decay_factor, s = factors.gradient;
     const float square = k * k * sums[2] - 2.0f * k * s * sums[1] + s * s * sums[0];
     const float norm = sqrtf(square > 0.0f ? square : 0.0f);
-    if (!(norm > max_norm)) return scale;
+    if (!(norm > max_norm)) return factors;
     const float shrink = max_norm / norm;
-    return {scale.gradient * shrink, scale.weight * shrink};
+    return {factors.gradient * shrink, factors.weight * shrink};
   }
 };
 
@@ -142,11 +142,13 @@ EMB_HD float log_decay_factor(double decay) {
 // Row-wise Adagrad with a weight decay that makes up for missed steps when a row occurs again, from
 // step kFirstStep on. The factor for the missed steps is at least min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
-  enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };
+  enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
   static constexpr int kNumHyper = 5, kRowStates = 2;
-  float now, log_factor, min_factor, decay_now;
-  bool started;
+  float now;         // the step, as encode_step stores it
+  float log_factor;  // log of the decay of one step
+  float min_factor, decay_now;
+  bool has_started;
 
   EMB_HD explicit RowwiseAdagradGlobalDecay(const double* hyper)
       : RowwiseNorms(hyper),
@@ -154,11 +156,11 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
         log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
         min_factor(as_float(hyper[kMinFactor])),
         decay_now(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[kRate])),
-        started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
+        has_started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     states[kSum] += sums[0] / dim;
     float catch_up = 1.0f;
-    if (started) {
+    if (has_started) {
       if (states[kLastStep] != 0.0f && now != states[kLastStep]) {
         const float steps = steps_between(states[kLastStep], now);
         catch_up = expf((steps - 1.0f) * log_factor);
@@ -170,11 +172,13 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   }
 };
 
-// Counts how often a row occurred. With a positive half-life, in steps, occurrences decay; with a
-// negative one they do not; with 0 every row counts as 1.
+// Base of the optimizers that count how often a row occurred. With a positive half-life, in steps,
+// occurrences decay; with a negative one they do not; with 0 every row counts as 1.
 struct OccurrenceCounter : RowwiseNorms {
   enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
-  float now, halflife, forget;
+  float now;       // the step, as encode_step stores it
+  float halflife;  // steps
+  float forget;    // rate of the decay of a count per step
 
   EMB_HD OccurrenceCounter(const double* hyper, double half)
       : RowwiseNorms(hyper),
@@ -183,7 +187,8 @@ struct OccurrenceCounter : RowwiseNorms {
         forget(half > 0.0 ? as_float(log(2.0) / half) : 0.0f) {}
 
  protected:
-  // Return the steps since the row occurred last; 1 for a new row.
+  // Return the steps since `previous`, the stored step at which the row occurred last; 1 for a new
+  // row, whose stored step is 0.
   EMB_HD float steps_since(float previous) const {
     return previous == 0.0f ? 1.0f : steps_between(previous, now);
   }
@@ -195,8 +200,8 @@ struct OccurrenceCounter : RowwiseNorms {
   }
 };
 
-// Row-wise Adagrad that clips the norm of the gradient to a multiple of the norm of the row, times
-// how often the row occurred.
+// Row-wise Adagrad that clips the norm of the gradient to kCoefficient times the norm of the row,
+// at least to kLowerBound, times how often the row occurred.
 struct RowwiseAdagradCowClip : OccurrenceCounter {
   enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";
@@ -222,38 +227,45 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
 
 // Row-wise Adagrad whose weight decay and learning rate depend on how often a row occurred. A
 // coupled decay (L2 penalty) enters the sum of squares and, weighted by frequency, the weights.
+// With kAdagradW and a half-life of -1 the step grows with the root of the count; with -2, with the
+// count itself, up to kBound.
 struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay
-    kRate,
+    kRate,                       // of the weight decay
     kFirstStep,            // rates are adjusted after this step; from the beginning if it is <= 0
-    kBound,                // exponent or bound of the tail's learning rate
+    kBound,                // exponent or factor of the tail's learning rate; bound of kAdagradW's
     kTailRate,             // a TailRate
     kThreshold,            // a row of a higher count is in the tail
-    kThresholdIsRelative,  // above 0: the threshold is a fraction of the largest count
-    kLargestCount
+    kThresholdIsRelative,  // above 0: the threshold is a fraction of kLargestCount
+    kLargestCount          // the largest count of a row of the table, plus 1
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
-  enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kOfCount = 2 };
+  // The learning rate of the tail: that of other rows; raised, or lowered, by a power of the count;
+  // or lr over the root of bound times the count.
+  enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kByCount = 2 };
   int decay, tail_rate;
-  float rate, since, bound, threshold, largest, log_factor;
-  bool adjusting;
+  float rate;
+  float steps_since_start;  // since kFirstStep
+  float bound, threshold, largest;
+  float log_factor;  // log of the decay of one step
+  bool adjusts;      // whether rates are adjusted at this step
 
   EMB_HD explicit RowwiseAdagradCounter(const double* hyper)
       : OccurrenceCounter(hyper, hyper[kHalflife]),
         decay(static_cast<int>(hyper[kDecayKind])),
         tail_rate(static_cast<int>(hyper[kTailRate])),
         rate(as_float(hyper[kRate])),
-        since(as_float(hyper[Hyper::kStep] - hyper[kFirstStep])),
+        steps_since_start(as_float(hyper[Hyper::kStep] - hyper[kFirstStep])),
         bound(as_float(hyper[kBound])),
         threshold(as_float(hyper[kThresholdIsRelative] > 0.0
                                ? floor(hyper[kThreshold] * hyper[kLargestCount])
                                : hyper[kThreshold])),
         largest(as_float(hyper[kLargestCount])),
         log_factor(log_decay_factor(hyper[Hyper::kLearningRate] * hyper[kRate])),
-        adjusting(hyper[kFirstStep] <= 0.0 || hyper[Hyper::kStep] > hyper[kFirstStep]) {}
+        adjusts(hyper[kFirstStep] <= 0.0 || hyper[Hyper::kStep] > hyper[kFirstStep]) {}
 
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     float squares = sums[0];
@@ -263,31 +275,32 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     const float plain = adagrad_scale(lr, states[kSum], eps);
     states[kCounter] = counter;
     states[kLastStep] = now;
-    RowFactors scale{plain, 1.0f};
-    if (!adjusting) return limit_norm(scale, sums);
-    if (tail_rate != kPlainRate && counter > threshold) scale.gradient = tail_scale(plain, counter);
+    RowFactors factors{plain, 1.0f};
+    if (!adjusts) return limit_norm(factors, sums);
+    if (tail_rate != kPlainRate && counter > threshold)
+      factors.gradient = tail_scale(plain, counter);
     const float frequency = halflife / counter;
-    if (decay == kDecoupled) scale.weight = 1.0f - frequency * rate * lr;
-    if (decay == kCoupled) scale.weight = 1.0f - frequency * rate * plain;
+    if (decay == kDecoupled) factors.weight = 1.0f - frequency * rate * lr;
+    if (decay == kCoupled) factors.weight = 1.0f - frequency * rate * plain;
     if (decay == kAdagradW) {
-      if (halflife == -1.0f) scale.gradient = plain * sqrtf(counter);
+      if (halflife == -1.0f) factors.gradient = plain * sqrtf(counter);
       if (halflife == -2.0f) {
-        scale.gradient =
+        factors.gradient =
             adagrad_scale(lr * counter < bound ? lr * counter : bound, states[kSum], eps);
       }
       const float steps = steps_since(previous);
-      const float missed_steps = (steps < since ? steps : since) - 1.0f;
+      const float missed_steps = (steps < steps_since_start ? steps : steps_since_start) - 1.0f;
       const float catch_up = missed_steps == 0.0f ? 1.0f : expf(missed_steps * log_factor);
-      scale.gradient *= catch_up;
-      scale.weight = (1.0f - rate * lr) * catch_up;
+      factors.gradient *= catch_up;
+      factors.weight = (1.0f - rate * lr) * catch_up;
     }
-    return limit_norm(scale, sums);
+    return limit_norm(factors, sums);
   }
 
  private:
   // Return the factor of the gradient of a row in the tail; `plain` is that of other rows.
   EMB_HD float tail_scale(float plain, float counter) const {
-    if (tail_rate == kOfCount) return adagrad_scale(lr, bound * counter, eps);
+    if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
     const bool raised = tail_rate == kRaised;
     const float ratio = raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;
     const float factor = powf(ratio, bound);

@@ -17,8 +17,8 @@ struct Sgd {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors scale) const {
-    return w - scale.gradient * g;
+  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+    return w - factors.gradient * g;
   }
 };
 
@@ -36,10 +36,10 @@ struct Adagrad {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* sum, float*, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* sum, float*, RowFactors factors) const {
     *sum += g * g;
     // With eps = 0, squares that are all zero make 0/0: the element must not change.
-    return *sum == 0.0f ? w : w - scale.gradient * g / (sqrtf(*sum) + eps);
+    return *sum == 0.0f ? w : w - factors.gradient * g / (sqrtf(*sum) + eps);
   }
 };
 
@@ -67,18 +67,19 @@ struct Lars {
   // zero.
   EMB_HD RowFactors begin_row(float*, const float* sums, float) const {
     const float norm = sqrtf(sums[0]), denominator = sqrtf(sums[1]) + decay * norm;
-    const bool ratio = norm > 0.0f && denominator > 0.0f;
-    return {ratio ? lr * eta * norm / denominator : lr, 1.0f};
+    const bool has_ratio = norm > 0.0f && denominator > 0.0f;
+    return {has_ratio ? lr * eta * norm / denominator : lr, 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
-    *m = momentum * *m + scale.gradient * (g + decay * w);
+  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
+    *m = momentum * *m + factors.gradient * (g + decay * w);
     return w - *m;
   }
 };
 
 // FTRL-Proximal per coordinate (McMahan et al., "Ad Click Prediction: a View from the Trenches",
-// 2013): `m` is the sum of squared gradients and `v` the linear term. An element whose squared
-// gradient is zero does not change; neither does any at rate 0.
+// 2013): `m` is the sum of squared gradients and `v` the linear term. RowFactors::gradient is 1 /
+// lr, or 0 at rate 0. An element whose squared gradient is zero does not change; neither does any
+// at rate 0.
 struct Ftrl {
   enum Column : int { kBeta = Hyper::kOptimizerArgs, kL1, kL2Term };
   static constexpr const char* kName = "ftrl";
@@ -97,12 +98,12 @@ struct Ftrl {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {inverse_lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
+  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
     const float square = g * g, total = *m + square, root = sqrtf(total);
-    const bool moves = square != 0.0f && scale.gradient != 0.0f;
-    const float linear = *v + g - (root - sqrtf(*m)) * scale.gradient * w;
+    const bool moves = square != 0.0f && factors.gradient != 0.0f;
+    const float linear = *v + g - (root - sqrtf(*m)) * factors.gradient * w;
     const float excess = fabsf(linear) - l1;
-    const float denominator = (beta + root) * scale.gradient + l2;
+    const float denominator = (beta + root) * factors.gradient + l2;
     *m = moves ? total : *m;
     *v = moves ? linear : *v;
     // The comparison with l1 is false for NaN, which must not become 0.

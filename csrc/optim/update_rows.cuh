@@ -11,6 +11,12 @@
 namespace emb::cuda {
 
 inline constexpr int kMatrixThreads = 128;  // threads per block
+// Blocks per multiprocessor: six leave a thread 80 registers; without the bound, ptxas takes 64 and
+// spills two.
+inline constexpr int kMatrixBlocks = 6;
+// A grid over many matrices has at most this many blocks per multiprocessor, twice what runs at
+// once: each block builds the numbers of the optimizer, which takes Adam two powers in double.
+inline constexpr int kMaxMatrixBlocks = 2 * kMatrixBlocks;
 
 // The gradient of a matrix, in device memory.
 struct MatrixGrad {
@@ -18,11 +24,12 @@ struct MatrixGrad {
   int64_t rows, width;
   int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
 
-  // Return whether a warp takes a row; how many rows a block takes; how many blocks there are.
+  // Return whether a warp takes a row, else a block does.
   EMB_HD bool by_warp() const { return width <= int64_t{simt::kWarp} * kColumns; }
   EMB_HD int rows_of_block() const {
     return by_warp() ? kMatrixThreads / static_cast<int>(simt::kWarp) : 1;
   }
+  // Return the number of blocks that take all rows.
   EMB_HD int64_t blocks() const { return (rows + rows_of_block() - 1) / rows_of_block(); }
 };
 
@@ -35,7 +42,7 @@ struct MatrixStep {
 
 // Replace each of `values`, in every thread, by its sum over the block, added in the order of
 // warps. Return whether `flag` is true in any thread. All threads of the block call this; it has
-// two barriers.
+// two barriers, of which the second lets the next call reuse the shared memory.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / static_cast<int>(simt::kWarp);
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -76,7 +83,7 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 // return whether one of their gradients is not zero. `threads` threads have the row, of which this
 // is number `thread`.
 template <class Selection>
-EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const Step& step,
+EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const BlockStep& step,
                         const TierMemory& tier, int64_t start, unsigned thread, unsigned threads,
                         float (&sums)[kMaxRowSums]) {
   bool nonzero = false;
@@ -100,7 +107,7 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
 // Update the rows of block `block` of a matrix; all threads of the block call this.
 template <class Selection>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
-                                   const Step& step, const TierMemory& tier, int64_t block) {
+                                   const BlockStep& step, const TierMemory& tier, int64_t block) {
   const bool by_warp = in.by_warp();
   const unsigned thread = by_warp ? threadIdx.x % simt::kWarp : threadIdx.x;
   const unsigned threads = by_warp ? simt::kWarp : kMatrixThreads;
@@ -113,7 +120,7 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
   }
   const bool nonzero = sum_row<Selection>(in, args, step, tier, start, thread, threads, sums);
   if (!(by_warp ? warp_sums(sums, nonzero) : block_sums(sums, nonzero))) return;
-  const RowFactors scale =
+  const RowFactors factors =
       begin_row<Selection>(args, step, states, sums, static_cast<int>(in.width));
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.row_states && thread == 0) tier.row_states[s][row] = states[s];
@@ -127,7 +134,7 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
     add_penalty(step, x, gradient);
     const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
                                   valid};
-    step_columns<Selection>(args, step, tier, location, gradient, scale, &x);
+    step_columns<Selection>(args, step, tier, location, gradient, factors, &x);
   }
 }
 
@@ -148,21 +155,20 @@ struct MatrixSteps {
 
 // Update the rows of all matrices, grid-stride over their blocks. One kernel serves one matrix and
 // many, and one file compiles it (update_matrix.h), since a copy is a hundred kilobytes of code.
-// Six blocks per multiprocessor leave 80 registers; without the bound, ptxas takes 64 and spills
-// two.
 template <class Selection>
-__global__ void __launch_bounds__(kMatrixThreads, 6)
+__global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocks)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
-  __shared__ StepStorage storage;
+  __shared__ BlockStepStorage storage;
   build_step<Selection>(args, &storage);
-  const Step& step = storage.get();
+  const BlockStep& step = storage.get();
   for (int64_t block = blockIdx.x; block < matrices.blocks; block += gridDim.x) {
     const MatrixStep& matrix = matrices.of_block(block);
     update_matrix_rows<Selection>(matrix.in, args, step, matrix.tier, block - matrix.first_block);
   }
 }
 
-// Update the matrix `in` with the first tier of `step`.
+// Update the matrix `in`, whose weights and states are tier 0 of `step`. `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
                         const OptimizerStepArgs& step) {
@@ -179,9 +185,9 @@ template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
                             int64_t blocks, const OptimizerStepArgs& step) {
   if (blocks == 0) return;
-  // Each block builds the numbers of the optimizer, which takes Adam two powers in double.
-  launcher(update_matrices_kernel<AtRunTime>, blocks_for(blocks, 1, launcher.blocks(12)),
-           kMatrixThreads, MatrixSteps{{}, matrices, count, blocks}, step);
+  launcher(update_matrices_kernel<AtRunTime>,
+           blocks_for(blocks, 1, launcher.blocks(kMaxMatrixBlocks)), kMatrixThreads,
+           MatrixSteps{{}, matrices, count, blocks}, step);
 }
 
 }  // namespace emb::cuda

@@ -74,10 +74,10 @@ EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding&
   add_penalty(decay, width, views);
   row_sums(opt, width, views, sums);
   for (int s = 0; s < Opt::kRowStates; ++s) states[s] = args.tier.row_states[s][row];
-  const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(width));
+  const RowFactors factors = opt.begin_row(states, sums, static_cast<float>(width));
   for (int s = 0; s < Opt::kRowStates; ++s) args.tier.row_states[s][row] = states[s];
   decay_row(decay, width, views);
-  step_row(opt, width, scale, views);
+  step_row(opt, width, factors, views);
   close_row<Opt>(args.tier, start, width, views, rounding, args.first_row + row);
 }
 

@@ -25,9 +25,9 @@ struct TableRows {
   IndexArray indices;  // [L] of all features, not checked: see repair_index
   Caching caching = Caching::kNone;
   // The other members are set only if `caching` is not kNone.
-  Dtype type = Dtype::kFloat, cache_type = Dtype::kFloat;  // of `table` and of `cache`
-  const void* cache = nullptr;                             // [num_slots, cache_stride], row-major
-  const int32_t* slots = nullptr;           // [L]; any number that is no slot means "not cached"
+  Dtype table_type = Dtype::kFloat, cache_type = Dtype::kFloat;  // of `table` and of `cache`
+  const void* cache = nullptr;              // [num_slots, cache_stride], row-major
+  const int32_t* slots = nullptr;           // [L]; a number outside [0, num_slots): not cached
   int64_t num_slots = 0, cache_stride = 0;  // the stride is in elements, at least `dim`
 };
 
@@ -38,7 +38,9 @@ struct LookupArgs {
   const float* sample_weights;  // [L] or null; null with Pooling::kNone
   void* out;                    // the base of the output rows (see BagRows), of the output dtype
   float* scratch = nullptr;     // [dim], of this thread alone; null unless caching is kMixed
-  bool stream = false;          // store past the caches; output rows must be whole cache lines
+  // Store the output past the CPU's caches, if the kernel can (a float output, no cache, valid
+  // indices). Output rows must then be whole cache lines.
+  bool bypasses_caches = false;
 };
 
 // Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
@@ -115,7 +117,7 @@ struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};
   const TableSpan* tables = nullptr;   // [num_tables], disjoint, by ascending rows
-  int64_t num_tables = 0;              // 0 where spans_of made none: use UpdateTable::update
+  int64_t num_tables = 0;              // 0: `tables` is not set, so use UpdateTable::update
   const int64_t* rows = nullptr;       // [U] linear row id of each group, ascending
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
   TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
@@ -127,13 +129,15 @@ struct UpdateArgs {
 // Write the sum of the gradients of sorted lookups [begin, end), all of tables of `dim` columns, to
 // sum[0, dim).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
+
 // Unique rows processed together while the next ones are prefetched. Four rows of 256 to 512 bytes
 // with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
 // Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
 inline constexpr int kScratchRows = 2 + kMaxElementStates;
-// Update the rows of groups [begin, end). No row has more than `widest` columns; `scratch`, of this
-// thread alone, is kRowBatch * kScratchRows * widest floats.
+
+// Update the rows of groups [begin, end), whose gradients SumFn sums. No row has more than `widest`
+// columns; `scratch`, of this thread alone, is kRowBatch * kScratchRows * widest floats.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
                           int64_t end);
 

@@ -14,25 +14,31 @@ struct BoundsArgs {
   const Feature* features;        // [F], contents not checked
   int64_t num_lookups, num_bags;  // lookups without bags are not allowed: see check_lookups
   BagMap map;
-  bool fatal;                      // trap at the first violation
+  bool is_fatal;                   // trap at a violation
   unsigned long long* progress;    // [2], scratch; may be null if `checks_with_one_block`
   int32_t* repaired;               // [num_bags + 1], an output
   unsigned long long* violations;  // [2]: indices, offsets; null: not counted
-  bool adds = true;                // counts are added to `violations`, else they replace it
+  bool adds_counts = true;         // add to `violations`, else overwrite it
 };
 
-// Return whether one block checks the batch, which then needs no `progress`.
+// Return whether launch_bounds_check checks the batch with one block, which needs no `progress`.
 inline bool checks_with_one_block(int64_t num_lookups, int64_t num_bags) {
   return num_lookups <= kKeyTile && num_bags < kKeyTile;
 }
 
 // Write args.repaired and count violations; `launcher` is a CudaLauncher or a simt::HostLauncher.
+// Does not wait for the device.
 template <class Launcher>
 void launch_bounds_check(const Launcher& launcher, const BoundsArgs& args) {
   const LookupKeys in{args.features, args.indices,
                       Bags{args.offsets, args.num_bags, args.num_lookups}, args.map, nullptr};
   launch_lookup_keys(launcher, in,
-                     {args.repaired, true, args.fatal, args.violations, args.adds, args.progress},
+                     {.repaired = args.repaired,
+                      .copies_valid = true,
+                      .is_fatal = args.is_fatal,
+                      .violations = args.violations,
+                      .adds_counts = args.adds_counts,
+                      .progress = args.progress},
                      SortBuffers<uint32_t>{});
 }
 

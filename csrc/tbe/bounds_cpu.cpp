@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                              count_lost(ids, offset_array, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
-  const int64_t parts = std::clamp<int64_t>(num_lookups / 65536, 1, num_threads());
+  const int64_t parts = std::clamp<int64_t>(num_lookups / kCheckGrain, 1, num_threads());
   std::vector<int64_t> bad(parts, 0);
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < bags.num_features(); ++f) {

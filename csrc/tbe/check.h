@@ -22,6 +22,9 @@
 
 namespace emb {
 
+// Indices that a thread checks at least (not measured).
+inline constexpr int64_t kCheckGrain = 65536;
+
 // The way out of a last offset that is missing, for messages.
 inline constexpr const char* kLastOffset =
     "; append it where it is left out (in a KeyedJaggedTensor it never is), or make the module "
@@ -45,7 +48,7 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
-// Return whether offsets, [num_bags + 1], need no repair.
+// Return whether offsets, [num_bags + 1], need no repair, by the same signs.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
@@ -96,10 +99,10 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 // Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
 // `offsets`, plus `lost`, the result of count_lost. kFatal raises for the first invalid offset.
 // kWarning raises for lost indices and for a last offset that is left out. The latter is looked for
-// only in a batch of one feature (`one_feature`): with more features the number of offsets is then
-// no F * B + 1, which raised before.
+// only in a batch of one feature (`has_one_feature`): with several, the number of offsets is then
+// not F * B + 1, which an earlier check refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
-                              BoundsMode mode, bool one_feature, int32_t* repaired,
+                              BoundsMode mode, bool has_one_feature, int32_t* repaired,
                               int64_t lost = 0) {
   const bool valid = offsets.is_int64 ? copy_if_valid(static_cast<const int64_t*>(offsets.data),
                                                       num_bags, num_lookups, repaired)
@@ -111,24 +114,24 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
                   offsets[0],
                   ": no bag would have the ids before it; leave them out of the indices, or make "
                   "them -1 if they are padding (are they offsets, not lengths?)");
-  int64_t floor = 0, bad = 0;
+  int64_t maximum = 0, changed = 0;  // of the offsets so far
   for (int64_t i = 0; i <= num_bags; ++i) {
-    floor = std::max(floor, std::min(offsets[i], num_lookups));
+    maximum = std::max(maximum, std::min(offsets[i], num_lookups));
     if (i == num_bags && num_bags > 0) {
-      STD_TORCH_CHECK(!warning || !one_feature || floor == num_lookups,
+      STD_TORCH_CHECK(!warning || !has_one_feature || maximum == num_lookups,
                       "bounds_check: offsets must end with the number of indices = ", num_lookups,
                       ", got ", offsets[i], ": the last bag would be lost", kLastOffset);
-      floor = num_lookups;
+      maximum = num_lookups;
     }
-    const bool valid_here = floor == offsets[i];
-    STD_TORCH_CHECK((valid_here && (i > 0 || lost == 0)) || !fatal,
+    const bool is_valid = maximum == offsets[i];
+    STD_TORCH_CHECK((is_valid && (i > 0 || lost == 0)) || !fatal,
                     "bounds_check: offsets must start at 0, not decrease, and end at the number of "
                     "indices = ",
                     num_lookups, "; got ", offsets[i], " at position ", i, kLastOffset);
-    bad += !valid_here;
-    repaired[i] = static_cast<int32_t>(floor);
+    changed += !is_valid;
+    repaired[i] = static_cast<int32_t>(maximum);
   }
-  return bad + lost;
+  return changed + lost;
 }
 
 // The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
@@ -173,7 +176,7 @@ struct LookupInputs {
     rows.num_slots = weights.elements[kCacheTier] / feature.cache_stride;
     if (rows.num_slots == 0) return rows;
     rows.caching = weights.cache_type == weights.type ? Caching::kSame : Caching::kMixed;
-    rows.type = weights.type;
+    rows.table_type = weights.type;
     rows.cache_type = weights.cache_type;
     rows.cache = weights.data[kCacheTier];
     rows.slots = slots->const_data_ptr<int32_t>();

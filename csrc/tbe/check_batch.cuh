@@ -13,7 +13,10 @@
 namespace emb::cuda {
 
 inline constexpr int kCheckThreads = 1024;
-// A block reads this many offsets in a few microseconds, about the time of a launch.
+// Two blocks are all the threads of a multiprocessor.
+inline constexpr int kCheckBlocksPerSm = 2;
+// A block reads this many offsets in a few microseconds, about the time of a launch (an estimate,
+// not measured).
 inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
 inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
 
@@ -25,17 +28,19 @@ inline bool is_small_batch(const BoundsArgs& args) {
 // Return, in every thread, whether `value` is true in any thread of the block. All threads call it;
 // a second call needs a barrier before it, since both use one shared array.
 EMB_DEVICE bool any_of_block(bool value) {
-  __shared__ int warp_scratch[kCheckThreads / simt::kWarp];
+  __shared__ int any_of_warp[kCheckThreads / simt::kWarp];
+  // One warp's lanes read the results of all warps.
   static_assert(kCheckThreads == simt::kWarp * simt::kWarp);
   const unsigned lane = threadIdx.x % simt::kWarp;
   const bool any = __any_sync(simt::kFullMask, value);
-  if (lane == 0) warp_scratch[threadIdx.x / simt::kWarp] = any;
+  if (lane == 0) any_of_warp[threadIdx.x / simt::kWarp] = any;
   __syncthreads();
-  return __any_sync(simt::kFullMask, warp_scratch[lane] != 0);
+  return __any_sync(simt::kFullMask, any_of_warp[lane] != 0);
 }
 
-// Return whether one of this thread's offsets exceeds its successor, or, in thread 0, whether the
-// first or the last offset is wrong. The loads are independent, so that many are in flight.
+// Return whether one of the offsets of this thread (every kCheckThreads-th of the batch) exceeds
+// its successor, or, in thread 0, whether the first or the last offset is wrong. The loads are
+// independent, so that many are in flight.
 EMB_DEVICE bool finds_bad_offset(const BoundsArgs& args) {
   const int64_t last = args.num_bags;
   bool bad = threadIdx.x == 0 && (args.offsets[0] < 0 || args.offsets[last] != args.num_lookups);
@@ -85,13 +90,13 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   atomicAdd(&args.violations[kind], static_cast<unsigned long long>(bad));
 }
 
-// Grid-stride over offsets and over tiles of kCheckThreads indices; always adds to
-// args.violations, whatever args.adds says.
+// Grid-stride over offsets and over tiles of kCheckThreads indices; always adds to args.violations,
+// whatever args.adds_counts says.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCheckThreads)
     check_batch_kernel(BoundsArgs args) {
   __shared__ int range[2];
   const bool repairs = any_of_block(finds_bad_offset(args));
-  if (repairs && args.fatal) fail_for_offsets();
+  if (repairs && args.is_fatal) fail_for_offsets();
   int bad_offsets = 0;
   BadIndices bad;
   for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
@@ -114,21 +119,17 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
       if (i < end) check_index(args, i, search.find(start, i), &bad);
     }
   }
-  if (args.fatal) {
+  if (args.is_fatal) {
     __syncthreads();  // all threads have left the first any_of_block
     if (any_of_block(bad.lost > 0)) fail_for_offsets();
   }
-  if (args.fatal && bad.invalid > 0) {
-    simt::trap(
-        "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
-        "BoundsCheck.WARNING reads row 0 instead");
-  }
+  if (args.is_fatal && bad.invalid > 0) fail_for_indices();
   count_violations(args, 0, bad.invalid);
   count_violations(args, 1, bad_offsets + bad.lost);
 }
 
-// Write args.repaired and add the violations to args.violations, whatever args.adds says.
-// args.progress may be null if is_small_batch.
+// Write args.repaired and add the violations to args.violations. Only for args.adds_counts: small
+// batches always add. args.progress may be null if is_small_batch.
 template <class Launcher>
 void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
   if (!is_small_batch(args)) {
@@ -136,8 +137,8 @@ void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
     return;
   }
   const int64_t items = args.num_lookups > args.num_bags ? args.num_lookups : args.num_bags + 1;
-  launcher(check_batch_kernel, blocks_for(items, kCheckThreads, launcher.blocks(2)), kCheckThreads,
-           args);
+  launcher(check_batch_kernel, blocks_for(items, kCheckThreads, launcher.blocks(kCheckBlocksPerSm)),
+           kCheckThreads, args);
 }
 
 }  // namespace emb::cuda

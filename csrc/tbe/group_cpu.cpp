@@ -1,10 +1,10 @@
 // `tbe_group` on the CPU: turn the lookups of all features into linear row ids, sort and group
 // them, and return the bag of every sorted lookup for the backward pass.
 //
-// There are two ways. If features read their tables in the order of the rows, if no lookup is
-// skipped, and if no table has so many lookups that threads would wait for it, each table is
-// grouped separately (group_runs): its lookups are neighbours and its keys are small. Otherwise
-// all lookups are grouped together (group_items). Both give the same result.
+// Each table is grouped separately (group_runs) if features read their tables in the order of the
+// rows, no lookup is skipped, and no table has so many lookups that threads would wait for it: its
+// lookups are then neighbours and its keys small. Otherwise all lookups are grouped together
+// (group_items). Both give the same result.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -29,10 +29,10 @@ struct TableRuns {
 };
 
 // Return a run per table. Return none if features do not read tables in the order of their rows, if
-// there is only one table, or if one run is too large for this way. `offsets`, [bags + 1], have
-// been repaired.
-TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
-                  std::span<const int32_t> offsets) {
+// there is only one table, or if one run is too large: above kSmallInput lookups, or above twice
+// its share per thread. `offsets`, [bags + 1], have been repaired.
+TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
+                    std::span<const int32_t> offsets) {
   TableRuns tables;
   if (feature_bags.num_bags() <= 0) return tables;
   int64_t largest = 0;
@@ -62,7 +62,7 @@ TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
-  int64_t signs = -static_cast<int64_t>(offsets[0]);
+  int64_t signs = -static_cast<int64_t>(offsets[0]);  // lookups before the first bag are skipped
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first_bags[f + 1]];
     for (int64_t i = offsets[feature_bags.first_bags[f]]; i < end; ++i) {
@@ -78,7 +78,7 @@ template <class I>
 bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                     std::span<const int32_t> offsets, const GroupOutput& out,
                     int32_t* sorted_bags) {
-  const TableRuns tables = runs_of(features, feature_bags, offsets);
+  const TableRuns tables = find_runs(features, feature_bags, offsets);
   if (tables.runs.empty() || !skips_no_lookup(features, feature_bags, indices, offsets))
     return false;
   const int64_t n = offsets.back();
@@ -108,7 +108,7 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const int64_t parts = group_parts(n);
   std::vector<int64_t> bags(parts + 1), part_begins(parts + 1);
-  const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };
+  const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of the bags before it
   for (int64_t part = 0; part <= parts; ++part) {
     bags[part] = split_point(num_bags, part, parts, cost);
     part_begins[part] = part == 0 ? 0 : offsets[bags[part]];
@@ -162,9 +162,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   const auto by_table = [&](const auto* array) {
     return group_by_table(feature, feature_bags, array, fixed, output, bags);
   };
-  const bool done = ids.is_int64 ? by_table(static_cast<const int64_t*>(ids.data))
-                                 : by_table(static_cast<const int32_t*>(ids.data));
-  if (!done) {
+  const bool is_grouped = ids.is_int64 ? by_table(static_cast<const int64_t*>(ids.data))
+                                       : by_table(static_cast<const int32_t*>(ids.data));
+  if (!is_grouped) {
     const auto group =
         total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
     group(feature, feature_bags, ids, fixed, total_rows, output, bags);

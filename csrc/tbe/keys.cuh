@@ -21,7 +21,7 @@ struct LookupKeys {
   IndexArray indices;       // [L]
   Bags bags;
   BagMap map;
-  int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 for none; null: not written
+  int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 before the first; null: not written
 };
 
 // The numbers of indices that a thread found to be neither rows nor -1, and of indices that are
@@ -48,7 +48,7 @@ EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, B
 }
 
 // Lookups per thread, and per tile of a block.
-inline constexpr int kKeysEach = 8, kKeyTile = kTileThreads * kKeysEach;
+inline constexpr int kKeysPerThread = 8, kKeyTile = kTileThreads * kKeysPerThread;
 
 // The shared memory of a block.
 struct KeyTile {
@@ -58,7 +58,7 @@ struct KeyTile {
 };
 
 // Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
-// block call it.
+// block call it; it ends with a barrier.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -70,10 +70,10 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
     if (at >= 0 && at < kKeyTile) atomicMax(&shared.bags[at], static_cast<int>(bag));
   }
   __syncthreads();
-  int* const bags_of_thread = shared.bags + threadIdx.x * kKeysEach;
-  int bag[kKeysEach], maximum = search.first;
+  int* const bags_of_thread = shared.bags + threadIdx.x * kKeysPerThread;
+  int bag[kKeysPerThread], maximum = search.first;
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
+  for (int i = 0; i < kKeysPerThread; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
 #pragma unroll
   for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
     const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
@@ -85,19 +85,20 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   __syncthreads();
   for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.warp_scratch[w]);
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) bags_of_thread[i] = max_of(bag[i], before);
+  for (int i = 0; i < kKeysPerThread; ++i) bags_of_thread[i] = max_of(bag[i], before);
   __syncthreads();
 }
 
-// Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end;
-// a null array in `sort` is not written. Add this thread's violations to `bad`.
+// Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end.
+// `bags` are those of `in`, or have repaired offsets. A null array in `sort` is not written. Add
+// this thread's violations to `bad`. All threads of the block call it.
 template <class Key>
 EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
                           int64_t tile, KeyTile& shared, BadIndices* bad) {
   const int64_t end = tile + kKeyTile < bags.num_lookups ? tile + kKeyTile : bags.num_lookups;
   find_bags(bags, tile, end, shared);
 #pragma unroll
-  for (int j = 0; j < kKeysEach; ++j) {
+  for (int j = 0; j < kKeysPerThread; ++j) {
     const int at = j * kTileThreads + static_cast<int>(threadIdx.x);
     const int64_t i = tile + at;
     if (i >= end) continue;
@@ -117,8 +118,13 @@ struct GridCounts {
   bool is_last;
 };
 
-// Add the counts of this block to `check.progress`. The upper bits of the first word count lost
-// indices, those of the second the blocks that have finished; both words are 0 before the launch.
+// Add the counts of this block to `check.progress`, and return those of the grid in the block that
+// finishes last. All threads call it. The first word counts invalid indices in its lower 32 bits
+// and lost ones in the upper 32; the second counts invalid offsets in its lower 40 bits and the
+// blocks that have finished in the upper 24. That suffices: there are fewer than 2^31 lookups and
+// bags. Both words are 0 before the launch. The first fence puts the keys that this block wrote
+// before its arrival, since the last block may write them again; the others put its counts before
+// its arrival, and all arrivals before the last block reads the counts.
 EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad, int offsets) {
   constexpr int kLostShift = 32, kFinishedShift = 40;
   __shared__ GridCounts counts;
@@ -146,8 +152,8 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
   return counts;
 }
 
-// Blocks per multiprocessor, for which a thread has 40 registers; left alone the compiler takes 32
-// and spills.
+// Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler takes
+// 32 and spills.
 inline constexpr int kKeyBlocks = 6;
 
 // Make the keys of all lookups and check the batch as `check` says. Both are optional: without
@@ -160,7 +166,8 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
   Bags bags = in.bags;
   int bad_offsets = 0;
   if (check.repaired != nullptr) {
-    bad_offsets = find_invalid_offsets(bags, check, simt::global_thread(), simt::threads_in_grid());
+    bad_offsets =
+        count_invalid_offsets(bags, check, simt::global_thread(), simt::threads_in_grid());
   }
   int64_t first = static_cast<int64_t>(blockIdx.x) * kKeyTile;
   int64_t step = static_cast<int64_t>(gridDim.x) * kKeyTile;
@@ -189,7 +196,8 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
   if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets + counts.lost);
 }
 
-// Launch lookup_keys_kernel; of `sort` it uses keys, positions and limit.
+// Launch lookup_keys_kernel; of `sort` it uses keys, positions and limit. Clears check.progress
+// first if several blocks need it. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& sort) {
@@ -215,7 +223,8 @@ struct SmallLookups {
   EMB_DEVICE SmallLookups prepared(const SmallMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
-    const int invalid = find_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
+    const int invalid =
+        count_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
     count_in_block(memory, SmallMemory::kOffsetsToRepair, static_cast<uint32_t>(invalid));
     simt::cluster_sync();
     if (cluster_total(memory, SmallMemory::kOffsetsToRepair) == 0) return *this;

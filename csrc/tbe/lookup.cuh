@@ -18,15 +18,21 @@
 
 namespace emb::cuda {
 
-inline constexpr int kLookupThreads = 256;  // threads per block, but for short bags
+inline constexpr int kLookupThreads = 256;  // threads per block, except for short bags
+// Blocks per multiprocessor bound the registers of a thread: 4 blocks leave 64, which the rows in
+// flight need; 3 leave 80.
+inline constexpr int kLookupBlocks = 4, kLongBagBlocks = 3;
+// A grid has at most this many times the blocks that run at once: bags differ in length, so new
+// blocks replace those that end early.
+inline constexpr int kLookupWaves = 8;
 
 // All pointers are to memory that the device can read (tables may be in pinned host memory), and
 // that must live until the kernel has run. The entry has checked shapes and dtypes; nothing has
 // checked the contents of device tensors, so kernels repair indices, offsets and slots as they read
 // them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
-  // The memory of the tier with the lowest address. Rows are addressed by their distance from it,
-  // in elements: `distance` of their tier plus their element in it. 0 for an unused tier.
+  // The memory of the tier with the lowest address. A row is at `distance` of its tier plus its
+  // element in the tier, both in elements of weight_type. 0 for an unused tier.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
@@ -147,7 +153,8 @@ EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uin
 // Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
 // bag. The grid's second dimension divides the columns of rows wider than a group.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(DeviceLookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
+    pool_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
@@ -157,12 +164,13 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(DeviceLookupArg
     const BagTask task(args, first + lane.group);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
+    const bool uses_vectors =
+        __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
-      if (vector) {
+      if (uses_vectors) {
         sum_bag<W, N, true>(args, task, lane, column, longest, sum);
       } else {
         sum_bag<W, N, false>(args, task, lane, column, longest, sum);
@@ -202,7 +210,7 @@ EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, i
 // Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros. A
 // warp takes 32 lookups, of which each lane locates one.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 4)
+__global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
     sequence_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -216,12 +224,12 @@ __global__ void __launch_bounds__(kLookupThreads, 4)
       const Feature& feature = args.features[f];
       offset = row_offset(args, feature, LookupId(args, i));
     }
-    const bool vector =
+    const bool uses_vectors =
         __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&
         is_aligned(args.weights, 16);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < width;
          base += static_cast<int>(gridDim.y) * lanes * N) {
-      if (vector) {
+      if (uses_vectors) {
         copy_rows<W, N, true>(args, lane, offset, first, base + lane.rank * N);
       } else {
         copy_rows<W, N, false>(args, lane, offset, first, base + lane.rank * N);
@@ -235,8 +243,12 @@ __global__ void __launch_bounds__(kLookupThreads, 4)
 // each in flight. Each lane of the warp locates the rows of one bag, and passes them to the group
 // that sums the bag by shuffles. A bag's rows are still added in order.
 
-inline constexpr int kBagsInFlight = 4;
+inline constexpr int kBagsInFlight = 4;  // of a group of lanes
 inline constexpr int kShortBagThreads = 128;
+// Blocks per multiprocessor: 7 leave 72 registers per thread for float, where a lane sums 4 x 4
+// columns; 5 leave 96 for 16 bits, where it sums 4 x 8.
+template <class W>
+inline constexpr int kShortBagBlocks = sizeof(W) == 4 ? 7 : 5;
 
 // Row `step` of a lane's bag: its distance from args.weights in elements (-1: none), its weight.
 struct StepRow {
@@ -305,10 +317,9 @@ EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& ta
   }
 }
 
-// The blocks per multiprocessor leave 72 registers per thread for float, where a lane sums 4 x 4
-// columns, and 96 for 16 bits, where it sums 4 x 8.
+// Grid-stride over the bags of a warp; `lanes` is the number of lanes per group.
 template <class W>
-__global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
+__global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocks<W>)
     short_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -322,12 +333,13 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
     const BagTask task(args, bag);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool vector = __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
+    const bool uses_vectors =
+        __all_sync(simt::kFullMask, has_whole_vectors<W>(args, *task.feature));
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[kBagsInFlight][N] = {};
-      if (vector) {
+      if (uses_vectors) {
         sum_short_bags<W, N, true>(args, task, lane, column, longest, sum);
       } else {
         sum_short_bags<W, N, false>(args, task, lane, column, longest, sum);
@@ -337,10 +349,11 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
   }
 }
 
-// Return whether short_bags_kernel is faster than pool_kernel: bags have at most four lookups on
-// average.
+// Return whether to use short_bags_kernel: bags have at most four lookups on average. The bound is
+// not measured.
 inline bool has_short_bags(const DeviceLookupArgs& args) {
-  return args.bags.num_lookups <= kBagsInFlight * args.bags.num_bags;
+  constexpr int64_t kShortBag = 4;  // lookups
+  return args.bags.num_lookups <= kShortBag * args.bags.num_bags;
 }
 
 // Pooled lookup of few, long bags. One group of lanes per bag would leave most of the GPU idle, so
@@ -359,7 +372,7 @@ EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
 
 // A block takes a bag, grid-stride; `lanes` is the number of lanes per stretch.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 3)
+__global__ void __launch_bounds__(kLookupThreads, kLongBagBlocks)
     long_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   __shared__ float stretch_sum[kLookupThreads][N];
@@ -370,12 +383,12 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
     const BagTask task(args, bag);
     const int share = (task.length + stretches - 1) / stretches;
     const BagTask stretch = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
-    const bool vector = has_whole_vectors<W>(args, *task.feature);
+    const bool uses_vectors = has_whole_vectors<W>(args, *task.feature);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
-      if (vector) {
+      if (uses_vectors) {
         sum_bag<W, N, true>(args, stretch, lane, column, share, sum);
       } else {
         sum_bag<W, N, false>(args, stretch, lane, column, share, sum);
@@ -396,7 +409,8 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
 }
 
 // Return whether blocks should share bags: they are long, and too few to give each warp of a GPU
-// one. This does not depend on the device, so that a result has the same bits on every GPU.
+// one. This does not depend on the device, so that a result has the same bits on every GPU. The
+// bounds are not measured.
 inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
   constexpr int64_t kLongBag = 64;           // lookups
   constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
@@ -555,14 +569,16 @@ template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
-  launcher(mixed_lookup_kernel,
-           blocks_for(items, kLookupThreads / lanes, launcher.blocks(8 * kResidentBlocks)),
-           kLookupThreads, args, items, lanes);
+  launcher(
+      mixed_lookup_kernel,
+      blocks_for(items, kLookupThreads / lanes, launcher.blocks(kLookupWaves * kResidentBlocks)),
+      kLookupThreads, args, items, lanes);
 }
 
 // Select the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
 // feature is known on the device only, so the number of lanes follows the mean width; any number
-// gives the same result. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// gives the same sums, except in long bags, where it determines the stretches. `launcher` is a
+// CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
@@ -571,7 +587,8 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
     const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
-    const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(8 * kResidentBlocks));
+    const unsigned blocks =
+        blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocks));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {
@@ -586,7 +603,8 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   }
 }
 
-// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag.
+// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag. Does
+// not wait for the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

@@ -31,14 +31,14 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
 
 // Outputs of at least this many bytes are written past the caches, which would not hold them until
 // they are read: an ordinary store reads the cache line first, and evicts rows.
-constexpr int64_t kStreamBytes = int64_t{2} << 20;
+constexpr int64_t kBypassBytes = int64_t{2} << 20;
 
 int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
 // Return whether rows of `dim` floats from `out` on, `columns` floats apart, are whole cache lines.
-bool is_lines(const void* out, int64_t columns, int64_t dim) {
+bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
   constexpr int64_t kLine = 64 / sizeof(float);
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
@@ -102,28 +102,29 @@ Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, Scala
   return out;
 }
 
-// Look up the checked arguments; `scales` are the sample weights, contiguous.
-Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tensor>& scales,
+// Return the output of a lookup whose arguments have been checked; `sample_weights` is contiguous.
+Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tensor>& sample_weights,
                int64_t columns, ScalarType output_dtype) {
   const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
   Tensor out = new_output(op, in, columns, output_dtype);
   if (in.bags.num_bags == 0) return out;
   const Feature* feature = feature_array(in.features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
-  const bool large = bytes_of(out) >= kStreamBytes;
+  const bool is_large = bytes_of(out) >= kBypassBytes;
   const BagMap& map = in.feature_bags.map;
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
-    const bool fixed = in.pooling != Pooling::kNone && map.layout == nullptr;
+    const bool has_fixed_rows = in.pooling != Pooling::kNone && map.layout == nullptr;
     const int64_t base = BagRows::base(map, in.pooling, begin, feature[f].column);
     LookupArgs args{rows,
                     {in.bags, in.pooling, map.layout, columns},
-                    scales ? scales->const_data_ptr<float>() : nullptr,
+                    sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,
                     output + base * out.element_size()};
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
-    args.stream = fixed && large && is_lines(args.out, columns, rows.dim);
+    args.bypasses_caches =
+        has_fixed_rows && is_large && has_whole_lines(args.out, columns, rows.dim);
     kernel_for(rows, in.weights.type, output_type)(args, begin, end);
   });
   return out;
@@ -144,9 +145,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   STD_TORCH_CHECK(
       in.pooling != Pooling::kNone || !sample_weights,
       "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
-  std::optional<Tensor> scales = sample_weights;
-  if (scales) scales = as_contiguous(*scales);
-  return look_up(op, in, scales, columns, output_dtype);
+  if (sample_weights) sample_weights = as_contiguous(*sample_weights);
+  return look_up(op, in, sample_weights, columns, output_dtype);
 }
 
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
@@ -154,7 +154,7 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
   if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
   const Feature* feature = feature_array(features);
   const int64_t num_features = feature_bags.num_features();
-  const int64_t parts = std::clamp<int64_t>(bags.num_lookups / 65536, 1, num_threads());
+  const int64_t parts = std::clamp<int64_t>(bags.num_lookups / kCheckGrain, 1, num_threads());
   std::vector<char> valid(parts, 1);
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < num_features; ++f) {
@@ -187,9 +187,8 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   STD_TORCH_CHECK(in.pooling != Pooling::kNone || !sample_weights, op,
                   ": sample_weights need sum or mean pooling; with none, scale the output");
   if (!is_valid_batch(features, index_array(in.indices), in.bags, in.feature_bags)) return {};
-  std::optional<Tensor> scales = sample_weights;
-  if (scales) scales = as_contiguous(*scales);
-  return {look_up(op, in, scales, columns, output_dtype)};
+  if (sample_weights) sample_weights = as_contiguous(*sample_weights);
+  return {look_up(op, in, sample_weights, columns, output_dtype)};
 }
 
 }  // namespace

@@ -96,7 +96,7 @@ Tensor new_output(const char* op, ScalarType dtype, bool variable, LookupCall* l
   return out;
 }
 
-// Launch a lookup into `out`, which is the memory args.output.
+// Launch a lookup into `out`, whose memory is args.output; without bags, zeros.
 void look_up(const CudaLauncher& launcher, const DeviceLookupArgs& args, Tensor* out) {
   if (args.bags.num_bags == 0) {
     torch::stable::zero_(*out);
@@ -136,7 +136,7 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
     scratch.add(&uncounted, 2);
     scratch.allocate(like);
   }
-  args.fatal = mode == BoundsMode::kFatal;
+  args.is_fatal = mode == BoundsMode::kFatal;
   args.progress = progress;
   args.repaired = repaired.mutable_data_ptr<int32_t>();
   args.violations = mode == BoundsMode::kWarning
@@ -241,17 +241,17 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const auto words = [](const std::optional<Tensor>& tensor) {
     return static_cast<unsigned long long*>(tensor ? tensor->mutable_data_ptr() : nullptr);
   };
-  const BoundsArgs args{index_array(index_tensor),
-                        index_array(offset_tensor),
-                        feature_array(features),
-                        indices.numel(),
-                        num_bags,
-                        map,
-                        mode == BoundsMode::kFatal,
-                        words(progress),
-                        repaired.mutable_data_ptr<int32_t>(),
-                        words(violations),
-                        false};
+  const BoundsArgs args{.indices = index_array(index_tensor),
+                        .offsets = index_array(offset_tensor),
+                        .features = feature_array(features),
+                        .num_lookups = indices.numel(),
+                        .num_bags = num_bags,
+                        .map = map,
+                        .is_fatal = mode == BoundsMode::kFatal,
+                        .progress = words(progress),
+                        .repaired = repaired.mutable_data_ptr<int32_t>(),
+                        .violations = words(violations),
+                        .adds_counts = false};
   launch_bounds_check(launcher, args);
   return {repaired, violations};
 }

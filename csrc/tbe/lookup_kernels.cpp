@@ -33,7 +33,8 @@ struct WeightedRows {
   using Element = typename Reader::Element;
   Reader reader;
   const float* sample_weights;  // [L] or null
-  int64_t last, ahead;          // end of the lookups that may be prefetched, prefetch distance
+  int64_t end;                  // lookups from here on are not prefetched
+  int64_t lookups_ahead;        // between the prefetch of a row and its use
 
   struct Values {
     const Element* columns;
@@ -43,14 +44,14 @@ struct WeightedRows {
   };
 
   EMB_HD int64_t dim() const { return reader.dim; }
-  EMB_HD int64_t distance() const { return ahead; }
+  EMB_HD int64_t distance() const { return lookups_ahead; }
   EMB_HD void skip_columns(int64_t count) { reader.skip_columns(count); }
   EMB_HD const Element* at(int64_t i) const { return reader.at(i); }
   EMB_HD Values values(const Element* columns, int64_t i) const {
     return {columns, broadcast(sample_weights != nullptr ? sample_weights[i] : 1.0f)};
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
-    if (i < last) reader.prefetch(i, count);
+    if (i < end) reader.prefetch(i, count);
   }
 };
 
@@ -71,15 +72,16 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
-  const I* ids;  // [L]
-  // Columns of a row (used if kVectors is 0), end of the lookups, prefetch distance in lookups.
-  int64_t any_dim, last, distance;
+  const I* ids;      // [L]
+  int64_t any_dim;   // columns of a row, used if kVectors is 0
+  int64_t end;       // of the lookups of the range
+  int64_t distance;  // lookups between the prefetch of a row and its use
 
-  ValidRows(const LookupArgs& args, const I* indices, int64_t end)
+  ValidRows(const LookupArgs& args, const I* indices, int64_t end_lookup)
       : table(static_cast<const W*>(args.rows.table)),
         ids(indices),
         any_dim(args.rows.dim),
-        last(end),
+        end(end_lookup),
         distance(prefetch_distance(nbytes())) {}
 
   EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : any_dim; }
@@ -87,23 +89,24 @@ struct ValidRows {
   EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(ids[i]) * dim(); }
   // Prefetch the row that is read `distance` lookups after i; near the end, the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
-    prefetch_row<false>(at(i + distance < last ? i + distance : last - 1), nbytes());
+    prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), nbytes());
   }
   // Prefetch the rows of the first `distance` lookups from `first` on.
   EMB_HD void prefetch_first(int64_t first) const {
-    const int64_t stop = first + distance < last ? first + distance : last;
+    const int64_t stop = first + distance < end ? first + distance : end;
     for (int64_t i = first; i < stop; ++i) prefetch_row<false>(at(i), nbytes());
   }
 };
 
-// Store a vector of the output; with `kStream` past the caches, which only float outputs do.
+// Store a vector of the output. With kStream, which only float outputs use, the store bypasses the
+// caches.
 template <bool kStream, class O>
-EMB_HD void put(O* out, Vec values) {
+EMB_HD void store_output(O* out, Vec values) {
   store(out, values);
 }
 
 template <bool kStream>
-EMB_HD void put(float* out, Vec values) {
+EMB_HD void store_output(float* out, Vec values) {
 #if defined(__AVX512F__)
   if constexpr (kStream) return _mm512_stream_ps(out, values);
 #elif defined(__AVX2__)
@@ -112,7 +115,7 @@ EMB_HD void put(float* out, Vec values) {
   store(out, values);
 }
 
-// Make stores past the caches visible to other threads before any later store.
+// Make stores that bypass the caches visible to other threads before any later store.
 EMB_HD void end_stream() {
 #if defined(__AVX2__)
   _mm_sfence();
@@ -126,11 +129,12 @@ EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   const Vec factor = broadcast(weight);
   if constexpr (kVectors > 0) {
     for (int v = 0; v < kVectors; ++v) {
-      put<kStream>(out + v * kLanes, load(row + v * kLanes) * factor + Vec{});
+      store_output<kStream>(out + v * kLanes, load(row + v * kLanes) * factor + Vec{});
     }
   } else {
     int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) put<kStream>(out + d, load(row + d) * factor + Vec{});
+    for (; d + kLanes <= dim; d += kLanes)
+      store_output<kStream>(out + d, load(row + d) * factor + Vec{});
     const int rest = static_cast<int>(dim - d);
     if (rest > 0) store_first(out + d, load_first(row + d, rest) * factor + Vec{}, rest);
   }
@@ -158,7 +162,8 @@ EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, 
     }
   }
   const Vec factor = broadcast(scale);
-  for (int v = 0; v < kVectors; ++v) put<kStream>(out + column + v * kLanes, sums[v] * factor);
+  for (int v = 0; v < kVectors; ++v)
+    store_output<kStream>(out + column + v * kLanes, sums[v] * factor);
 }
 
 // Write the output of a bag of rows of any length. The first block prefetches whole rows.
@@ -196,10 +201,10 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
   store_first(out + column, total * broadcast(scale), rest);
 }
 
-// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Differences, since
+// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Uses differences, since
 // comparisons of 64 bits would not vectorise. Reads offsets[last_bag].
 template <class Offset>
-bool all_ones(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
+bool all_have_one_lookup(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   const auto first = static_cast<uint64_t>(offsets[first_bag]);
   uint64_t differences = 0;
   for (int64_t k = 0; k <= last_bag - first_bag; ++k) {
@@ -209,12 +214,12 @@ bool all_ones(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   return differences == 0;
 }
 
-bool all_ones(const Bags& bags, int64_t first_bag, int64_t last_bag) {
+bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) {
   if (bags.end(last_bag - 1) - bags.begin(first_bag) != last_bag - first_bag) return false;
   const IndexArray offsets = bags.offsets;
   return offsets.is_int64
-             ? all_ones(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
-             : all_ones(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
+             ? all_have_one_lookup(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
+             : all_have_one_lookup(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
 // Pool bags [first_bag, last_bag) with valid indices. Rows have kVectors vector registers; 0 stands
@@ -235,7 +240,7 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
     return;
   }
   const auto row_of = [&](int64_t bag) { return out + bags.element(first_bag, bag); };
-  if (all_ones(bags.bags, first_bag, last_bag)) {
+  if (all_have_one_lookup(bags.bags, first_bag, last_bag)) {
     for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
       rows.prefetch_after(i);
       const float weight = weights != nullptr ? weights[i] : 1.0f;
@@ -293,7 +298,7 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
 
 // Return whether indices [begin, end) are all rows of a table.
 template <class I>
-bool all_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
+bool are_all_rows(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   // The sign of a 64-bit difference, because comparisons of 64 bits do not vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -308,11 +313,11 @@ template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* ids = static_cast<const I*>(args.rows.indices.data);
   const int64_t first = args.bags.first_lookup(first_bag), last = args.bags.end_lookup(last_bag);
-  if (!all_valid(ids, first, last, args.rows.rows)) {
+  if (!are_all_rows(ids, first, last, args.rows.rows)) {
     return pool<O>(args, PlainRows<W, const I*>(args.rows, ids), first_bag, last_bag);
   }
   if constexpr (std::is_same_v<O, float>) {
-    if (args.stream) {
+    if (args.bypasses_caches) {
       pool_valid<true, O, W>(args, ids, first_bag, last_bag);
       return end_stream();
     }

@@ -4,7 +4,8 @@
 // *lost*, which counts as a violation of the offsets.
 //
 // Nearly every batch is valid. So all threads check the offsets, without a scan, and only if one of
-// them finds an invalid offset does a single block repair them all, in the same launch.
+// them finds an invalid offset does a single block repair them all, in the same launch
+// (lookup_keys_kernel of tbe/keys.cuh; the grouping of small batches does the same).
 #pragma once
 
 #include "core/dtype.h"
@@ -13,17 +14,17 @@
 
 namespace emb::cuda {
 
-// The check of a batch that a kernel over its lookups makes on the way; none if `repaired` is null.
-// Pointers are to device memory.
+// How a kernel over the lookups of a batch checks the batch on the way; not at all if `repaired` is
+// null. Pointers are to device memory, which must live until the kernel has run.
 struct BatchCheck {
-  int32_t* repaired = nullptr;  // [bags + 1], written if an offset is invalid
-  bool copies = false;          // write `repaired` for valid offsets too
-  bool fatal = false;           // trap at a violation, as an assert does
+  int32_t* repaired = nullptr;  // [bags + 1], an output, always written if an offset is invalid
+  bool copies_valid = false;    // write `repaired` for valid offsets too
+  bool is_fatal = false;        // trap at a violation, as an assert does
   // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
-  bool adds = true;  // counts are added to `violations`, else they replace it
+  bool adds_counts = true;  // add to `violations`, else overwrite it
   // [2], scratch of a launch of several blocks: packed counts, see finish_block. 0 before the
-  // kernel runs, unspecified after it; null for one block.
+  // kernel runs (launch_lookup_keys sees to that), unspecified after it; null for one block.
   unsigned long long* progress = nullptr;
 };
 
@@ -35,30 +36,33 @@ EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
   return static_cast<int32_t>(x < 0 ? 0 : x > bags.num_lookups ? bags.num_lookups : x);
 }
 
-// Return 0 if the offsets first, first + step, ... of [0, bags] are valid, else any positive
-// number: an offset that a repair would change may be counted or not, depending on its neighbours.
-// With check.copies also copy these offsets to check.repaired.
-EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
-                                    int64_t step) {
+// Return how many of the offsets first, first + step, ... of [0, bags] are below their predecessor
+// (below 0 for the first one), above L, or the last one and not L. The offsets are valid if the
+// result is 0 in all threads. It is not how many of them the repair changes, since a repaired
+// offset depends on all before it. With check.copies_valid also copy these offsets to
+// check.repaired.
+EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
+                                     int64_t step) {
   int invalid = 0;
 #pragma unroll 4
   for (int64_t i = first; i <= bags.num_bags; i += step) {
     const int64_t x = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
     invalid += x < previous || x > bags.num_lookups ||
                (i == bags.num_bags && i > 0 && x != bags.num_lookups);
-    if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
+    if (check.copies_valid) check.repaired[i] = static_cast<int32_t>(x);
   }
   return invalid;
 }
 
-// Write the repaired offsets to `repaired`, [bags + 1]; return how many offsets of this thread
-// changed. All threads of one block call it, of whole warps; `warp_scratch` is shared memory for an
-// int per warp. Fewer than 2^31 lookups.
+// Write the repaired offsets to `repaired`, [bags + 1]; return how many of the offsets that this
+// thread wrote differ from bags.offsets. All threads of one block, of whole warps, call it, and no
+// other block; it has barriers. `warp_scratch` is shared memory for an int per warp. bags.offsets
+// must not be `repaired`, and there must be fewer than 2^31 lookups.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
-  constexpr int kEach = 4;
+  constexpr int kEach = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
-  int32_t maximum_before = 0;  // of all earlier tiles
-  int bad = 0;
+  int32_t maximum_before = 0;  // of all tiles before this one
+  int changed = 0;
   for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kEach) {
     const int64_t first = tile + int64_t{threadIdx.x} * kEach;
     int32_t maximum = 0;
@@ -83,33 +87,37 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
       running_max = max_of(running_max, clamped_offset(bags, i));
       // Without bags there are no lookups, and the only offset is 0.
       if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
-      bad += running_max != bags.offsets[i];
+      changed += running_max != bags.offsets[i];
       repaired[i] = running_max;
     }
     __syncthreads();
   }
-  return bad;
+  return changed;
 }
 
-// End the launch because of an invalid offset, or a lost index.
+// Trap because of an invalid offset, or a lost index: the launch fails.
 EMB_DEVICE void fail_for_offsets() {
   simt::trap(
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
 }
 
-// Count `indices` and `offsets` violations in check.violations, or trap in the fatal mode. One
-// thread of the grid calls it; kernels on other streams may add to the same counts.
+// Trap because of an invalid index: the launch fails.
+EMB_DEVICE void fail_for_indices() {
+  simt::trap(
+      "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
+      "BoundsCheck.WARNING reads row 0 instead");
+}
+
+// Write the numbers of invalid indices and of invalid offsets (lost indices included) to
+// check.violations, or trap if check.is_fatal and one is not 0. One thread of the grid calls it.
+// The additions are atomic because kernels on other streams may add to the same counts.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
-  if (check.fatal && offsets > 0) fail_for_offsets();
-  if (check.fatal && indices > 0) {
-    simt::trap(
-        "bounds_check: indices must be in [0, rows) of their table (or -1 for a pruned one); "
-        "BoundsCheck.WARNING reads row 0 instead");
-  }
+  if (check.is_fatal && offsets > 0) fail_for_offsets();
+  if (check.is_fatal && indices > 0) fail_for_indices();
   if (check.violations == nullptr) return;
   const auto bad_indices = static_cast<unsigned long long>(indices);
   const auto bad_offsets = static_cast<unsigned long long>(offsets);
-  if (!check.adds) {
+  if (!check.adds_counts) {
     check.violations[0] = bad_indices;
     check.violations[1] = bad_offsets;
   } else if (bad_indices + bad_offsets > 0) {

@@ -109,7 +109,7 @@ struct MixedRows {
     if (slot >= 0 && slot < in.num_slots) {
       widen_row(in.cache, in.cache_type, slot * in.cache_stride, dim, scratch);
     } else {
-      widen_row(in.table, in.type, row * dim, dim, scratch);
+      widen_row(in.table, in.table_type, row * dim, dim, scratch);
     }
     return scratch + skipped;
   }

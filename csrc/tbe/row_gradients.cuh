@@ -18,6 +18,9 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
+// Blocks per multiprocessor of chunk_kernel: four leave a thread 64 registers.
+inline constexpr int kChunkSumBlocks = 4;
+// The three lengths are not measured.
 inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
 inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
 inline constexpr int kMaxChunks = 256;      // chunks per segment
@@ -86,7 +89,9 @@ struct DeviceGradArgs {
   ChunkTask* chunk_tasks;
   float* chunk_sums;
   int64_t chunk_sum_stride;
-  int64_t result_stride;  // without an optimizer: floats between the gradients of rows, an output
+  // Without an optimizer, which writes the gradients of rows to the weights of tier 0: the floats
+  // from one to the next.
+  int64_t result_stride;
 };
 
 // Return the bag of sorted lookup j.
@@ -139,9 +144,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
       scale = grad_weight(args, j, bag_of(args, j));
     }
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    const bool vector =
+    const bool uses_vectors =
         __all_sync(simt::kFullMask, offset < 0 || (aligned && offset % kColumns == 0));
-    if (vector) {
+    if (uses_vectors) {
       add_rows<G, kColumns, true>(base, offset, scale, dim - column, lane.lanes, steps, sum);
     } else {
       add_rows<G, kColumns, false>(base, offset, scale, dim - column, lane.lanes, steps, sum);
@@ -151,7 +156,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
 
 // Set the tasks of all chunk slots, if args.chunk_tasks is not null. If `num_updated`, [1], is not
 // null, the grouping has not counted the step: count it, and write the number of groups to update,
-// 0 if the gradient is not finite.
+// 0 if the gradient is not finite. Grid-stride over groups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
   const int count = *args.num_groups;
@@ -175,14 +180,16 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
     const int64_t slot = first_chunk_slot(begin);
     const bool is_long = end - begin > kShortSegment;
     if (!is_long && slot * kShortSegment < end) args.chunk_tasks[slot] = {-1, 0};
-    for (uint32_t left = __ballot_sync(simt::kFullMask, is_long); left != 0; left &= left - 1) {
-      const int of = __ffs(static_cast<int>(left)) - 1;
-      const int64_t first = __shfl_sync(simt::kFullMask, slot, of);
-      const int last = __shfl_sync(simt::kFullMask, end, of);
-      const int num = __shfl_sync(simt::kFullMask, chunks, of);
-      for (int64_t c = lane; (first + c) * kShortSegment < last; c += simt::kWarp) {
-        args.chunk_tasks[first + c] = {c < num ? static_cast<int32_t>(base + of) : -1,
-                                       static_cast<int32_t>(c)};
+    for (uint32_t pending = __ballot_sync(simt::kFullMask, is_long); pending != 0;
+         pending &= pending - 1) {
+      const int holder = __ffs(static_cast<int>(pending)) - 1;  // the lane of the segment
+      const int64_t first = __shfl_sync(simt::kFullMask, slot, holder);
+      const int end_of_segment = __shfl_sync(simt::kFullMask, end, holder);
+      const int chunks_of_segment = __shfl_sync(simt::kFullMask, chunks, holder);
+      for (int64_t c = lane; (first + c) * kShortSegment < end_of_segment; c += simt::kWarp) {
+        args.chunk_tasks[first + c] = {
+            c < chunks_of_segment ? static_cast<int32_t>(base + holder) : -1,
+            static_cast<int32_t>(c)};
       }
     }
   }
@@ -228,7 +235,8 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
 // Sum the chunks of all slots, one block per chunk, `lanes` lanes per stretch. Each warp of a block
 // reads the tasks of the block's next 32 slots at once, since most slots have no chunk.
 template <class G>
-__global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(DeviceGradArgs args, int lanes) {
+__global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocks)
+    chunk_kernel(DeviceGradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
   const LaneGroup lane(lanes);
   const int64_t slots = first_chunk_slot(args.segments[*args.num_groups]);

@@ -17,11 +17,8 @@ struct DeviceSampleWeightArgs {
   float* out;  // [L], zeros before: lookups without a row are not written
 };
 
-// Blocks per multiprocessor, which bound the registers of a thread.
+// Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.
 inline constexpr int kSampleWeightBlocks = 3, kMixedSampleWeightBlocks = 4;
-// A grid has at most this many times the blocks that run at once: bags differ in length, so new
-// blocks replace those that end early.
-inline constexpr int kSampleWeightWaves = 8;
 
 // Return the dot product of N columns of each lane's row with `grad`, for the first `steps` lanes
 // of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros. `valid`
@@ -50,7 +47,8 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const Lan
 }
 
 // Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
-// rows of all its lookups to args.out.
+// rows of all its lookups to args.out. `longest` is the maximum length of a bag in the warp, all
+// lanes of which call this. kVector: rows can be read in whole 16-byte vectors.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                         const LaneGroup& lane, int column, int longest, const float (&grad)[N]) {
@@ -146,22 +144,24 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocks)
   for_bag_gradients<kMixedColumns>(args, lane, dot);
 }
 
+// Write args.out where rows are of two dtypes.
 template <class Launcher>
 void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
            blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
-                      launcher.blocks(kSampleWeightWaves * kResidentBlocks)),
+                      launcher.blocks(kLookupWaves * kResidentBlocks)),
            kLookupThreads, args, lanes);
 }
 
+// Write args.out where all rows are of dtype W.
 template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
   const int64_t bags_of_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
            blocks_for(args.lookup.bags.num_bags, bags_of_block,
-                      launcher.blocks(kSampleWeightWaves * kResidentBlocks)),
+                      launcher.blocks(kLookupWaves * kResidentBlocks)),
            kLookupThreads, args, lanes);
 }
 

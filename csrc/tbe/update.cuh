@@ -85,11 +85,11 @@ struct RowTile {
   uint32_t warps;  // that run at once
 
   // Return the number of rows in a tile.
-  EMB_HD uint32_t all_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
+  EMB_HD uint32_t num_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
   // Return the tile for `count` rows, which the host does not know: at most as many rows as here.
   EMB_DEVICE RowTile for_rows(uint32_t count) const {
     RowTile tile = *this;
-    while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.all_rows()) --tile.log2_rows;
+    while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.num_rows()) --tile.log2_rows;
     return tile;
   }
   // Return which row of the tile this lane holds; a number beyond the tile if it holds none.
@@ -128,7 +128,7 @@ struct TileRow {
   // Read row u of the grouping. Without an optimizer, the row is row u of the result.
   template <class Selection>
   EMB_DEVICE void read(Selection, const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
-                       const Step& step, uint32_t u) {
+                       const BlockStep& step, uint32_t u) {
     // Loads first: those on one line are independent of each other.
     const int from = args.segments[u], to = args.segments[u + 1];
     const int64_t row = Selection::kHasOptimizer ? args.rows[u] : 0;
@@ -149,11 +149,11 @@ struct TileRow {
     }
     // The row alone determines the columns of a lane, so that results are bitwise equal for aligned
     // and unaligned gradients.
-    const bool vectors =
+    const bool uses_vectors =
         (feature.dim | location.element) % kColumns == 0 && step.aligned[location.tier];
-    const int shift = vectors ? kLog2Columns : 0;
+    const int shift = uses_vectors ? kLog2Columns : 0;
     is_summed =
-        to - from > 1 || (vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
+        to - from > 1 || (uses_vectors && !(grad_element % kColumns == 0 && reads_vectors(args)));
     const int64_t row_units = location.element >> shift, grad_units = grad_element >> shift;
     weight = static_cast<uint32_t>(row_units);
     grad = static_cast<uint32_t>(grad_units);
@@ -164,7 +164,8 @@ struct TileRow {
     id = row;
     state = location.state_row;
     packed_layout = static_cast<uint32_t>(feature.dim) << kDimShift |
-                    static_cast<uint32_t>(location.tier) << kTierShift | (vectors ? kVectorBit : 0);
+                    static_cast<uint32_t>(location.tier) << kTierShift |
+                    (uses_vectors ? kVectorBit : 0);
   }
 };
 
@@ -185,11 +186,11 @@ struct TileUpdate {
 
   const DeviceGradArgs& args;
   const OptimizerStepArgs& optimizer;
-  const Step& step;
+  const BlockStep& step;
   const TierMemory& tier;  // the memory tier of all these rows
   const TileRow* rows;     // [32] rows of the tile, by the lane that holds them
   RowLayout layout;
-  bool wide;                                        // whether any offset has a high word
+  bool has_high_words;                              // of any offset of these rows
   float (*row_gradient)[kUpdateThreads][kColumns];  // [kSlices], scratch
   float (*row_sums)[kMaxRowSums];                   // [kUpdateThreads], scratch
 
@@ -199,7 +200,7 @@ struct TileUpdate {
   }
 
   // Assign rows to the slices of a batch: the rows that the lowest of `lanes`, a bit mask, hold.
-  EMB_DEVICE HoldersOfSlices take(uint32_t lanes) const {
+  EMB_DEVICE HoldersOfSlices assign_slices(uint32_t lanes) const {
     HoldersOfSlices holders;
     int current = -1;
 #pragma unroll
@@ -226,8 +227,8 @@ struct TileUpdate {
 
   // Return the element at `column` of a row that starts at `units` units, low and high word.
   EMB_DEVICE int64_t first_element(uint32_t units, uint32_t high, int column) const {
-    const uint64_t all = wide ? uint64_t{high & 0xffffu} << 32 | units : units;
-    return static_cast<int64_t>(all << (layout.vectors ? kLog2Columns : 0)) + column;
+    const uint64_t all = has_high_words ? uint64_t{high & 0xffffu} << 32 | units : units;
+    return static_cast<int64_t>(all << (layout.uses_vectors ? kLog2Columns : 0)) + column;
   }
 
   // Locate this lane's part of slice s, of the columns from `base` on: in its row, and in the only
@@ -266,13 +267,13 @@ struct TileUpdate {
         }
       }
       // A gradient that is not aligned is read by element, in the columns of the row.
-      const bool vectors =
-          __all_sync(simt::kFullMask, is_aligned) && layout.vectors && reads_vectors(args);
+      const bool uses_vectors =
+          __all_sync(simt::kFullMask, is_aligned) && layout.uses_vectors && reads_vectors(args);
 #pragma unroll 1
       for (int left = longest - tile, q = 0; left > 0 && q < kLookupsOfLane;
            left -= layout.lanes, ++q) {
         const int steps = left < layout.lanes ? left : layout.lanes;
-        if (!vectors) {
+        if (!uses_vectors) {
           add_apart(offsets[0], scales[0], column, steps, sum);
         } else if (args.grad_type == Dtype::kFloat) {
           add_vectors<float>(offsets[0], scales[0], column, steps, sum);
@@ -343,7 +344,7 @@ struct TileUpdate {
     for (int c = 0; c < chunks; ++c) {
       float x[kColumns] = {};
       const float* columns = partial + c * args.chunk_sum_stride;
-      if (layout.vectors) {
+      if (layout.uses_vectors) {
         load_vector<float, true>(columns, layout.dim - column, x);
       } else {
         load_columns_apart(layout.step(), columns, layout.dim - column, x);
@@ -370,9 +371,9 @@ struct TileUpdate {
   }
 
   // Load the gradients of a batch: sums from row_gradient, or that of the only lookup of each row.
-  EMB_DEVICE void load_gradients(HoldersOfSlices holders, bool summed, int base,
+  EMB_DEVICE void load_gradients(HoldersOfSlices holders, bool is_summed, int base,
                                  Slices<kSlices>& gradient) const {
-    if (summed) {
+    if (is_summed) {
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
@@ -381,14 +382,14 @@ struct TileUpdate {
       return;
     }
     load_slices<true, kSlices>(
-        layout.vectors, layout.step(), args.grad, args.grad_type,
+        layout.uses_vectors, layout.step(), args.grad, args.grad_type,
         [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 
   // Turn loaded gradients into scaled floats; sums are that already.
-  EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool summed,
+  EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool is_summed,
                                     Slices<kSlices>& gradient) const {
-    if (summed) return;
+    if (is_summed) return;
     widen<kSlices>(args.grad_type, gradient);
     if (args.pooling != Pooling::kMean && args.sample_weights == nullptr) return;
 #pragma unroll
@@ -477,21 +478,21 @@ struct TileUpdate {
   // lane holds: written if pass.starts, else read. sum_rows leaves the sums of a row in its last
   // slice, so a row with several passes, which fills all slices, carries them in at slice 0 and out
   // at the last.
-  EMB_DEVICE void update_columns(HoldersOfSlices holders, bool summed, int base, Pass pass,
+  EMB_DEVICE void update_columns(HoldersOfSlices holders, bool is_summed, int base, Pass pass,
                                  RowFactors* factors) {
     const auto location_of = [&](int s) { return locate_row(holders, s, base); };
     Slices<kSlices> gradient = {};
     if constexpr (!Selection::kHasOptimizer) {
-      load_gradients(holders, summed, base, gradient);
-      convert_gradients(holders, summed, gradient);
+      load_gradients(holders, is_summed, base, gradient);
+      convert_gradients(holders, is_summed, gradient);
       store_slices_of<float, kSlices>(layout, static_cast<float*>(tier.weights), location_of,
                                       gradient);
     } else {
       RowBatch<kSlices> batch;
       batch.load(Selection{}, optimizer, layout, tier, location_of);
-      load_gradients(holders, summed, base, gradient);
+      load_gradients(holders, is_summed, base, gradient);
       batch.convert(Selection{}, optimizer, tier);
-      convert_gradients(holders, summed, gradient);
+      convert_gradients(holders, is_summed, gradient);
       if (step.decay.l2 != 0.0f) {  // 0 times an infinite weight would be NaN
 #pragma unroll
         for (int s = 0; s < kSlices; ++s) {
@@ -532,11 +533,11 @@ struct TileUpdate {
   }
 
   // Update a batch of the rows that `lanes`, a bit mask, hold, and return the lanes whose rows are
-  // left. All 32 lanes call it together, each with the mask of its group. `summed`: whether their
-  // gradients are sums. Sums over a row must be complete before its first column is updated, so
-  // rows wider than a batch take two passes, of which the second reads from the cache.
-  EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool summed) {
-    const HoldersOfSlices holders = take(lanes);
+  // left. All 32 lanes call it together, each with the mask of its group. `is_summed` is that of
+  // their TileRow. Sums over a row must be complete before its first column is updated, so rows
+  // wider than a batch take two passes, of which the second reads from the cache.
+  EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool is_summed) {
+    const HoldersOfSlices holders = assign_slices(lanes);
     const bool has_sums = Selection::sums(optimizer) > 0;
     const bool twice = has_sums && layout.dim > layout.columns();
     if (twice) {
@@ -550,13 +551,14 @@ struct TileUpdate {
     for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
       for (int base = first; base < layout.dim; base += stride) {
-        if (summed) sum_lookups(holders, base);
+        if (is_summed) sum_lookups(holders, base);
         const bool last = pass == 1;
-        update_columns(holders, summed, base,
+        update_columns(holders, is_summed, base,
                        {has_sums && last != twice, last && base == first, last, twice}, &factors);
       }
     }
-    // `take` took the lowest lanes; those above the holder of the last slice are left.
+    // The slices have the rows of the lowest lanes; those above the holder of the last slice are
+    // left.
     const int last_holder = holders[kSlices - 1];
     return last_holder < 0 ? 0 : lanes & (~1u << last_holder);
   }
@@ -566,7 +568,7 @@ struct TileUpdate {
 // warp; sets the length of each row to 0.
 template <class Selection>
 EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
-                            const Step& step, TileRow* rows,
+                            const BlockStep& step, TileRow* rows,
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
   TileRow& lane_row = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
@@ -586,12 +588,12 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
         row_gradient,
         row_sums};
 #pragma unroll 1
-    for (int summed = 0; summed < 2; ++summed) {
+    for (int is_summed = 0; is_summed < 2; ++is_summed) {
       const bool is_next = lane_row.length > 0 && lane_row.packed_layout == packed &&
-                           lane_row.is_summed == (summed != 0);
+                           lane_row.is_summed == (is_summed != 0);
       uint32_t lanes = __ballot_sync(simt::kFullMask, is_next) & update.layout.lanes_of_group();
       while (__any_sync(simt::kFullMask, lanes != 0))
-        lanes = update.update_batch(lanes, summed != 0);
+        lanes = update.update_batch(lanes, is_summed != 0);
     }
     __syncwarp();  // no lane needs the rows any more
     if (lane_row.packed_layout == packed) lane_row.length = 0;
@@ -604,7 +606,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
     update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile widest_tile) {
-  __shared__ StepStorage storage;
+  __shared__ BlockStepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
   __shared__ uint32_t num_rows;  // not a local: takes no register while rows are updated
   alignas(16)
@@ -614,20 +616,20 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   const RowTile tile = widest_tile.for_rows(count);
   // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
   // before they build their step.
-  if (blockIdx.x * kUpdateWarps * tile.all_rows() >= count) return;
+  if (blockIdx.x * kUpdateWarps * tile.num_rows() >= count) return;
   if (threadIdx.x == 0) num_rows = count;
   build_step<Selection>(optimizer, &storage);
-  const Step& step = storage.get();
+  const BlockStep& step = storage.get();
   const unsigned warp = threadIdx.x / simt::kWarp;
   TileRow* const rows = rows_of_warps + warp * simt::kWarp;
-  for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.all_rows() < num_rows;
+  for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.num_rows() < num_rows;
        t += gridDim.x * kUpdateWarps) {
     __syncwarp();  // all lanes are done with the rows of the last tile
     TileRow* const lane_row = rows + threadIdx.x % simt::kWarp;
-    const uint32_t row = tile.row_of_lane(), u = t * tile.all_rows() + row;
+    const uint32_t row = tile.row_of_lane(), u = t * tile.num_rows() + row;
     lane_row->length = 0;
     lane_row->packed_layout = 0;
-    if (row < tile.all_rows() && u < num_rows)
+    if (row < tile.num_rows() && u < num_rows)
       lane_row->read(Selection{}, args, optimizer, step, u);
     __syncwarp();
     update_tile<Selection>(args, optimizer, step, rows, row_gradient, row_sums);
@@ -640,7 +642,7 @@ inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   RowTile tile{2, 0, static_cast<uint32_t>(warps)};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
   tile.log2_rows = tile.log2_lanes;
-  while (tile.log2_rows > 0 && num_rows < warps * tile.all_rows()) --tile.log2_rows;
+  while (tile.log2_rows > 0 && num_rows < warps * tile.num_rows()) --tile.log2_rows;
   return tile;
 }
 
@@ -685,7 +687,7 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
     using Selection = typename decltype(tag)::type;
     const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocks);
     const RowTile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
-    const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.all_rows();
+    const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.num_rows();
     const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.
     const int64_t stripes = optimizer.by_row() ? 1 : std::max<int64_t>(resident / blocks, 1);

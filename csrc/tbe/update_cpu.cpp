@@ -27,7 +27,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;       // minimum cost of a range that gets a thread: see for_groups
+constexpr int64_t kGrain = 512;       // lookups (see for_groups): smallest range that gets a thread
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
@@ -43,13 +43,16 @@ constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 // The gradient and the grouping of a batch, checked, in the form that kernels read. The object
 // keeps the tensors alive that `args` points into. The constructor checks the grouping;
-// `set_pooling` then checks all else that depends on the pooling, and must be called before `args`.
+// `set_pooling` then checks all that depends on the pooling, sets `columns`, and must be called
+// before `args` and feature_columns().
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
-  Floats bag_scale;
-  const BagLayout* layout;  // null in a fixed batch
-  int64_t num_groups, num_lookups, num_bags, batch, columns;
+  Floats bag_scale;         // [bags] for the mean, else null: see GradArgs
+  const BagLayout* layout;  // [bags] of a variable batch; null for a fixed one
+  int64_t num_groups, num_lookups, num_bags;
+  int64_t batch;    // bags per feature, 0 in a variable batch
+  int64_t columns;  // of a row of `grad`, or of all rows in a variable batch
   Dtype type;
   Pooling pooling;
 
@@ -168,16 +171,16 @@ struct Gradient {
   // take a row outside its table for the table's first row.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
-    bool trusted = true;
+    bool has_one_dim = true;  // and rows in every table
     for (int64_t f = 0; f < features.size(0); ++f) {
-      trusted = trusted && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
+      has_one_dim = has_one_dim && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
     }
     const auto of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.sorted_bags[j];
       return feature[layout != nullptr ? layout[bag].feature
                                        : args.batch.quotient(static_cast<uint32_t>(bag))];
     };
-    for (int64_t group = 0; !trusted && group < num_groups; ++group) {
+    for (int64_t group = 0; !has_one_dim && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
       const Feature& first = of(begin);
       const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
@@ -292,11 +295,11 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   args.long_segments = chunks.view();
   // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
   // core's own caches.
-  const bool ahead = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
+  const bool prefetches = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       const int64_t columns = dim_of(args.grads, args.grads.segments[group]);
-      if (ahead && group + kGroupsAhead < end) {
+      if (prefetches && group + kGroupsAhead < end) {
         prefetch_first(args.grads, group + kGroupsAhead, columns);
       }
       update_table().segment_sum(args, sum, group, columns, out + group * dim);
@@ -335,8 +338,8 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
 }
 
 // Return the tables by ascending rows, each once. Return none if rows may be in a cache (`cached`),
-// or if features disagree about the place of a table: then UpdateTable::update locates every row by
-// its first lookup.
+// or if features disagree about where a table is: then UpdateTable::update locates every row by its
+// first lookup.
 std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   std::vector<TableSpan> spans;
   if (cached) return spans;
@@ -413,8 +416,8 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.long_segments = chunks.view();
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
-    const int64_t lines = (kRowBatch * kScratchRows * dim + kLineFloats - 1) / kLineFloats;
-    const std::unique_ptr<CacheLine[]> scratch(new CacheLine[lines]);
+    const int64_t num_lines = (kRowBatch * kScratchRows * dim + kLineFloats - 1) / kLineFloats;
+    const std::unique_ptr<CacheLine[]> scratch(new CacheLine[num_lines]);
     update(args, sum, scratch[0].values, dim, begin, end);
   });
 }

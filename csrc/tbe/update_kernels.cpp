@@ -119,7 +119,7 @@ struct RowUpdate {
   int64_t id, dim;          // linear row id, columns
   RowViews views;           // gradient, weights and states as floats
   float sums[kMaxRowSums];  // the optimizer's sums over the row
-  RowFactors scale;         // the optimizer's factors of the row
+  RowFactors factors;       // of the row, from Opt::begin_row
 };
 
 // Set tier, location, id and dim of the row of a group. Any of its lookups determines the feature
@@ -208,7 +208,7 @@ EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
   for (int s = 0; s < Opt::kRowStates; ++s) {
     states[s] = target->tier->row_states[s][target->location.state_row];
   }
-  target->scale = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
+  target->factors = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
   for (int s = 0; s < Opt::kRowStates; ++s) {
     target->tier->row_states[s][target->location.state_row] = states[s];
   }
@@ -252,7 +252,7 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
     for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
     for (int64_t i = 0; i < count; ++i) {
       decay_row(decay, batch[i].dim, batch[i].views);
-      step_row(opt, batch[i].dim, batch[i].scale, batch[i].views);
+      step_row(opt, batch[i].dim, batch[i].factors, batch[i].views);
       close_target<Opt>(batch[i], rounding);
     }
   }
@@ -274,32 +274,35 @@ struct TableUpdate {
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
-  int64_t distance, end;  // groups between the prefetch of a row and its update; end of the groups
+  int64_t distance;  // groups between the prefetch of a row and its update
+  int64_t end;       // of the groups
   // Lookups between the prefetch of a gradient and its use; last sorted lookup of the groups.
   int64_t grads_ahead, last_lookup;
   // If one feature reads the table, in a fixed batch with pooling: bag first_bag + b has its
   // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
   int64_t stride, first_bag;
-  bool plain;     // gradients are float rows that nothing scales
-  bool in_place;  // the gradient of a single lookup is read where it is, not copied
+  bool is_plain;        // gradients are float rows that nothing scales
+  bool reads_in_place;  // the gradient of a group of one lookup is read where it is, not copied
 
-  // `float_grads`: gradients are float32; `last`: end of the groups.
-  TableUpdate(const UpdateArgs& all, const TableSpan& span, bool float_grads, int64_t last)
+  // `has_float_grads`: gradients are float32. Groups from end_group on are not prefetched.
+  TableUpdate(const UpdateArgs& all, const TableSpan& span, bool has_float_grads, int64_t end_group)
       : args(all),
         table(span),
         tier(all.tiers[span.tier]),
         opt(all.hyper),
         decay(all.hyper),
         rounding(all.hyper),
-        end(last) {
+        end(end_group) {
     const GradArgs& grads = args.grads;
+    constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
     const int64_t lines = (dim() * 4 + 63) / 64, rows = 1 + Opt::kSteppedStates;
-    distance = kLinesAhead / (rows * lines) < 4 ? 4 : kLinesAhead / (rows * lines);
-    grads_ahead = kGradLinesAhead / lines < 2 ? 2 : kGradLinesAhead / lines;
-    last_lookup = grads.segments[last] - 1;
-    plain = float_grads && grads.bag_scale == nullptr && grads.sample_weights == nullptr;
-    in_place = plain && decay.l2 == 0.0f;
+    const int64_t groups = kLinesAhead / (rows * lines), lookups = kGradLinesAhead / lines;
+    distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
+    grads_ahead = lookups < kMinGradsAhead ? kMinGradsAhead : lookups;
+    last_lookup = grads.segments[end] - 1;
+    is_plain = has_float_grads && grads.bag_scale == nullptr && grads.sample_weights == nullptr;
+    reads_in_place = is_plain && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
       first_bag = table.feature * grads.batch.value();
@@ -332,8 +335,8 @@ struct TableUpdate {
     return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
   }
 
-  // Prefetch weights and states of the row of a group for writing; nothing for a group behind the
-  // last.
+  // Prefetch weights and states of the row of a group for writing; nothing for a group from `end`
+  // on.
   EMB_HD void prefetch(int64_t group) const {
     if (group >= end) return;
     const int64_t row = row_of(group), element = table.element_base + row * dim();
@@ -349,8 +352,8 @@ struct TableUpdate {
     }
   }
 
-  // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing behind the
-  // last lookup.
+  // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing after
+  // last_lookup.
   EMB_HD void prefetch_grad(int64_t j) const {
     if (args.grads.prefetches_grads && j <= last_lookup) {
       prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
@@ -358,7 +361,7 @@ struct TableUpdate {
   }
 
   // Write the sum of the gradients of sorted lookups [begin, stop), as `sum_lookups` does, for
-  // gradients that are `plain` and of kDim columns.
+  // gradients that are plain (is_plain) and of kDim columns.
   EMB_HD void sum_plain(int64_t begin, int64_t stop, float* sum) const {
     constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
     Vec sums[kVectors] = {};
@@ -376,11 +379,11 @@ struct TableUpdate {
     const int64_t element = table.element_base + row * dim();
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
     RowViews views{};
-    if (in_place && stop - begin == 1) {
+    if (reads_in_place && stop - begin == 1) {
       prefetch_grad(begin + grads_ahead);
       views.gradient = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      if (kDim > 0 && plain && stop - begin <= kChunkLookups) {
+      if (kDim > 0 && is_plain && stop - begin <= kChunkLookups) {
         sum_plain(begin, stop, scratch);
       } else {
         for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
@@ -434,9 +437,9 @@ struct TableUpdate {
       float sums[kMaxRowSums];
       add_penalty(decay, dim(), views);
       row_sums(opt, dim(), views, sums);
-      const RowFactors scale = begin_row(row, sums);
+      const RowFactors factors = begin_row(row, sums);
       decay_row(decay, dim(), views);
-      step_row(opt, dim(), scale, views);
+      step_row(opt, dim(), factors, views);
       close(row, views);
     }
   }
@@ -446,37 +449,41 @@ struct TableUpdate {
     float states[kMaxRowStates];
     for (int s = 0; s < Opt::kRowStates; ++s)
       states[s] = tier.row_states[s][table.state_base + row];
-    const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(dim()));
+    const RowFactors factors = opt.begin_row(states, sums, static_cast<float>(dim()));
     for (int s = 0; s < Opt::kRowStates; ++s)
       tier.row_states[s][table.state_base + row] = states[s];
-    return scale;
+    return factors;
   }
 };
 
 // Update groups [begin, end), all of one table, with the TableUpdate for its dim and dtypes.
 template <class Opt>
-void update_table(const UpdateArgs& args, const TableSpan& table, bool float_grads, SumFn sum_fn,
-                  float* scratch, int64_t begin, int64_t end) {
+void update_table(const UpdateArgs& args, const TableSpan& table, bool has_float_grads,
+                  SumFn sum_fn, float* scratch, int64_t begin, int64_t end) {
   const TierMemory& tier = args.tiers[table.tier];
   bool narrow = tier.weight_type != Dtype::kFloat;
   for (int s = 0; s < Opt::kSteppedStates; ++s) {
     narrow = narrow || tier.state_types[s] != Dtype::kFloat;
   }
   if (narrow) {
-    return TableUpdate<Opt, 0, true>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+    return TableUpdate<Opt, 0, true>(args, table, has_float_grads, end).run(sum_fn, scratch, begin);
   }
   switch (table.dim) {
     case 16:
-      return TableUpdate<Opt, 16, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 16, false>(args, table, has_float_grads, end)
+          .run(sum_fn, scratch, begin);
     case 32:
-      return TableUpdate<Opt, 32, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 32, false>(args, table, has_float_grads, end)
+          .run(sum_fn, scratch, begin);
     case 64:
-      return TableUpdate<Opt, 64, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 64, false>(args, table, has_float_grads, end)
+          .run(sum_fn, scratch, begin);
     case 128:
-      return TableUpdate<Opt, 128, false>(args, table, float_grads, end)
+      return TableUpdate<Opt, 128, false>(args, table, has_float_grads, end)
           .run(sum_fn, scratch, begin);
     default:
-      return TableUpdate<Opt, 0, false>(args, table, float_grads, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 0, false>(args, table, has_float_grads, end)
+          .run(sum_fn, scratch, begin);
   }
 }
 
@@ -485,7 +492,7 @@ void update_table(const UpdateArgs& args, const TableSpan& table, bool float_gra
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
-  const bool float_grads = sum_fn == static_cast<SumFn>(sum_lookups<float>);
+  const bool has_float_grads = sum_fn == static_cast<SumFn>(sum_lookups<float>);
   while (begin < end) {
     const int64_t row = args.rows[begin];
     int64_t t = 0;  // the last table that does not begin after the row
@@ -502,7 +509,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
         high = middle;
       }
     }
-    update_table<Opt>(args, table, float_grads, sum_fn, scratch, begin, low);
+    update_table<Opt>(args, table, has_float_grads, sum_fn, scratch, begin, low);
     begin = low;
   }
 }

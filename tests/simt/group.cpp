@@ -78,7 +78,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     const int64_t max_cluster = words.number();
     BatchCheck check{};
     check.repaired = words.pointer<int32_t>();
-    check.copies = words.number() != 0;
+    check.copies_valid = words.number() != 0;
     check.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
     check.progress = progress;

@@ -84,7 +84,7 @@ const char* check_bounds(const int64_t* call, const Check& check) {
     args.num_lookups = words.number();
     args.num_bags = words.number();
     args.map = read_map(&words);
-    args.fatal = words.number() != 0;
+    args.is_fatal = words.number() != 0;
     args.repaired = words.pointer<int32_t>();
     args.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
@@ -93,7 +93,8 @@ const char* check_bounds(const int64_t* call, const Check& check) {
   });
 }
 
-// indices, is_int64, offsets, is_int64, features, L, bags, read_map's, fatal, repaired, violations
+// indices, is_int64, offsets, is_int64, features, L, bags, read_map's, is fatal, repaired,
+// violations
 extern "C" const char* simt_bounds_check(const int64_t* call) {
   return check_bounds(call, [](const auto& launcher, const BoundsArgs& args) {
     launch_bounds_check(launcher, args);
