@@ -17,7 +17,7 @@
 
 namespace emb {
 
-// The codes of the formats; those of integers are their bits.
+// The codes of the formats; those of integers are their bits per column.
 enum RowFormat : int {
   kInt2 = 2,
   kInt4 = 4,
@@ -40,7 +40,7 @@ constexpr int format_index(int64_t format) {
   return -1;
 }
 
-// The header of a row of integers or of floats of 8 bits.
+// The header of a row of integers or of floats of 8 bits: value = scale * number + offset.
 struct RowScale {
   half16 scale, offset;
 };
@@ -57,6 +57,7 @@ EMB_HD constexpr int bits_of(int format) {
 }
 
 EMB_HD constexpr bool is_integer(int format) { return format <= kInt8; }
+// Return whether rows of this format have a header, a RowScale.
 EMB_HD constexpr bool has_scale(int format) { return format < kFp16; }
 
 // Return the bytes of a row before its numbers.
@@ -78,7 +79,8 @@ EMB_HD constexpr int mantissa_of(int format) { return format == kFp8E4m3 ? 3 : 2
 EMB_HD constexpr int bias_of(int format) { return format == kFp8E4m3 ? 7 : 15; }
 EMB_HD constexpr float largest_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
 
-// Return what a float of 8 bits is multiplied by whose bits stand for those of a float32.
+// Return the factor that turns a float of 8 bits into its value, after its magnitude bits were
+// moved to the top of those of a float32: the exponents differ by their biases.
 EMB_HD constexpr float float8_power(int format) {
   return format == kFp8E4m3 ? 0x1p120f : 0x1p112f;  // 2^(127 - bias)
 }
@@ -87,7 +89,8 @@ EMB_HD constexpr float float8_power(int format) {
 EMB_HD uint32_t float8_bits(float x, int format) {
   const int shift = 23 - mantissa_of(format), bias = bias_of(format);
   const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-  if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {  // a multiple of the smallest one
+  // Below the smallest normal number, 2^(1 - bias): a multiple of the smallest subnormal one.
+  if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {
     const float steps = bits_float(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
     return sign | static_cast<uint32_t>(rintf(steps));
   }
@@ -143,37 +146,39 @@ EMB_HD uint32_t encoded(float value, RowStep row, int format) {
   return static_cast<uint32_t>(static_cast<int>(rintf(inside > 0.0f ? inside : 0.0f)));
 }
 
-// The CPU kernels of `quantize_rows_`.
-
+// The arguments of the CPU kernels of `quantize_rows_`. Pointers are to the op's tensors.
 struct QuantizeArgs {
   const void* rows;  // [R, dim], dim > 0; the kernel is chosen by dtype
   uint8_t* packed;   // [R, row_bytes(dim, format)], an output
   int64_t dim;
 };
 
-// Quantise rows [first_row, last_row).
+// Quantise rows [first_row, last_row). Calls for disjoint ranges may run at once.
 using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
 
+// The CPU kernels of `quantize_rows_`.
 struct QuantizeTable {
-  QuantizeFn at[kNumRowFormats][kDtypes];
+  QuantizeFn at[kNumRowFormats][kDtypes];  // [format_index][dtype of `rows`]
 };
 
-// The CPU kernels of `quant_lookup`, which work on a range of bags of one feature.
-
+// The arguments of the CPU kernels of `quant_lookup`, which pool a range of bags of one feature.
+// Pointers are to the op's tensors.
 struct QuantLookupArgs {
   const uint8_t* packed;  // [rows, row_bytes(dim, format)]: the feature's table
   int64_t rows, dim;
-  const void* indices;  // [L], repaired as they are read
+  const void* indices;  // [L] of all features, int32 or int64; repaired as they are read
   BagRows bags;
   const float* sample_weights;  // [L] or null; null without pooling
   void* out;                    // the base of the output rows (see BagRows), of the output dtype
 };
 
-// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
+// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature. Calls
+// for disjoint ranges may run at once.
 using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_t last_bag);
 
+// The CPU kernels of `quant_lookup`.
 struct QuantLookupTable {
-  QuantLookupFn at[kNumRowFormats][kDtypes][2];  // [format][output dtype][indices are int64]
+  QuantLookupFn at[kNumRowFormats][kDtypes][2];  // [format_index][output dtype][int64 indices]
 };
 
 }  // namespace emb

@@ -28,12 +28,13 @@ inline void check_format(const char* op, int64_t format) {
                   format);
 }
 
-// The formats of the rows of a lookup. Their argument is the code of the only one, or minus the sum
-// of 2^code of those that occur; then column `tier` of a feature has its code.
+// The formats of the rows of a lookup. The argument `format` of an op is the code of the only one,
+// or minus the sum of 2^code of those that occur; then column `tier` of a feature has its code.
 struct RowFormats {
-  bool is_mixed;
-  uint64_t mask;
+  bool is_mixed;  // the formats of features differ
+  uint64_t mask;  // bit c: code c occurs
 
+  // Check the argument `format` of an op.
   RowFormats(const char* op, int64_t format)
       : is_mixed(format < 0), mask(is_mixed ? 0 - static_cast<uint64_t>(format) : 0) {
     if (!is_mixed) {
@@ -68,11 +69,13 @@ inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& 
 // `features` and `bag_layout` are not, because they may be on a device. The object keeps the
 // (contiguous) tensors alive that `map`, `bags` and weights() refer to.
 struct QuantCall {
-  Tensor packed, features, indices, offsets;
+  Tensor packed;    // uint8, the rows of all tables
+  Tensor features;  // int64 [F, 8]: Feature, but weight_offset counts bytes of `packed`
+  Tensor indices, offsets;
   std::optional<Tensor> bag_layout, sample_weights;
   Pooling pooling;
   RowFormats formats;
-  int64_t columns;
+  int64_t columns;  // of an output row, or elements of the output of a variable batch
   ScalarType output_dtype;
   Dtype output_type;
   BagMap map;
@@ -119,10 +122,13 @@ struct QuantCall {
   }
 };
 
-// The arguments of `map_ids` on any device, as those of a lookup. The contents of `tables` are not
-// checked.
+// The arguments of `map_ids` on any device. Shapes, dtypes and devices are checked; the contents of
+// `tables`, `features` and `bag_layout` are not. The object keeps the (contiguous) tensors alive
+// that args() refers to.
 struct MapCall {
-  Tensor index, tables, features, indices, offsets;
+  Tensor index;   // int64 [words], the memory of arrays and hash tables
+  Tensor tables;  // int64 [F, 6], rows of IndexTable
+  Tensor features, indices, offsets;
   BagMap map;
 
   MapCall(const char* op, const Tensor& index, const Tensor& tables, const Tensor& features,
@@ -149,6 +155,7 @@ struct MapCall {
     map = bag_map(op, features.size(0), offsets, bag_layout, kUnlimited);
   }
 
+  // Return the arguments of the search, whose output is `rows`, int64 [L].
   IndexArgs args(Tensor* rows) const {
     return {static_cast<const int64_t*>(index.const_data_ptr()),
             static_cast<const IndexTable*>(tables.const_data_ptr()),

@@ -9,6 +9,7 @@ namespace emb::cuda {
 
 inline constexpr int kMapThreads = 256;
 
+// Write args.rows, grid-stride over lookups.
 __global__ void map_ids_kernel(IndexArgs args) {
   for (int64_t i = simt::global_thread(); i < args.bags.num_lookups; i += simt::threads_in_grid()) {
     if (args.bags.num_bags == 0 || i < args.bags.begin(0)) {
@@ -22,6 +23,8 @@ __global__ void map_ids_kernel(IndexArgs args) {
   }
 }
 
+// Write args.rows. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. Does not wait
+// for the device.
 template <class Launcher>
 void launch_map_ids(const Launcher& launcher, const IndexArgs& args) {
   if (args.bags.num_lookups == 0) return;

@@ -14,15 +14,16 @@
 
 namespace emb {
 
+// How ids become rows: unchanged, by an array, or by a hash table.
 enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 
 // The mapping of the ids of a feature: a row of the `tables` tensor.
 struct IndexTable {
-  int64_t kind;
+  int64_t kind;       // an IndexKind; kNone uses no other member
   int64_t begin;      // first element of its part of `index`
   int64_t entries;    // int32 rows of an array, pairs of int64 of a hash table
-  int64_t hash_bits;  // the hash of a key is this many bits
-  int64_t num_ids;    // ids are [0, num_ids), other ones stay what they are; -1: any id is a key
+  int64_t hash_bits;  // bits of the hash of a key; a hash table has at least 2^hash_bits entries
+  int64_t num_ids;    // ids are [0, num_ids), other ones are not mapped; -1: any id is a key
   int64_t missing;    // the row of an id that has none; -1 reads zeros
 };
 
@@ -41,7 +42,8 @@ EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
   return bits == 0 ? 0 : static_cast<int64_t>(x >> (64 - bits));
 }
 
-// Return where the search of an id begins, null if there is none.
+// Return where the search of an id begins, null for an id that is not mapped: the address of its
+// entry in the array, or of the IndexEntry of its hash. The caller may prefetch it.
 EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
   const bool is_known = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
   if (!is_known || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;
@@ -52,7 +54,8 @@ EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, 
   return reinterpret_cast<const IndexEntry*>(part) + index_hash(id, table.hash_bits);
 }
 
-// Return the row of an id whose search begins at `address`.
+// Return the row of an id whose search begins at `address`, the result of index_address: the id
+// itself if it is not mapped.
 EMB_HD int64_t stored_row(const int64_t* index, const IndexTable& table, int64_t id,
                           const void* address) {
   if (address == nullptr) return id;
@@ -68,14 +71,15 @@ EMB_HD int64_t stored_row(const int64_t* index, const IndexTable& table, int64_t
   return table.missing;
 }
 
+// The arguments of `map_ids`; pointers are to memory of the op's device.
 struct IndexArgs {
-  const int64_t* index;
-  const IndexTable* tables;  // [F]
+  const int64_t* index;      // the memory of arrays and hash tables
+  const IndexTable* tables;  // [num_features]
   int num_features;
-  IndexArray ids;
+  IndexArray ids;  // [L]
   Bags bags;
   BagMap map;
-  int64_t* rows;  // [L]
+  int64_t* rows;  // [L], an output: the row of each id, -1 for a lookup of no bag
 };
 
 }  // namespace emb

@@ -1,4 +1,5 @@
-// `map_ids` on the CPU: the ids of a block are hashed and requested before any of them is searched.
+// `map_ids` on the CPU. The entries of a block of ids are prefetched before any of them is
+// searched, so that their cache misses overlap.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,21 +12,23 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kBlock = 64;  // ids
+constexpr int64_t kBlock = 64;        // ids whose entries are prefetched together (not measured)
+constexpr int64_t kMaxHashBits = 47;  // so that 2^hash_bits entries do not overflow a size
 
-// Check that every search lies inside `index`, whatever its contents are.
+// Raise unless every search lies inside `index`, whatever its contents are: an array has two rows
+// per element of `index`, a hash table half an entry.
 void check_index(const char* op, const Tensor& index, const Tensor& tables) {
   const auto* table = static_cast<const IndexTable*>(tables.const_data_ptr());
   for (int64_t f = 0; f < tables.size(0); ++f) {
     const IndexTable& x = table[f];
     const bool is_array = x.kind == static_cast<int>(IndexKind::kArray);
     const bool is_hash = x.kind == static_cast<int>(IndexKind::kHash);
-    const int64_t room = index.numel() - x.begin;
+    const int64_t room = index.numel() - x.begin;  // elements
     const bool fits = x.begin >= 0 && room >= 0 && x.entries >= 0 &&
                       x.entries <= (is_array ? room * 2 : room / 2);
-    const bool is_inside =
-        is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
-                 : x.hash_bits >= 0 && x.hash_bits < 48 && x.entries >= int64_t{1} << x.hash_bits;
+    const bool is_inside = is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
+                                    : x.hash_bits >= 0 && x.hash_bits <= kMaxHashBits &&
+                                          x.entries >= int64_t{1} << x.hash_bits;
     STD_TORCH_CHECK(x.kind == static_cast<int>(IndexKind::kNone) ||
                         ((is_array || is_hash) && fits && is_inside),
                     op, ": feature ", f,
@@ -34,6 +37,7 @@ void check_index(const char* op, const Tensor& index, const Tensor& tables) {
   }
 }
 
+// Write args.rows for lookups [begin, end) of the feature of `table`.
 void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, int64_t end) {
   const void* addresses[kBlock];
   for (; begin < end; begin += kBlock) {
@@ -49,6 +53,9 @@ void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, in
   }
 }
 
+// Return the row that is stored for each id, int64 [L], as IndexTable defines it; -1 for lookups of
+// no bag. `index` is int64 [words], `tables` int64 [F, 6]; the others are those of `tbe_lookup`.
+// Raise if a table reaches outside `index`.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices_in, const Tensor& offsets_in,
                std::optional<Tensor> bag_layout) {

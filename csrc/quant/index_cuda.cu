@@ -1,4 +1,5 @@
-// `map_ids` on the GPU: checks, allocation, launch.
+// `map_ids` on the GPU: check the arguments, allocate, launch. The contract is that of
+// index_cpu.cpp, except that the contents of `tables` are trusted.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

@@ -16,11 +16,12 @@ namespace emb::cuda {
 
 inline constexpr int kQuantizeThreads = 256;
 
+// The arguments of quantize_kernel; pointers are to device memory that must live until it has run.
 struct QuantizeRows {
-  const void* weights;  // [rows, dim]
-  uint8_t* packed;
+  const void* weights;  // [rows, dim], dim > 0
+  uint8_t* packed;      // [rows, row_bytes(dim, format)], an output, at a multiple of kWordBytes
   int64_t rows, dim;
-  int format;
+  int format;  // a RowFormat
 };
 
 // Return the word with the numbers of the columns from `column` on; the rest of it is zeros.
@@ -34,6 +35,8 @@ EMB_DEVICE uint32_t encoded_word(const T* row, int64_t column, int64_t dim, RowS
   return word;
 }
 
+// Quantise rows of dtype T: a warp per row, grid-stride. A first pass over the row finds its range,
+// a second one writes it word by word.
 template <class T>
 __global__ void quantize_kernel(QuantizeRows args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
@@ -63,13 +66,13 @@ __global__ void quantize_kernel(QuantizeRows args) {
   }
 }
 
+// Write args.packed; `type` is the dtype of args.weights. `launcher` is a CudaLauncher or, in
+// tests, a simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / static_cast<int>(simt::kWarp);
-  const int64_t wanted = (args.rows + kWarps - 1) / kWarps,
-                max_blocks = launcher.blocks(kResidentBlocks);
-  const auto blocks = static_cast<unsigned>(wanted < max_blocks ? wanted : max_blocks);
+  const unsigned blocks = blocks_for(args.rows, kWarps, launcher.blocks(kResidentBlocks));
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
@@ -83,38 +86,44 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
 // columns apart: so each access of a group, to a row or to the output, is to neighbouring memory
 // (with 8 neighbouring columns per lane every access would touch half of each sector). A quad is a
 // part of a word or one to four of them, as a row begins at any word. Every lane reads index,
-// header and weight of one lookup and shares them by shuffles, scale and offset not before the
-// loads of the numbers are on their way. Where the formats of features differ, a launch per format
-// skips the bags of others. The groups of a warp run in lockstep, so all collectives name the full
-// warp. Sums are in the order of the lookups.
+// header and weight of one lookup and shares them by shuffles; it shares scale and offset only
+// after the loads of the numbers have been issued. Where the formats of features differ, a launch
+// per format skips the bags of others. The groups of a warp run in lockstep, so all collectives
+// name the full warp. Sums are in the order of the lookups.
 
 inline constexpr int kQuantThreads = 128;
-// Blocks per multiprocessor, for 80 and 72 registers: loads in flight matter more than occupancy.
+// Blocks per multiprocessor, which leave 80 and 72 registers: loads in flight matter more than
+// occupancy.
 inline constexpr int kQuantPoolBlocks = 6;
 inline constexpr int kQuantShortBlocks = 7;
-inline constexpr int kQuad = 4;           // columns
-inline constexpr int kQuantColumns = 8;   // columns per lane: two quads
-inline constexpr int kMinQuantLanes = 8;  // so each row in flight has its lane
+inline constexpr int kQuad = 4;              // columns
+inline constexpr int kQuantColumns = 8;      // columns per lane: two quads
+inline constexpr int kPoolRowsInFlight = 8;  // of a bag in quant_pool_kernel; fewer of wide numbers
+// Lanes per group, so that each row in flight has a lane that reads its header.
+inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 
-// Return how many of 8 rows in flight there are for wider numbers, which need more registers.
+// Return how many rows are in flight where `rows` are in flight of numbers of up to 8 bits: fewer
+// of wider numbers, which need more registers.
 constexpr int quant_in_flight(int format, int rows) {
   const int fewer = rows * 8 / bits_of(format);
   return bits_of(format) <= 8 ? rows : fewer > 1 ? fewer : 1;
 }
 
+// The arguments of the lookup kernels. All pointers are to device memory that must live until they
+// have run. Indices and offsets are repaired as they are read; `features` and `map` are trusted.
 struct QuantArgs {
-  const uint8_t* packed;
-  void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
+  const uint8_t* packed;  // the rows of all tables
+  void* output;           // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
   Dtype output_type;
-  const Feature* features;
+  const Feature* features;  // [num_features]; weight_offset counts bytes of `packed`
   int num_features;
-  IndexArray indices;
+  IndexArray indices;  // [L]
   Bags bags;
   BagMap map;
-  int64_t columns;
+  int64_t columns;  // columns of `output`
   Pooling pooling;
   const float* sample_weights;  // [L] or null
-  bool is_mixed;                // the formats of features differ
+  bool is_mixed;  // the formats of features differ: column `tier` of a feature has its format
 
   // Return the rows of the output: bags, or lookups without pooling.
   EMB_HD int64_t items() const {
@@ -135,6 +144,7 @@ struct QuantHeader {
     weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
   }
 
+  // Return the factor of the row's numbers, and the term to add to them: with the weight.
   EMB_DEVICE float scale() const {
     if (!has_scale(kFormat)) return weight;
     return weight * to_float(half16{static_cast<uint16_t>(header & 0xffffu)});
@@ -164,6 +174,7 @@ EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const BagTask& task
   return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kFormat);
 }
 
+// Return the address that lane `lane` passes.
 EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
   const auto number = reinterpret_cast<int64_t>(address);
   return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
@@ -189,8 +200,8 @@ struct PackedSlice {
 
   // Load the quads of a row that begin before its end, after which are zeros up to a word.
   EMB_DEVICE void load(const uint8_t* row, const QuadColumns& columns, int dim) {
-    load_quad(0, row + place(columns.first), dim - columns.first);
-    load_quad(1, row + place(columns.second), dim - columns.second);
+    load_quad(0, row + byte_of(columns.first), dim - columns.first);
+    load_quad(1, row + byte_of(columns.second), dim - columns.second);
   }
   // Load the words of a quad that have any of its first `columns` columns.
   EMB_DEVICE void load_quad(int quad, const uint8_t* address, int columns) {
@@ -201,7 +212,7 @@ struct PackedSlice {
     }
   }
   // Return the bytes from the beginning of a row to a column.
-  EMB_DEVICE static uint32_t place(int column) {
+  EMB_DEVICE static uint32_t byte_of(int column) {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
@@ -218,14 +229,15 @@ struct PackedSlice {
       const float value = bits_float(magnitude) * float8_power(kFormat);
       return bits_float(float_bits(value) | (word >> bit & 0x80u) << 24);
     }
-    const int place = bit % 16;
+    const int bit_of_half = bit % 16;
     const uint32_t half = bit < 16 ? word : word >> 16;
-    const uint32_t power = static_cast<uint32_t>(127 + 23 - place) << 23;
-    const uint32_t mask = ((1u << (kBits & 15)) - 1) << place;
+    const uint32_t power = static_cast<uint32_t>(127 + 23 - bit_of_half) << 23;
+    const uint32_t mask = ((1u << (kBits & 15)) - 1) << bit_of_half;
     return bits_float(simt::mask_and_set(half, mask, power)) - bits_float(power);
   }
 };
 
+// Add scale * number + shift for each number of a slice to `sum`.
 template <int kFormat>
 EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float shift,
                           float (&sum)[kQuantColumns]) {
@@ -255,19 +267,20 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
   }
 }
 
-// Pooled lookup: a group takes a bag and has eight of its rows in flight, fewer of wide numbers.
+// Pooled lookup: a group takes a bag and has kPoolRowsInFlight of its rows in flight.
 
-// `Row` is the type of row numbers, which are shared: 64 bits cost another shuffle per row. Where
-// there is no row, row 0 is read and its numbers are multiplied by 0: no branch per row. Not so
-// rows of floats, which may be infinite.
+// Add the columns of all rows of a bag to `sum`. `longest` is the maximum length of a bag in the
+// warp, all lanes of which call this. `Row` is the type of row numbers, which lanes share: 64 bits
+// cost another shuffle per row. For a skipped lookup, row 0 is read and its numbers are multiplied
+// by 0, which saves a branch per row; but rows of floats, which may be infinite, are not read.
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
-  constexpr int R = quant_in_flight(kFormat, 8);
+  constexpr int kRows = quant_in_flight(kFormat, kPoolRowsInFlight);
   constexpr Row kNoRow = has_scale(kFormat) ? 0 : static_cast<Row>(-1);
   const uint8_t* table = args.packed + task.feature->weight_offset;
-  const uint8_t* first = table + PackedSlice<kFormat>::place(columns.first);
-  const uint8_t* second = table + PackedSlice<kFormat>::place(columns.second);
+  const uint8_t* first = table + PackedSlice<kFormat>::byte_of(columns.first);
+  const uint8_t* second = table + PackedSlice<kFormat>::byte_of(columns.second);
   simt::keep_in_registers(first);
   simt::keep_in_registers(second);
   const int64_t rows = task.feature->rows;
@@ -283,21 +296,21 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
     const Row row_of_lane = row < 0 ? kNoRow : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
-    for (int k = 0; k < steps; k += R) {
-      PackedSlice<kFormat> slice[R];
+    for (int k = 0; k < steps; k += kRows) {
+      PackedSlice<kFormat> slice[kRows];
 #pragma unroll
-      for (int u = 0; u < R; ++u) {
-        if (u == R / 2 && k + u >= steps) break;
+      for (int u = 0; u < kRows; ++u) {
+        if (u == kRows / 2 && k + u >= steps) break;
         const Row shared = __shfl_sync(simt::kFullMask, row_of_lane, k + u, lane.lanes);
         if (kNoRow != 0 && shared == kNoRow) continue;
-        const uint64_t place = static_cast<uint64_t>(shared) * stride;
-        slice[u].load_quad(0, first + place, first_columns);
-        slice[u].load_quad(1, second + place, second_columns);
+        const uint64_t row_begin = static_cast<uint64_t>(shared) * stride;
+        slice[u].load_quad(0, first + row_begin, first_columns);
+        slice[u].load_quad(1, second + row_begin, second_columns);
       }
       const float scale_of_lane = header.scale(), shift_of_lane = header.shift();
 #pragma unroll
-      for (int u = 0; u < R; ++u) {
-        if (u == R / 2 && k + u >= steps) break;
+      for (int u = 0; u < kRows; ++u) {
+        if (u == kRows / 2 && k + u >= steps) break;
         const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, k + u, lane.lanes);
         const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, k + u, lane.lanes);
         add_slice(slice[u], scale, shift, sum);
@@ -306,7 +319,8 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
   }
 }
 
-// The grid's second dimension divides the columns of rows wider than a warp.
+// Pooled lookup, grid-stride over bags; `lanes` is the number of lanes per bag. The grid's second
+// dimension divides the columns of rows wider than a group.
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
     quant_pool_kernel(QuantArgs args, int lanes) {
@@ -320,12 +334,12 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
     const BagTask task = task_of_format<kFormat>(args, BagTask(args, first + lane.group));
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool large = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
+    const bool needs_64_bits = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const QuadColumns columns(lane, base);
       float sum[N] = {};
-      if (large) {
+      if (needs_64_bits) {
         sum_packed<kFormat, uint64_t>(args, task, lane, columns, longest, sum);
       } else {
         sum_packed<kFormat, uint32_t>(args, task, lane, columns, longest, sum);
@@ -343,8 +357,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
 // once; then a group of lanes takes the numbers of several bags at a time, one row of each: of
 // eight where no bag of the warp has a second row and there are no sums to keep.
 
-inline constexpr int kQuantBagsInFlight = 2;
-inline constexpr int kSingleRowsInFlight = 8;  // fewer of wide numbers
+inline constexpr int kQuantBagsInFlight = 2;   // of a group; fewer of wide numbers
+inline constexpr int kSingleRowsInFlight = 8;  // of a group; fewer of wide numbers
 
 // Row i of a bag.
 template <int kFormat>
@@ -427,6 +441,8 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
   }
 }
 
+// Lookup of short bags, or without pooling; grid-stride over items, 32 per warp. `lanes` is the
+// number of lanes per group.
 template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
@@ -434,30 +450,30 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
   constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight), kWarp = simt::kWarp;
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
-  const auto mine = static_cast<int>(threadIdx.x % simt::kWarp);
+  const auto this_lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const auto items = static_cast<uint32_t>(args.items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
   for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
        first += stride) {
     const BagTask task =
-        task_of_format<kFormat>(args, BagTask(args, int64_t{first} + mine, args.items()));
+        task_of_format<kFormat>(args, BagTask(args, int64_t{first} + this_lane, args.items()));
     QuantRow<kFormat> row(args, task, 0);
-    const int64_t element = task.element(args, first + mine);
+    const int64_t element = task.element(args, first + this_lane);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
-    const bool vector =
+    const bool uses_vectors =
         task.dim % kQuad == 0 && element % kQuad == 0 && is_aligned(args.output, 16);
-    const bool single = __all_sync(simt::kFullMask, task.length <= 1 && vector);
+    const bool has_single_rows = __all_sync(simt::kFullMask, task.length <= 1 && uses_vectors);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < widest;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const QuadColumns columns(lane, base);
-      if (single) {
+      if (has_single_rows) {
         for (int k = 0; k < kWarp; k += kSingle * groups) {
           write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, groups);
         }
         continue;
       }
       for (int k = 0; k < kWarp; k += S * groups) {
-        const bool is_owner = mine >= k && mine < k + S * groups;
+        const bool is_owner = this_lane >= k && this_lane < k + S * groups;
         pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
                                  is_owner);
       }
@@ -465,11 +481,18 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
   }
 }
 
+// Return whether to use quant_short_bags_kernel: without pooling, or if bags have at most four
+// lookups on average. The bound is not measured.
 inline bool has_short_quant_bags(const QuantArgs& args) {
-  constexpr int64_t kShort = 4;
+  constexpr int64_t kShort = 4;  // lookups
   return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.num_bags;
 }
 
+// A grid has at most this many times the blocks that run at once: bags differ in length, so new
+// blocks replace those that end early.
+inline constexpr int kQuantWaves = 8;
+
+// Look up the features whose rows are of this format.
 template <int kFormat, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
@@ -480,12 +503,14 @@ void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
   const unsigned blocks =
-      blocks_for(args.items(), items_of_block, launcher.blocks(8 * kResidentBlocks));
+      blocks_for(args.items(), items_of_block, launcher.blocks(kQuantWaves * kResidentBlocks));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
-// `formats` is a mask of the formats of the features: bit f for format f.
+// Write args.output; elements that no bag has are not written. `formats` is a mask of the formats
+// of the features: bit f for format f. `launcher` is a CudaLauncher or, in tests, a
+// simt::HostLauncher. Does not wait for the device.
 template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.columns == 0 || args.items() == 0) return;

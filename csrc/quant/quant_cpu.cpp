@@ -22,8 +22,8 @@ namespace {
 
 constexpr int64_t kGrain = 4096;  // elements: smallest range that gets a thread
 
-// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite, into `packed`, uint8
-// [R, row_bytes(D, format)].
+// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
+// uint8 [R, row_bytes(D, format)].
 void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const int64_t dim = weights.size(1);
@@ -58,6 +58,7 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, const RowForm
     const int64_t format = format_of(formats, x);
     STD_TORCH_CHECK(formats.has(format), "quant_lookup: feature ", f, " has rows of format ",
                     format, ", which is not among those that the argument names");
+    // The 1 keeps the division below defined; a dim of 0 raises anyway.
     const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, static_cast<int>(format)) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
     STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 &&
@@ -75,7 +76,7 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, const RowForm
   return covered;
 }
 
-// Look up a batch whose bag layout has been checked.
+// Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
 Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
   const bool none = call.pooling == Pooling::kNone, variable = call.is_variable();
@@ -84,9 +85,10 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
       check_tables(call.features, call.packed, call.formats,
                    variable ? Pooling::kSum : call.pooling, variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
-  const bool complete =
+  // Whether bags write all of the output.
+  const bool is_complete =
       bags.num_bags > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
-  if (!complete) torch::stable::zero_(out);
+  if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
   const Feature* feature = feature_array(call.features);
   const auto* rows = static_cast<const uint8_t*>(call.packed.const_data_ptr());

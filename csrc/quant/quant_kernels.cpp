@@ -11,6 +11,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// Return the header of a row of `dim` values.
 template <int kFormat, class T>
 RowScale scale_of(const T* row, int64_t dim) {
   float low = to_float(row[0]), high = low;
@@ -22,7 +23,7 @@ RowScale scale_of(const T* row, int64_t dim) {
   return row_scale(low, high, kFormat);
 }
 
-// Write `count` columns; those that are missing in the last byte are 0.
+// Write the numbers of `count` columns to `out`, packed; the unused bits of the last byte are 0.
 template <int kFormat, class T>
 EMB_HD void encode(const T* row, int64_t count, RowStep step, uint8_t* out) {
   constexpr int kBits = bits_of(kFormat), kPerByte = kBits < 8 ? 8 / kBits : 1;
@@ -36,6 +37,7 @@ EMB_HD void encode(const T* row, int64_t count, RowStep step, uint8_t* out) {
   }
 }
 
+// The QuantizeFn of a format, for rows of dtype T.
 template <int kFormat, class T>
 void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
   const int64_t dim = args.dim, stride = row_bytes(dim, kFormat);
@@ -79,6 +81,7 @@ const QuantizeTable kQuantizeTable = make_quantize_table();
 
 // Registers of floats from packed numbers, `kLanes` at a time.
 
+// Bytes of kLanes numbers.
 template <int kFormat>
 inline constexpr int kPackedBytes = kLanes * bits_of(kFormat) / 8;
 
@@ -157,10 +160,11 @@ namespace {
 // The lookup. Rows are converted to floats before they are added: separate sums of their offsets
 // would cancel in long bags.
 
-// Lookups between the prefetch of a row and its use; a row is one cache line, or a few.
+// Lookups between the prefetch of a row and its use; a row is one cache line, or a few (not
+// measured).
 constexpr int64_t kAhead = 16;
 
-// The scale and offset of a row times its weight, in all lanes.
+// The scale (`by`) and the offset (`plus`) of a row times the weight of its lookup, in all lanes.
 struct ScaleFactors {
   Vec by, plus;
 
@@ -242,7 +246,8 @@ inline constexpr bool kHasValueTable = false;
 template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
-  int64_t stride, last;
+  int64_t stride;       // bytes per row
+  int64_t end;          // lookups from here on are not prefetched
   int64_t skipped = 0;  // bytes of columns
 
   struct Values {
@@ -283,18 +288,19 @@ struct PackedRows {
     return {address + header_bytes(kFormat), {address - skipped, weight}};
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
-    if (i >= last) return;
+    if (i >= end) return;
     // A row begins at any word of a line: the last line is not a multiple of 64 bytes away.
     const uint8_t* address = at(i);
     if (address == nullptr) return;
-    const int64_t end = header_bytes(kFormat) + packed_bytes(count, kFormat);
-    for (int64_t line = 0; line < end - kWordBytes; line += 64) {
+    const int64_t nbytes = header_bytes(kFormat) + packed_bytes(count, kFormat);
+    for (int64_t line = 0; line < nbytes - kWordBytes; line += 64) {
       __builtin_prefetch(address + line, 0, 3);
     }
-    __builtin_prefetch(address + end - 1, 0, 3);
+    __builtin_prefetch(address + nbytes - 1, 0, 3);
   }
 };
 
+// The QuantLookupFn of a format, for an output of dtype O and indices of dtype I.
 template <int kFormat, class O, class I>
 void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const PackedRows<kFormat, I> rows{args, row_bytes(args.dim, kFormat),

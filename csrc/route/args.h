@@ -17,7 +17,8 @@ namespace emb {
 // or by range for ids of the table and by remainder for larger ones.
 enum RouteRule : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 
-// A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows.
+// A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows;
+// `rule` is a RouteRule.
 struct RouteFeature {
   int64_t first_block, num_blocks, rows, rule;
 };
@@ -31,21 +32,22 @@ struct RouteBlock {
 // The five tensors of a routing: bags [first_bags[f], first_bags[f + 1]) of the batch are those of
 // feature f; bags [units[u], units[u + 1]) of the output are those of unit u.
 struct Routing {
-  const int64_t* first_bags;
-  const RouteFeature* features;
-  const RouteBlock* blocks;
-  const int64_t* copies;
-  const int64_t* units;
+  const int64_t* first_bags;     // [num_features + 1], ascending
+  const RouteFeature* features;  // [num_features]
+  const RouteBlock* blocks;      // [num_blocks]
+  const int64_t* copies;         // [num_copies] units, each named once
+  const int64_t* units;          // [num_units + 1] first bag of the output of each unit, from 0
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, blocks) that stores a key; emblib/dynamic/keys.py has the same function.
-EMB_HD int64_t owner(int64_t key, int64_t blocks) {
+// Return the block in [0, blocks) that stores a key: `owner` of emblib/dynamic/keys.py.
+EMB_HD int64_t block_of_key(int64_t key, int64_t blocks) {
   const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
   return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);
 }
 
 // Return the last block in [0, count) that begins at or before `row`; the first one if none does.
+// `blocks`, [count], ascend.
 EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row) {
   int64_t first = 0;
   while (count > 1) {
@@ -65,7 +67,7 @@ struct RoutedId {
 
 // Return the destination of an id of a feature; `blocks` are those of the feature, at least one.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
-  if (feature.rule == kByKey) return {owner(id, feature.num_blocks), id};
+  if (feature.rule == kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == kByRangeElseSpread && id >= feature.rows) {
     return {id % feature.num_blocks, id / feature.num_blocks};
   }
@@ -115,14 +117,15 @@ struct RouteArgs {
 // of these ids. Nothing outside the outputs is written in any case.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
+// The CPU kernels of `route_lengths` and `route_ids`. Calls for disjoint ranges may run at once.
 struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// A flat source of which elements [begin, end) are in a tensor of their own, `local`. The others
+// The elements [begin, end) of a flat source that are in a tensor of their own, `local`. The others
 // follow one another in the tensor of the source. No elements: begin = end.
 struct LocalPart {
-  void* data;
+  void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
 
   EMB_HD int64_t size() const { return end - begin; }
@@ -145,21 +148,23 @@ struct LocalPart {
 // The arguments of the CPU kernels of `combine` and `combine_backward`. The contents of all layouts
 // have been checked.
 struct CombineArgs {
-  const void* in;   // combine: the source; combine_backward: the gradient of the output
-  void* out;        // combine: the output; combine_backward: the gradient of the source
-  LocalPart local;  // the local part of the source, or of its gradient
-  const SourcePiece* pieces;
-  IndexArray lengths;   // read for targets with a first_bag
-  const int32_t* rows;  // read for pieces with a first_row
-  float scale;          // factor of all sums
+  const void* in;             // combine: the source; combine_backward: the gradient of the output
+  void* out;                  // combine: the output; combine_backward: the gradient of the source
+  LocalPart local;            // the local part of the source, or of its gradient
+  const SourcePiece* pieces;  // of all targets
+  IndexArray lengths;         // of bags, read for targets with a first_bag
+  const int32_t* rows;        // rows of pieces, read for pieces with a first_row
+  float scale;                // factor of all sums
 };
 
-// Write rows [begin, end) of a target, or, backward, those of its pieces.
+// Write rows [begin, end) of a target, or, backward, those of its pieces. Calls for disjoint rows
+// may run at once.
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
+// The CPU kernels of `combine` and `combine_backward`.
 struct CombineTable {
-  CombineFn combine[kDtypes][kDtypes],
-      combine_backward[kDtypes][kDtypes];  // [dtype of in][dtype of out]
+  CombineFn combine[kDtypes][kDtypes];           // [dtype of in][dtype of out]
+  CombineFn combine_backward[kDtypes][kDtypes];  // likewise
 };
 
 }  // namespace emb

@@ -18,7 +18,7 @@ inline void check_int64_rows(const char* op, const char* name, const Tensor& ten
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   const bool fits = words == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == words;
   STD_TORCH_CHECK(fits && tensor.is_contiguous(), op, ": ", name, " must be a contiguous ",
-                  words == 1 ? "vector" : "matrix", " of ", words, " numbers a row");
+                  words == 1 ? "vector" : "matrix", " of ", words, " numbers per row");
   check_same_device(op, name, tensor, like);
 }
 
@@ -78,7 +78,7 @@ struct RouteWeights {
     STD_TORCH_CHECK(total >= 0, op, ": total must not be negative, got ", total);
     if (!weights) return;
     check_sample_weights(op, tensor, in.ids);
-    static constexpr float kNone = 0.0f;
+    static constexpr float kNone = 0.0f;  // an empty tensor may have a null address
     data = tensor.numel() == 0 ? &kNone : tensor.const_data_ptr<float>();
   }
 };

@@ -11,10 +11,13 @@
 namespace emb::cuda {
 
 inline constexpr int kCombineThreads = 256;
+inline constexpr int kCombineBlocks = 4;   // per multiprocessor: they leave a thread 64 registers
 inline constexpr int kCombineColumns = 4;  // columns per lane and access
+inline constexpr int64_t kMaxGridTargets = 65535;  // the maximum of gridDim.y
 
-// Pointers are to device memory. "Source" and "output" are those of `combine`: backward, `in` is
-// the gradient of the output and `out` that of the source.
+// The arguments of the kernels. Pointers are to device memory that must live until they have run.
+// "Source" and "output" are those of `combine`: backward, `in` is the gradient of the output and
+// `out` that of the source.
 struct DeviceCombine {
   const Target* targets;      // [num_targets]
   const SourcePiece* pieces;  // [num_pieces]
@@ -83,9 +86,11 @@ EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
   }
 }
 
-// Write the rows of all targets. S and O are the dtypes of in.in and in.out.
+// Write the rows of all targets: the sums of their pieces, divided by lengths and scaled. S and O
+// are the dtypes of in.in and in.out.
 template <class S, class O>
-__global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombine in) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    combine_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
     const float length = combine_divisor(in, target, row);
     const S* source = static_cast<const S*>(in.in);
@@ -110,9 +115,10 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombi
   });
 }
 
-// Write the gradients of all pieces; other elements of in.out are not written.
+// Write the gradients of all pieces, those of their targets divided by lengths and scaled; other
+// elements of in.out are not written.
 template <class S, class O>
-__global__ void __launch_bounds__(kCombineThreads, 4) spread_kernel(DeviceCombine in) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) spread_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
     const float length = combine_divisor(in, target, row);
     const S* grad = static_cast<const S*>(in.in) + target.offset + row * target.stride;
@@ -139,8 +145,10 @@ enum class Direction { kCombine, kSpread };
 // Launch for an input of dtype S.
 template <Direction kDirection, class S, class Launcher>
 void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype to) {
+  // A thread has about four accesses, so that a block is worth its start (not measured).
   constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;
-  const auto targets = static_cast<unsigned>(in.num_targets < 65535 ? in.num_targets : 65535);
+  const auto targets =
+      static_cast<unsigned>(in.num_targets < kMaxGridTargets ? in.num_targets : kMaxGridTargets);
   const int64_t elements_per_target = in.out_numel / in.num_targets + 1;
   const int64_t max_blocks = launcher.blocks(kResidentBlocks) / targets + 1;
   simt::Dim3 grid{};

@@ -18,7 +18,7 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
 
-constexpr int64_t kRows = 16;          // rows of a target per call of the kernel
+constexpr int64_t kRowsPerCall = 16;   // rows of a target per call of the kernel
 constexpr int64_t kGrain = 32 * 1024;  // elements: smallest range that gets a thread
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.
@@ -57,7 +57,7 @@ std::vector<Target> merge_neighbours(const CombineInputs& in) {
 }
 
 // Return for how many of the `count` rows of a target the piece has a row.
-int64_t count_rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
+int64_t count_named_rows(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
   if (piece.first_row < 0) return count;
   const int32_t* rows = in.row_data() + piece.first_row;
   return std::count_if(rows, rows + count, [](int32_t row) { return row >= 0; });
@@ -66,18 +66,19 @@ int64_t count_rows_named(const CombineInputs& in, const SourcePiece& piece, int6
 // Run `kernel` over all rows of all targets, in parallel.
 void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
   const auto count = static_cast<int64_t>(targets.size());
-  bool equal = true;
-  int64_t width = 0;
+  bool has_equal_rows = true;
+  int64_t width = 0;  // of all targets together
   for (const Target& target : targets) {
-    equal = equal && target.rows == targets[0].rows;
+    has_equal_rows = has_equal_rows && target.rows == targets[0].rows;
     width += target.width;
   }
-  if (equal && count > 0) {
+  if (has_equal_rows && count > 0) {
     // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
     const auto cost = [&](int64_t row) { return row * width; };
     parallel_balanced(targets[0].rows, kGrain, cost, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row += kRows) {
-        for (const Target& target : targets) kernel(args, target, row, std::min(row + kRows, end));
+      for (int64_t row = begin; row < end; row += kRowsPerCall) {
+        for (const Target& target : targets)
+          kernel(args, target, row, std::min(row + kRowsPerCall, end));
       }
     });
     return;
@@ -138,11 +139,11 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
   Tensor out = allocate_output(in.flat, {others}, dtype);
-  int64_t named = 0;
+  int64_t named = 0;  // elements of the source that pieces name, which do not overlap
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];
     for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
-      named += count_rows_named(in, in.pieces[p], x.rows) * x.width;
+      named += count_named_rows(in, in.pieces[p], x.rows) * x.width;
     }
   }
   if (named != source_numel) {

@@ -1,5 +1,5 @@
-// Counts and moves ids on the GPU. A lane takes a short bag. A warp takes a long one, 32 ids at a
-// time: a match instruction finds the lanes whose ids go to the same block, and the first of them
+// Counting and moving ids on the GPU. A lane takes a short bag. A warp takes a long one, 32 ids at
+// a time: a match instruction finds the lanes whose ids go to the same block, and the first of them
 // counts for all. No two threads write for one bag at a time, so that no atomics are needed and ids
 // keep their order. Layouts are not checked before, since they are on the device: whatever lies
 // outside the tensors is skipped.
@@ -12,10 +12,13 @@
 namespace emb::cuda {
 
 inline constexpr int kRouteThreads = 256;
+inline constexpr int kRouteBlocks = 4;  // per multiprocessor: they leave a thread 64 registers
+// These two are not measured.
 inline constexpr int kShortBag = 16;  // ids that one lane routes
-inline constexpr int kShortMean = 8;  // ids per bag up to which lanes take bags
+inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take bags
 
-// Pointers are to device memory. A *cell* is a bag of a unit: a bag of the output.
+// The arguments of the kernels. Pointers are to device memory that must live until they have run. A
+// *cell* is a bag of a unit: a bag of the output.
 struct DeviceRoute {
   Routing routing;
   const void* ids;   // [L]
@@ -51,7 +54,7 @@ struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
   int64_t bag;               // number of the bag within the feature
-  bool is_valid;  // false if no feature has the bag, or if it has no blocks or invalid ones
+  bool is_valid;             // a feature has the bag, and its blocks exist and are in range
 
   // Bag `number` of the batch.
   EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), is_valid(false) {
@@ -64,8 +67,8 @@ struct BagRoute {
     if (is_valid) blocks = routing.blocks + feature.first_block;
   }
 
-  // Return the number of copies of a block, 0 if they are invalid.
-  EMB_DEVICE int64_t copies(const Routing& routing, int64_t block) const {
+  // Return the number of copies of a block, 0 if they are out of range.
+  EMB_DEVICE int64_t num_copies(const Routing& routing, int64_t block) const {
     const RouteBlock& b = blocks[block];
     const bool fits = b.first_copy >= 0 && b.num_copies <= routing.num_copies &&
                       b.first_copy <= routing.num_copies - b.num_copies;
@@ -97,7 +100,8 @@ struct BlockPeers {
   EMB_DEVICE int count() const { return __popc(peers); }
 };
 
-// Counts the ids [begin, end) of a bag per block. I is the dtype of ids.
+// Counts the ids [begin, end) of a bag per block: adds to the lengths in in.out. I is the dtype of
+// ids and lengths.
 template <class I>
 struct CountIds {
   // Called by one lane.
@@ -129,7 +133,7 @@ struct CountIds {
  private:
   EMB_DEVICE static void add(const DeviceRoute& in, const BagRoute& route, int64_t block,
                              int count) {
-    const int64_t copies = route.copies(in.routing, block);
+    const int64_t copies = route.num_copies(in.routing, block);
     for (int64_t copy = 0; copy < copies; ++copy) {
       const int64_t cell = route.cell(in, block, copy);
       if (cell >= 0) static_cast<I*>(in.out)[cell] += static_cast<I>(count);
@@ -137,7 +141,7 @@ struct CountIds {
   }
 };
 
-// Moves the ids [begin, end) of a bag.
+// Moves the ids [begin, end) of a bag: writes them, their positions and weights to the outputs.
 template <class I>
 struct MoveIds {
   // Called by one lane.
@@ -146,7 +150,7 @@ struct MoveIds {
     const I* ids = static_cast<const I*>(in.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
-      const int64_t copies = route.copies(in.routing, routed.block);
+      const int64_t copies = route.num_copies(in.routing, routed.block);
       const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
       const int moved = first_cell >= 0 ? in.num_moved[first_cell]++ : 0;
       put(in, route, routed, copies, first_cell, moved, i);
@@ -163,7 +167,7 @@ struct MoveIds {
       RoutedId routed{-1, 0};
       if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
       const BlockPeers peers(static_cast<int>(routed.block));
-      const int64_t copies = has_id ? route.copies(in.routing, routed.block) : 0;
+      const int64_t copies = has_id ? route.num_copies(in.routing, routed.block) : 0;
       const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
       int moved = 0;
       if (first_cell >= 0 && peers.leads()) {
@@ -224,14 +228,14 @@ EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
 
 // Add the ids of every bag to in.out, lengths that are 0 before.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, 4)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
     route_count_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<CountIds<I>>(in, bags_of_warp);
 }
 
 // Write the ids of every bag to in.out, from in.starts on.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, 4)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
     route_move_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<MoveIds<I>>(in, bags_of_warp);
 }
@@ -248,14 +252,15 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 
-// Count the ids of all bags; `is_int64` is the dtype of ids and lengths.
+// Add the ids of all bags to the lengths in.out, which must be 0 before; `is_int64`: ids and
+// lengths are int64, else int32. Does not wait for the device.
 template <class Launcher>
 void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,
                    in);
 }
 
-// Move the ids of all bags.
+// Move the ids of all bags; in.num_moved must be 0 before. `is_int64`: ids are int64, else int32.
 template <class Launcher>
 void launch_route_move(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,

@@ -80,14 +80,11 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const CudaLauncher launcher(in.values);
   Tensor out = in.new_output(total);
   Tensor scratch = allocate(in.values, {count + tiles + 1}, ScalarType::Long);
-  int64_t* sums = scratch.mutable_data_ptr<int64_t>();
-  const Segments segments{index_array(in.starts),
-                          in.order.const_data_ptr<int64_t>(),
-                          in.starts.numel() - 1,
-                          count,
-                          in.values.size(0),
-                          sums,
-                          sums + count};
+  int64_t* sums_in_tile = scratch.mutable_data_ptr<int64_t>();
+  const Segments segments{index_array(in.starts), in.order.const_data_ptr<int64_t>(),
+                          in.starts.numel() - 1,  count,
+                          in.values.size(0),      sums_in_tile,
+                          sums_in_tile + count};
   launch_gather_segments(launcher, segments, in.values.const_data_ptr(), out.mutable_data_ptr(),
                          total, in.row_nbytes);
   return out;

@@ -1,4 +1,4 @@
-// Counts and moves the ids of a range of bags of one feature on one CPU thread: the functions of
+// Counting and moving the ids of a range of bags of one feature on one CPU thread: the functions of
 // RouteTable (route/args.h).
 //
 // The work is to find the block of each id. With few blocks, an id is compared with the start of
@@ -15,9 +15,10 @@ namespace {
 
 // Up to this number of blocks, ids are compared with the start of every block, which vectorises.
 constexpr int64_t kFewBlocks = 12;
-constexpr int64_t kExact = int64_t{1} << 52;  // doubles represent all integers up to this one
-constexpr int64_t kLongBag = 8;               // mean ids per bag from which a loop per block pays
-constexpr int64_t kChunk = 512;               // ids whose blocks are found before they are moved
+// Up to this number of rows, products of doubles find the block of a row (see find_equal).
+constexpr int64_t kMaxExactRows = int64_t{1} << 52;
+constexpr int64_t kLongBag = 8;  // mean ids per bag from which a loop per block pays
+constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are moved
 
 // Return whether an id of type I can be as large as `bound`.
 template <class I>
@@ -50,7 +51,9 @@ struct FeatureRoute {
         routing(all),
         begin(first - all.first_bags[f]),
         end(last - all.first_bags[f]),
-        step(few() || feature.rule == kByKey || feature.rows > kExact ? 0 : blocks[1].first_row) {
+        step(has_few_blocks() || feature.rule == kByKey || feature.rows > kMaxExactRows
+                 ? 0
+                 : blocks[1].first_row) {
     for (int64_t k = 2; k < feature.num_blocks && step > 0; ++k) {
       const int64_t start = k * step;
       if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) step = 0;
@@ -58,7 +61,7 @@ struct FeatureRoute {
   }
 
   // Return whether ids are compared with the start of every block.
-  bool few() const { return feature.rule != kByKey && feature.num_blocks <= kFewBlocks; }
+  bool has_few_blocks() const { return feature.rule != kByKey && feature.num_blocks <= kFewBlocks; }
   // Return the first of the range's bags in the output, for copy `copy` of block k.
   int64_t bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
@@ -80,15 +83,15 @@ template <class I>
 void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
   const int64_t beyond = count_from(ids, n, route.feature.rows);
-  int64_t from = 0;  // ids of the blocks after this one
+  int64_t after = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
-    const int64_t next =
+    const int64_t from =  // ids of this block and those after it
         first > 0 ? count_from(ids, n, first) - beyond : count_rows(ids, n, route.feature.rows);
-    counts[k] = next - from;
-    from = next;
+    counts[k] = from - after;
+    after = from;
   }
-  counts[0] = n - from;
+  counts[0] = n - after;
 }
 
 // The functions find*() write the block of each of n ids to `block`, and the id in the numbering of
@@ -99,9 +102,9 @@ template <class I, int kMaxBlocks>
 void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t rows = route.feature.rows;
   const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
-  const bool all = !reaches<I>(rows);  // no id is too large
-  const bool none = rows == 0;
-  const I pruned = none ? -1 : 0;
+  const bool has_no_limit = !reaches<I>(rows);  // no id is too large
+  const bool is_empty = rows == 0;
+  const I row_of_invalid = is_empty ? -1 : 0;
   I first[kMaxBlocks] = {};
   bool exists[kMaxBlocks] = {};
   for (int64_t k = 0; k < kMaxBlocks && k < route.feature.num_blocks; ++k) {
@@ -110,8 +113,8 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
   }
   for (int64_t i = 0; i < n; ++i) {
     const I id = ids[i];
-    const bool valid = (id >= 0) & (all | (id < limit));
-    const I row = valid ? id : (id == -1 ? I{-1} : pruned);
+    const bool is_row = (id >= 0) & (has_no_limit | (id < limit));
+    const I row = is_row ? id : (id == -1 ? I{-1} : row_of_invalid);
     I number = 0, begin = 0;
     for (int k = 1; k < kMaxBlocks; ++k) {
       const bool reached = exists[k] & (row >= first[k]);
@@ -119,7 +122,7 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
       begin = reached ? first[k] : begin;
     }
     block[i] = number;
-    local[i] = (valid | none) ? static_cast<I>(row - begin) : id;
+    local[i] = (is_row | is_empty) ? static_cast<I>(row - begin) : id;
   }
 }
 
@@ -145,7 +148,8 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// find() for blocks of equal size: the product with the reciprocal is the block, or off by one.
+// find() for blocks of equal size: the product with the reciprocal, rounded down, is the block or
+// off by one.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -168,7 +172,7 @@ void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local
   const RouteFeature& feature = route.feature;
   if (feature.rule == kByRangeElseSpread && count_from(ids, n, feature.rows) > 0) {
     find_many(route, ids, n, block, local);
-  } else if (route.few()) {
+  } else if (route.has_few_blocks()) {
     find_few(route, ids, n, block, local);
   } else if (route.step > 0) {
     find_equal(route, ids, n, block, local);
@@ -249,7 +253,8 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
   const bool bag_by_bag =
-      num_blocks == 1 || (route.few() && route.feature.rule == kByRange && n >= kLongBag * bags);
+      num_blocks == 1 ||
+      (route.has_few_blocks() && route.feature.rule == kByRange && n >= kLongBag * bags);
   if (!bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
       if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));

@@ -1,7 +1,7 @@
-// Concatenates segments of rows on the GPU. The first output row of each segment comes from a scan:
-// one kernel sums the rows of the segments within tiles of 256 segments, a second one turns the
-// sums of tiles into sums of all tiles before, and readers add both. A third kernel copies the rows
-// in the widest words that the alignment allows.
+// The concatenation of segments of rows on the GPU. The first output row of each segment comes from
+// a scan: one kernel sums the rows of the segments within tiles of 256 segments, a second one turns
+// the sums of tiles into sums of all tiles before, and readers add both. A third kernel copies the
+// rows in the widest words that the alignment allows.
 #pragma once
 
 #include "core/dtype.h"
@@ -11,7 +11,8 @@
 
 namespace emb::cuda {
 
-inline constexpr int kScanThreads = 256;
+inline constexpr int kScanThreads = 256;      // threads of a block, and segments of a tile
+inline constexpr int kSegmentCopyBlocks = 4;  // per multiprocessor
 
 // The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents are not
 // checked before: starts are clamped to the rows of the values, a segment that does not exist is
@@ -20,8 +21,8 @@ struct Segments {
   IndexArray starts;                  // [num_segments + 1]
   const int64_t* order;               // [count] the wanted segments
   int64_t num_segments, count, rows;  // `rows` is the number of rows of the values
-  int64_t* sums;                      // [count], scratch: rows to the end of each, within its tile
-  int64_t* tiles;                     // [tiles + 1], scratch: rows before each tile
+  int64_t* sums_in_tile;      // [count], scratch: rows from the begin of its tile to its end
+  int64_t* rows_before_tile;  // [tiles + 1], scratch
 
   // Return the first row, in the values, of the m-th wanted segment.
   EMB_DEVICE int64_t begin(int64_t m) const {
@@ -36,8 +37,8 @@ struct Segments {
     return clamp(starts[s + 1], first) - first;
   }
   // Return the first output row of the m-th wanted segment, after the scan.
-  EMB_DEVICE int64_t first(int64_t m) const {
-    return (m % kScanThreads == 0 ? 0 : sums[m - 1]) + tiles[m / kScanThreads];
+  EMB_DEVICE int64_t first_output_row(int64_t m) const {
+    return (m % kScanThreads == 0 ? 0 : sums_in_tile[m - 1]) + rows_before_tile[m / kScanThreads];
   }
 
  private:
@@ -64,33 +65,34 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   return value;
 }
 
-// Write in.sums, and the rows of each tile to in.tiles.
+// Write in.sums_in_tile, and the rows of tile t to in.rows_before_tile[t + 1].
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_sums_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t m = tile * kScanThreads + threadIdx.x;
     const int64_t sum = block_scan(m < in.count ? in.size(m) : 0, shared);
-    if (m < in.count) in.sums[m] = sum;
-    if (threadIdx.x == kScanThreads - 1) in.tiles[tile + 1] = sum;
+    if (m < in.count) in.sums_in_tile[m] = sum;
+    if (threadIdx.x == kScanThreads - 1) in.rows_before_tile[tile + 1] = sum;
   }
 }
 
-// Turn the rows of each tile, in in.tiles, into the rows before it; runs in one block.
+// Turn the rows of each tile, in in.rows_before_tile, into the rows before it; runs in one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_tiles_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
   __shared__ int64_t carried;
   if (threadIdx.x == 0) {
     carried = 0;
-    in.tiles[0] = 0;
+    in.rows_before_tile[0] = 0;
   }
   __syncthreads();
   for (int64_t tile = 0; tile < tiles; tile += kScanThreads) {
     const int64_t number = tile + threadIdx.x + 1;
     const int64_t before = carried;
-    const int64_t sum = before + block_scan(number <= tiles ? in.tiles[number] : 0, shared);
-    if (number <= tiles) in.tiles[number] = sum;
+    const int64_t sum =
+        before + block_scan(number <= tiles ? in.rows_before_tile[number] : 0, shared);
+    if (number <= tiles) in.rows_before_tile[number] = sum;
     if (threadIdx.x == kScanThreads - 1) carried = sum;
     __syncthreads();
   }
@@ -99,10 +101,10 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 // Copy rows of `words` words of type Word to `out`, [total, words]. Rows that no segment fills
 // become 0.
 template <class Word>
-__global__ void __launch_bounds__(kTileThreads, 4)
+__global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocks)
     segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
   __shared__ int range[2];
-  const auto start = [&](int m) { return in.first(m) * words; };
+  const auto start = [&](int m) { return in.first_output_row(m) * words; };
   const int64_t n = total * words;
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
@@ -127,7 +129,9 @@ void launch_segment_copy(const Launcher& launcher, const Segments& in, const voi
            in, static_cast<const Word*>(values), static_cast<Word*>(out), total, words);
 }
 
-// Write all `total` output rows, of row_nbytes bytes each; all arrays are in device memory.
+// Write the wanted segments of `values`, [in.rows] rows, one after the other to `out`, [total]
+// rows, of row_nbytes bytes each: rows beyond the segments become 0, and rows beyond `total` are
+// not written. All arrays are in device memory and must live until the kernels have run.
 template <class Launcher>
 void launch_gather_segments(const Launcher& launcher, const Segments& in, const void* values,
                             void* out, int64_t total, int64_t row_nbytes) {

@@ -1,4 +1,4 @@
-// `gather_segments` on the CPU: copies segments of rows as bytes. Threads take ranges of the output
+// `gather_segments` on the CPU: copy segments of rows as bytes. Threads take ranges of the output
 // of equal size, which may begin within a segment.
 #include <torch/csrc/stable/library.h>
 
@@ -30,7 +30,7 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
 // rows of the values, and do not descend.
 void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
              int64_t count, int64_t rows, int64_t* first) {
-  int64_t at = 0;
+  int64_t next = 0;
   for (int64_t m = 0; m < count; ++m) {
     const int64_t s = order[m];
     STD_TORCH_CHECK(s >= 0 && s < num_segments, op, ": order must name segments in [0, ",
@@ -38,14 +38,15 @@ void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int6
     const int64_t begin = starts[s], end = starts[s + 1];
     STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, op, ": segment ", s,
                     " must lie in the ", rows, " rows of values, but is [", begin, ", ", end, ")");
-    first[m] = at;
-    at += end - begin;
+    first[m] = next;
+    next += end - begin;
   }
-  first[count] = at;
+  first[count] = next;
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
-// [total, ..] of the dtype of `values`, which may be any. `total` must be their rows.
+// [total, ..] of the dtype of `values`, which may be any. `values` is [N, ..], `starts` int32 or
+// int64 [segments + 1], `order` int64 [M]. `total` must be the number of rows of these segments.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";
@@ -63,10 +64,10 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const int64_t width = in.row_nbytes;
   const auto copy_rows = [&](int64_t begin, int64_t end) {
     int64_t m = std::upper_bound(first.get(), first.get() + count + 1, begin) - first.get() - 1;
-    for (int64_t at = begin; at < end; ++m) {
-      const int64_t skipped = at - first[m], n = std::min(end, first[m + 1]) - at;
-      copy_bytes(target + at * width, source + (start[segments[m]] + skipped) * width, n * width);
-      at += n;
+    for (int64_t row = begin; row < end; ++m) {
+      const int64_t skipped = row - first[m], n = std::min(end, first[m + 1]) - row;
+      copy_bytes(target + row * width, source + (start[segments[m]] + skipped) * width, n * width);
+      row += n;
     }
   };
   if (width > 0) {

@@ -425,7 +425,7 @@ def test_wrong_routing_is_refused() -> None:
         (routing._replace(units=_changed(units, 0, 1)), "must begin at bag 0"),
         (routing._replace(units=_changed(units, 1, 6)), "must have the 5 bags"),
         (routing._replace(units=units[:-1]), "each unit is named once in copies"),
-        (routing._replace(features=features.view(-1)), "contiguous matrix of 4 numbers a row"),
+        (routing._replace(features=features.view(-1)), "contiguous matrix of 4 numbers per row"),
         (routing._replace(copies=copies.int()), "copies must be int64"),
     ):
         with pytest.raises(RuntimeError, match=message):
@@ -488,7 +488,7 @@ def test_wrong_pieces_are_refused() -> None:
         ((source, targets, _changed(pieces, (last, 1), 0), lengths, numel), f"piece {last}"),
         ((source.double(), targets, pieces, lengths, numel), "source must be float32"),
         ((source.view(1, -1), targets, pieces, lengths, numel), "must be flat"),
-        ((source, targets[:, :6], pieces, lengths, numel), "matrix of 7 numbers a row"),
+        ((source, targets[:, :6], pieces, lengths, numel), "matrix of 7 numbers per row"),
     ):
         with pytest.raises(RuntimeError, match=message):
             route.combine(*arguments, torch.float32)

@@ -74,8 +74,8 @@ extern "C" const char* simt_gather_segments(const int64_t* call) {
     segments.num_segments = words.number();
     segments.count = words.number();
     segments.rows = words.number();
-    segments.sums = words.pointer<int64_t>();
-    segments.tiles = words.pointer<int64_t>();
+    segments.sums_in_tile = words.pointer<int64_t>();
+    segments.rows_before_tile = words.pointer<int64_t>();
     const auto* values = words.pointer<const void>();
     auto* out = words.pointer<void>();
     const int64_t total = words.number();
