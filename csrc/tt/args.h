@@ -18,8 +18,9 @@ namespace emb {
 
 // A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
 // a module: keys and ids are numbered table after table, so that those of a table are a range of
-// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
-// halves, j its distinct rows; all structs hold pointers that they do not own.
+// every sorted array. In names and shapes, u counts the U distinct left halves of a batch, v its V
+// distinct right halves, j its M distinct rows; L is the number of lookups and T of tables. All
+// structs hold pointers that they do not own.
 
 inline constexpr int kMaxCores = 4;  // cores per table
 
@@ -133,25 +134,27 @@ enum TtPlanTensor : int {
 };
 
 // The CPU kernels. Each works on a range of halves of one table on one thread; the `*_cpu.cpp`
-// files check, allocate and divide the work. Here u and v count the distinct halves of one table, j
-// the distinct rows of all tables.
+// files check, allocate and divide the work. Below, u and v count the distinct halves of one table,
+// j the distinct rows of all tables.
 
 // Left halves processed together: enough for the product that makes the gradient of an inner row to
 // run at full speed, few enough that their values stay in the first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
-// The distinct halves of one kind of a table, and the cores that they are made of.
+// The distinct left halves, or right halves, of a table in a batch, and the cores that they are
+// made of.
 struct TtHalfCores {
   TtHalf half;
   const float* outer;  // [outer_rows][q_outer, inner_rank]
   const float* inner;  // [inner_rows][inner_rank, q_inner, rank]; unused when not a pair
   const int32_t* ids;  // ids of the distinct halves, ascending
   int64_t first_id;    // the first id of the table
-  bool mirrored;       // right halves: columns of a value are (inner, outer), not (outer, inner)
-  // If `outer` and `inner` are not whole cores but only the rows that the batch uses: the row of
-  // each half in them. Else null.
+  bool is_mirrored;    // right halves: columns of a value are (inner, outer), not (outer, inner)
+  // [halves] each, if `outer` and `inner` are not whole cores but only the rows that the batch
+  // uses: the row of each half in them. Else null.
   const int32_t *outer_numbers = nullptr, *inner_numbers = nullptr;
 
+  // Return the id of half u within the table, its inner row, and the elements of that row.
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
   EMB_HD int64_t inner_row(int64_t u) const { return id(u) / half.outer_rows; }
   EMB_HD const float* inner_of(int64_t u) const {
@@ -161,24 +164,24 @@ struct TtHalfCores {
 
 // The values of halves: the first `num_saved` in a buffer that the forward pass saved. The others
 // are in `rest`: rows of a core, if `ids` is not null, or else a buffer that begins with half
-// `first`.
+// `first_rest`.
 struct TtValues {
   const float* saved = nullptr;  // [num_saved][size]
   int64_t num_saved = 0;
   const float* rest = nullptr;   // [..][size]
   const int32_t* ids = nullptr;  // ids of the halves, or null
   int64_t first_id = 0;          // first id of the table
-  int64_t first = 0;             // first half in `rest`
+  int64_t first_rest = 0;        // first half in `rest`
   int64_t size = 0;              // floats per value
 
   // Return the value of half u.
   EMB_HD const float* at(int64_t u) const {
     if (u < num_saved) return saved + u * size;
-    return rest + (ids != nullptr ? ids[u] - first_id : u - first) * size;
+    return rest + (ids != nullptr ? ids[u] - first_id : u - first_rest) * size;
   }
 };
 
-// Making the rows of left halves. M is the number of distinct rows of all tables.
+// The arguments that make the rows of left halves. M is the number of distinct rows of all tables.
 struct TtRowsArgs {
   TtHalfCores left;
   int right_columns;       // columns of a right half
@@ -217,14 +220,14 @@ struct TtInnerStep {
   // Apply the optimizer to `count` inner rows from number `first` on, whose gradients are `grads`,
   // [count, inner_size].
   void apply(const float* grads, int64_t first, int64_t count) const {
-    UpdateRowsArgs now = args;
-    now.grads = grads;
-    now.rows += first;
-    update(now, scratch, 0, count);
+    UpdateRowsArgs update_args = args;
+    update_args.grads = grads;
+    update_args.rows += first;
+    update(update_args, scratch, 0, count);
   }
 };
 
-// The gradients of the cores of left halves; members as in TtRowsArgs.
+// The arguments that make the gradients of the cores of left halves; members as in TtRowsArgs.
 struct TtLeftGradsArgs {
   TtHalfCores left;
   int right_columns;
@@ -237,8 +240,8 @@ struct TtLeftGradsArgs {
   TtInnerStep step = {};
 };
 
-// The gradients of the values of right halves, which grow in waves of left halves: a call adds the
-// rows that come before `row_end` and have not been added.
+// The arguments that make the gradients of the values of right halves, which grow in waves of left
+// halves: a call adds the rows that come before `row_end` and have not been added.
 struct TtRightGradsArgs {
   TtValues left;  // values of the left halves
   int left_columns, right_columns, rank;
@@ -252,8 +255,8 @@ struct TtRightGradsArgs {
   float* grads;  // [V][right_columns, rank], an output; a half's first row sets it, others add
 };
 
-// Sums of the gradients of outer rows: row i gets those of halves members[starts[i]], ...,
-// members[starts[i + 1] - 1], in this order.
+// The arguments that sum the gradients of outer rows: row i gets those of halves
+// members[starts[i]], ..., members[starts[i + 1] - 1], in this order.
 struct TtOuterSumArgs {
   const float* outer_values;  // [halves][size]
   int64_t size;               // floats per outer row
@@ -261,8 +264,8 @@ struct TtOuterSumArgs {
   float* grads;  // [rows][size], to which the sums are added
 };
 
-// Rows whose axes are reversed: row from_ids[i] of `from` becomes row to_ids[i] of `to`. Null ids
-// stand for row i.
+// The arguments that reverse the axes of rows: row from_ids[i] of `from` becomes row to_ids[i] of
+// `to`. Null ids stand for row i.
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]
@@ -272,7 +275,8 @@ struct TtReverseArgs {
 };
 
 // The kernels. [begin, end) is a range of halves, if nothing else is said; `scratch` is
-// tt_scratch_size floats of this thread alone.
+// tt_scratch_size floats of this thread alone. Calls for disjoint ranges may run at once, if
+// nothing else is said.
 struct TtTable {
   // Write the values of halves of a pair to `values`, which begins with half `begin`.
   void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);

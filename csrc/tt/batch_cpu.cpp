@@ -66,7 +66,7 @@ Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stri
 
 // The tensors that a lookup returns for its backward pass: a grouping, a plan, the values of left
 // halves.
-constexpr size_t kKeptTensors = kGroupTensors + kTtPlanTensors + 1;
+constexpr size_t kKeptTensors = size_t{kGroupTensors} + size_t{kTtPlanTensors} + 1;
 
 // Return whether all indices and offsets are valid. Invalid ones do not raise, whatever the mode.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,

@@ -30,18 +30,23 @@ namespace emb {
 EMB_SELECT_KERNELS(TtTable, kTtTable, tt_table)
 EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 
-// The smallest work of a thread: in multiplications, and for updates in elements.
-inline constexpr int64_t kTtGrain = 1 << 21;
-inline constexpr int64_t kUpdateGrain = 1 << 15;
+namespace {
+
+// The smallest work of a thread: in multiplications, and in elements for updates and for reversals.
+constexpr int64_t kTtGrain = 1 << 21;
+constexpr int64_t kUpdateGrain = 1 << 15, kReverseGrain = 1 << 17;
 // The smallest work of a thread that takes whole tables, and the work of a row besides its product,
 // both in multiplications.
-inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
+constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
+// Tables get a thread each only if the work of the largest is at most this many percent of a
+// thread's share (not measured).
+constexpr int64_t kMaxSharePercent = 150;
 
 // Reverse the axes of `rows` rows, in parallel.
-inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
+void tt_reverse(const TtReverseArgs& args, int64_t rows) {
   const int64_t size = args.a * args.q * args.b;
   parallel_balanced(
-      rows, kTtGrain / 16, [&](int64_t row) { return row * size; },
+      rows, kReverseGrain, [&](int64_t row) { return row * size; },
       [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
 }
 
@@ -195,8 +200,6 @@ struct TtRights {
   }
 };
 
-namespace {
-
 // The output of `tt_rows`: the rows of all tables, and the values of their first left halves.
 struct TtRowsOutput {
   float *rows, *saved;  // [capacity][stride], [num_saved][value_stride]
@@ -260,11 +263,11 @@ std::vector<TtTableBatch> used_tables(const TtTables& tables, const TtPlan& plan
   return used;
 }
 
-// Call body(table, alone) for each table: for several tables at once, on one thread each (`alone`),
-// if that keeps all threads busy; otherwise for one after another, each on all threads.
+// Call body(table, is_alone) for each table: for several tables at once, on one thread each
+// (is_alone), if that keeps all threads busy; otherwise for one after another, each on all threads.
 template <class Body>
 void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
-  std::vector<int64_t> work = {0};  // before each table
+  std::vector<int64_t> work = {0};  // of the tables before each, in multiplications
   int64_t max_work = 0;
   for (const TtTableBatch& table : tables) {
     const int64_t table_work = table.cost(table.num_lefts) + kRowWork * table.num_rows;
@@ -272,7 +275,7 @@ void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
     max_work = std::max(max_work, table_work);
   }
   const auto count = static_cast<int64_t>(tables.size());
-  if (2 * max_work * num_threads() > 3 * work.back()) {
+  if (100 * max_work * num_threads() > kMaxSharePercent * work.back()) {
     for (const TtTableBatch& table : tables) body(table, num_threads() == 1);
     return;
   }
@@ -317,9 +320,9 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, prefixes};
 }
 
-// The gradients. The left halves are processed in waves, so that scratch memory does not grow with
-// the batch: first those whose values the forward pass saved, then the others, whose values the
-// wave expands again. A wave has two parallel regions. The first computes the gradient of every
+// The backward pass. The left halves are processed in waves, so that scratch memory does not grow
+// with the batch: first those whose values the forward pass saved, then the others, whose values
+// the wave expands again. A wave has two parallel regions. The first computes the gradient of every
 // inner row of the wave, and one gradient of an outer row per half. The second adds the wave's
 // contributions to the gradients of right halves and of outer rows. In `tt_update_` the optimizer
 // runs inside the first region, on inner rows whose gradients are complete: no other half reads
@@ -329,6 +332,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // Floats of left values in a wave that expands them again: for all threads, and for one thread,
 // which need not wait for others between waves, so that its waves fit its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
+constexpr int64_t kMinWave = 4 * kTtBlock;  // left halves of a wave at least
 
 // The halves [begin, end) sorted by outer row, to sum their `outer_values`, [halves, size], into
 // the gradients of the outer rows of the batch, `grads` [outer rows, size].
@@ -387,15 +391,15 @@ struct CoreGrads {
 class TtTableBackward {
  public:
   // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
-  // gradients of the rows of all tables, `stride` floats each. `alone`: run on one thread, because
-  // other threads have other tables. Refers to all arguments.
+  // gradients of the rows of all tables, `stride` floats each. `is_alone`: run on one thread,
+  // because other threads have other tables. Refers to all arguments.
   TtTableBackward(const TtTableBatch& batch, const TtRights& rights, const float* saved,
-                  int64_t num_saved, const float* row_grads, int64_t stride, bool alone)
+                  int64_t num_saved, const float* row_grads, int64_t stride, bool is_alone)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
         stride_(stride),
-        alone_(alone),
+        is_alone_(is_alone),
         rows_done_(batch.first_row),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
@@ -416,8 +420,8 @@ class TtTableBackward {
       outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
       outer->values = new_floats(lefts * outer->width);
       left_.rest = batch_.cores[0];
-      left_groups({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
-      return right_sums(lefts, nullptr);
+      add_left_grads({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
+      return add_right_grads(lefts, nullptr);
     }
     left_.ids = nullptr;
     const PairRows rows(batch_.left_cores(), lefts);
@@ -426,12 +430,14 @@ class TtTableBackward {
     std::fill_n(outer->values.get(), rows.num_outer() * outer->width, 0.0f);
     inner->width = left.inner_size();
     const int64_t num_saved = left_.num_saved;
-    const int64_t fit = (alone_ ? kWaveFloatsAlone : kWaveFloats) / left_.size;
-    const int64_t wave = std::max(std::min(fit, lefts), 4 * kTtBlock);
-    const int64_t saved_wave = alone_ ? wave : std::max(wave, num_saved);
-    // Waves that end with an inner row, where all inner rows have fewer halves than a wave.
+    const int64_t max_wave = (is_alone_ ? kWaveFloatsAlone : kWaveFloats) / left_.size;  // halves
+    const int64_t wave = std::max(std::min(max_wave, lefts), kMinWave);
+    // Saved values need no scratch, so that several threads take them all in one wave.
+    const int64_t saved_wave = is_alone_ ? wave : std::max(wave, num_saved);
+    // Waves end with an inner row, if none has more halves than a wave: then the gradient of every
+    // inner row is complete within a wave, and the step is applied there.
     const bool steps = step != nullptr && rows.max_halves_of_inner() <= wave;
-    const auto end_of = [&](int64_t limit) { return steps ? rows.inner_begin(limit) : limit; };
+    const auto end_of = [&](int64_t limit) { return steps ? rows.first_of_inner(limit) : limit; };
     if (steps) {
       step_ = step;
       for (const int32_t row : rows.inner) {
@@ -448,25 +454,25 @@ class TtTableBackward {
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
       end = end_of(begin < saved_end ? std::min(begin + saved_wave, saved_end)
                                      : std::min(begin + wave, lefts));
-      left_.first = begin;
-      left_groups({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
-                  begin, end);
+      left_.first_rest = begin;
+      add_left_grads({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
+                     begin, end);
       const OuterRowSums sums(rows, outer->width, begin, end, outer_values.get(),
                               outer->values.get());
-      right_sums(end, &sums);
+      add_right_grads(end, &sums);
     }
   }
 
-  // Compute the gradients of the core or cores of the right half; `third`, that of the inner core,
-  // is not touched if the half is no pair.
-  void right_half(CoreGrads* last, CoreGrads* third) const {
+  // Compute the gradients of the core or cores of the right half. `inner_core` is not touched if
+  // the half is no pair.
+  void right_half(CoreGrads* outer_core, CoreGrads* inner_core) const {
     const TtHalf& half = batch_.right;
-    last->width = half.outer_size();
+    outer_core->width = half.outer_size();
     if (!half.is_pair) {
-      last->rows = core_rows(batch_.plan.rights, batch_.num_rights, batch_.first_right_id);
-      last->values = new_floats(batch_.num_rights * last->width);
+      outer_core->rows = core_rows(batch_.plan.rights, batch_.num_rights, batch_.first_right_id);
+      outer_core->values = new_floats(batch_.num_rights * outer_core->width);
       return tt_reverse({.from = right_grads_.get(),
-                         .to = last->values.get(),
+                         .to = outer_core->values.get(),
                          .a = half.q_outer,
                          .q = half.rank,
                          .b = 1},
@@ -495,19 +501,19 @@ class TtTableBackward {
     parallel_balanced(
         sums.rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
         [&](int64_t begin, int64_t end) { sums.run(begin, end); });
-    last->rows = rows.outer;
-    last->values = new_floats(num_outer * last->width);
-    third->rows = rows.inner;
-    third->width = half.inner_size();
-    third->values = new_floats(num_inner * third->width);
+    outer_core->rows = rows.outer;
+    outer_core->values = new_floats(num_outer * outer_core->width);
+    inner_core->rows = rows.inner;
+    inner_core->width = half.inner_size();
+    inner_core->values = new_floats(num_inner * inner_core->width);
     tt_reverse({.from = outer.get(),
-                .to = last->values.get(),
+                .to = outer_core->values.get(),
                 .a = half.q_outer,
                 .q = half.inner_rank,
                 .b = 1},
                num_outer);
     tt_reverse({.from = inner.get(),
-                .to = third->values.get(),
+                .to = inner_core->values.get(),
                 .a = half.inner_rank,
                 .q = half.q_inner,
                 .b = half.rank},
@@ -517,7 +523,7 @@ class TtTableBackward {
  private:
   // Compute the gradients of the inner core, and the gradients of outer rows per half, for left
   // halves [begin, end).
-  void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) {
+  void add_left_grads(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{.left = batch_.left_cores(),
                                .right_columns = batch_.right.columns(),
                                .right = rights_.values.get(),
@@ -560,7 +566,7 @@ class TtTableBackward {
   // Add the rows of left halves below `end` that were not added before to the gradients of right
   // halves. In the same parallel region, run `sums`, if it is not null. A single thread takes the
   // rows in their order.
-  void right_sums(int64_t end, const OuterRowSums* sums) {
+  void add_right_grads(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{.left = left_,
                                 .left_columns = batch_.left.columns(),
@@ -578,7 +584,7 @@ class TtTableBackward {
                                 .row_stride = stride_,
                                 .grads = right_grads_.get()};
     const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
-    if (alone_) {
+    if (is_alone_) {
       tt_table().right_grads_by_row(args, rows_done_, args.row_end);
       rows_done_ = args.row_end;
       if (sums != nullptr) sums->run(0, outer_rows);
@@ -600,8 +606,8 @@ class TtTableBackward {
   const TtRights& rights_;
   const float* row_grads_;
   int64_t stride_;
-  bool alone_;
-  int64_t rows_done_;  // rows that right_sums has added, if it works alone
+  bool is_alone_;      // on one thread
+  int64_t rows_done_;  // rows that add_right_grads has added, if is_alone_
   Floats right_grads_;
   Floats recomputed_;               // values of left halves that the forward pass did not save
   const CoreStep* step_ = nullptr;  // the step of the inner core, if it is updated at once
@@ -629,14 +635,14 @@ struct GradInputs {
   // Return the gradients of the cores of a table that has rows in the batch. If `inner_step`, the
   // step of the second core, is not null, that core may have been updated already: then it has no
   // gradients here.
-  std::vector<CoreGrads> of(const TtTableBatch& batch, const CoreStep* inner_step,
-                            bool alone) const {
+  std::vector<CoreGrads> grads_of(const TtTableBatch& batch, const CoreStep* inner_step,
+                                  bool is_alone) const {
     const TtRights rights(batch);
     const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
                              prefixes.size(0), tables.value_size};
     const int64_t num_saved = saved.num_saved_of(batch);
     TtTableBackward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr,
-                             num_saved, gradient.const_data_ptr<float>(), tables.dim, alone);
+                             num_saved, gradient.const_data_ptr<float>(), tables.dim, is_alone);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
     backward.left_half(&grads[0], &grads[1], inner_step);
@@ -664,8 +670,9 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   for (const Tensor& core : cores) {
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtTableBatch& batch, bool alone) {
-    const std::vector<CoreGrads> grads_of_cores = inputs.of(batch, nullptr, alone);
+  const std::vector<TtTableBatch> batches = used_tables(inputs.tables, inputs.plan);
+  for_tables(batches, [&](const TtTableBatch& batch, bool is_alone) {
+    const std::vector<CoreGrads> grads_of_cores = inputs.grads_of(batch, nullptr, is_alone);
     for (size_t k = 0; k < grads_of_cores.size(); ++k) {
       const CoreGrads& core = grads_of_cores[k];
       float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
@@ -690,13 +697,14 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // first row of each core among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtTableBatch& batch, bool alone) {
+  const std::vector<TtTableBatch> batches = used_tables(inputs.tables, inputs.plan);
+  for_tables(batches, [&](const TtTableBatch& batch, bool is_alone) {
     const auto step_of = [&](size_t k) {
       const size_t number = batch.first_core + k;
       return CoreStep{update, tiers[number], hyper.const_data_ptr<double>(), first_rows[number]};
     };
     const CoreStep inner_step = step_of(1);
-    const std::vector<CoreGrads> grads_of_cores = inputs.of(batch, &inner_step, alone);
+    const std::vector<CoreGrads> grads_of_cores = inputs.grads_of(batch, &inner_step, is_alone);
     for (size_t k = 0; k < grads_of_cores.size(); ++k) {
       const CoreGrads& core = grads_of_cores[k];
       const UpdateRowsArgs args = step_of(k).args(core.values.get(), core.width, core.rows.data());

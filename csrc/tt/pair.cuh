@@ -30,17 +30,17 @@ struct TtHalves {
   const int32_t* range;  // [2], known on the device only
   int64_t first_id;      // first id of the table
   int64_t value_stride;  // floats between the values of halves
-  bool mirrored;         // right halves: columns of a value are (inner, outer)
+  bool is_mirrored;      // right halves: columns of a value are (inner, outer)
 
   // Return the floats of a line.
   EMB_DEVICE int width() const { return half.q_inner * half.rank; }
   // Return the first float of line (half u, outer column) in the values of halves.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
-    return u * value_stride + int64_t{1} * outer_column * (mirrored ? half.rank : width());
+    return u * value_stride + int64_t{1} * outer_column * (is_mirrored ? half.rank : width());
   }
   // Return the floats from the first float of a line to its element n.
   EMB_DEVICE int64_t element_offset(int n) const {
-    if (!mirrored) return n;
+    if (!is_mirrored) return n;
     return n + int64_t{1} * (n / half.rank) * half.rank * (half.q_outer - 1);
   }
   // Return whether four neighbours, from a multiple of four on, can move at once, in the cores and
@@ -50,7 +50,8 @@ struct TtHalves {
            is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
   }
   // Write elements n and n + 1 of the line of a value, where they exist.
-  EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first, float second) const;
+  EMB_DEVICE void store_pair_of(float* line, int n, bool uses_vectors, float first,
+                                float second) const;
   // Return the first of the table's distinct halves whose id within the table is at least `id`,
   // range[1] if there is none. All lanes of a warp call this with the same id.
   EMB_DEVICE int warp_lower_bound(int64_t id) const {
@@ -129,9 +130,15 @@ struct TtPairs {
 };
 
 inline constexpr int kPairThreads = 128;  // four warps: all tiles below have four parts
-inline constexpr int kPairBlocks = 5;     // blocks per multiprocessor, which registers must allow
+inline constexpr int kPairBlocks = 5;     // blocks per multiprocessor: they leave 96 registers
 inline constexpr int kDepth = 32;         // depth, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
+// Rows and columns of the tile of a block: of expand_kernel and inner_grads_kernel, and of
+// outer_values_kernel.
+inline constexpr int kTileM = 32, kTileN = 64;
+inline constexpr int kOuterTileM = 64, kOuterTileN = 32;
+// Chunks of the second operand that stay in shared memory for all tiles: its two stages.
+inline constexpr int kStages = 2;
 
 // A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
 // tile run along k (kAlongDepth), or along m or n, as they do in global memory; they are padded so
@@ -148,11 +155,11 @@ struct OperandTile {
   }
 
   // Start to copy from global memory: element e of line l from data[line_offset(l) + offset(e)],
-  // zeros where one of them is negative. Four neighbours are copied at once if `vectors`.
+  // zeros where one of them is negative. Four neighbours are copied at once if `uses_vectors`.
   template <class LineOffset, class Offset>
-  EMB_DEVICE void start_copies(const float* data, bool vectors, const LineOffset& line_offset,
+  EMB_DEVICE void start_copies(const float* data, bool uses_vectors, const LineOffset& line_offset,
                                const Offset& offset) {
-    if (vectors) {
+    if (uses_vectors) {
       start_copies_of<4>(data, line_offset, offset);
     } else {
       start_copies_of<1>(data, line_offset, offset);
@@ -181,8 +188,8 @@ struct OperandTile {
 };
 
 // Tables in shared memory of where the lines of the halves of an inner row are, kLines at a time.
-// Three tables take turns: one is written while the copies of the next tile, and the results of
-// this one, use the other two.
+// Three tables take turns (tile t uses table t % 3): one is written while the copies of the next
+// tile, and the results of this one, use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
@@ -192,8 +199,8 @@ struct LineTables {
 // The shared memory of a block: two stages of tiles of both operands, and tables of lines.
 template <class A, class B, int kLines>
 struct PairMemory {
-  A a[2];
-  B b[2];
+  A a[kStages];
+  B b[kStages];
   LineTables<kLines> lines;
   int range[2];  // for InnerGroup
 };
@@ -262,10 +269,11 @@ struct PairSums {
   }
 };
 
-// Write two neighbours, of which the first `valid` exist (2 or more: both). `vectors`: address is a
-// multiple of 8 bytes.
-EMB_DEVICE void store_pair(float* address, int valid, bool vectors, float first, float second) {
-  if (vectors && valid >= 2) {
+// Write two neighbours, of which the first `valid` exist (2 or more: both). `uses_vectors`: address
+// is a multiple of 8 bytes.
+EMB_DEVICE void store_pair(float* address, int valid, bool uses_vectors, float first,
+                           float second) {
+  if (uses_vectors && valid >= 2) {
     struct alignas(8) Pair {
       float x, y;
     };
@@ -276,9 +284,9 @@ EMB_DEVICE void store_pair(float* address, int valid, bool vectors, float first,
   if (valid >= 2) address[1] = second;
 }
 
-EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool vectors, float first,
+EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool uses_vectors, float first,
                                         float second) const {
-  if (vectors) return store_pair(line + element_offset(n), width() - n, true, first, second);
+  if (uses_vectors) return store_pair(line + element_offset(n), width() - n, true, first, second);
   line[element_offset(n)] = first;
   if (n + 1 < width()) line[element_offset(n + 1)] = second;
 }
@@ -356,10 +364,10 @@ struct InnerGroup {
 EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 
 // values[line, n] = sum over k of outer[line, k] * inner[k, n]. Block x takes inner row x of the
-// launch, block y columns [64 y, 64 y + 64).
+// launch, block y kTileN columns.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
-  constexpr int kM = 32, kN = 64;
+  constexpr int kM = kTileM, kN = kTileN;
   __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, false>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
@@ -371,7 +379,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
   float* const values = pair.values;
   const InnerGroup group(halves, inner, memory.range);
   const int chunks = tiles_of(depth, kDepth);
-  const bool vectors = halves.has_vectors(values);
+  const bool uses_vectors = halves.has_vectors(values);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
   PairSums sums;
   run_steps(
@@ -384,12 +392,12 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.outer[step.tile % 3];
         memory.a[stage].start_copies(
-            halves.outer, vectors, [&](int m) { return lines[m]; },
+            halves.outer, uses_vectors, [&](int m) { return lines[m]; },
             [&](int k) { return k0 + k < depth ? k0 + k : -1; });
-        // If the inner row has at most two chunks, they stay in shared memory for all tiles.
-        if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
+        // If the inner row has at most kStages chunks, they stay in shared memory for all tiles.
+        if (chunks <= kStages && step.tile * chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
-            row, vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
+            row, uses_vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
             [&](int n) { return column + n < width ? column + n : -1; });
       },
       [&](TileStep step, int stage) {
@@ -400,18 +408,18 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
         const int64_t* lines = memory.lines.value[step.tile % 3];
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
           if (lines[m] < 0 || column + n >= width) return;
-          halves.store_pair_of(values + lines[m], column + n, vectors, first, second);
+          halves.store_pair_of(values + lines[m], column + n, uses_vectors, first, second);
         });
         sums = {};
       });
 }
 
 // inner_grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n], zeros if no
-// half uses the row. Block x takes inner row x of the launch, block y 64 columns n, block z 32 rows
-// m.
+// half uses the row. Block x takes inner row x of the launch, block y kTileN columns n, block z
+// kTileM rows m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
-  constexpr int kM = 32, kN = 64;
+  constexpr int kM = kTileM, kN = kTileN;
   __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
@@ -424,7 +432,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
   const float* const value_grads = pair.value_grads;
   float* const grads = pair.inner_grads;
   const InnerGroup group(halves, inner, memory.range);
-  const bool vectors = halves.has_vectors(value_grads);
+  const bool uses_vectors = halves.has_vectors(value_grads);
   PairSums sums;
   // The sum runs over lines: each chunk of kDepth lines is a tile of one chunk, with a table.
   run_steps(
@@ -436,10 +444,10 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
         const int table = step.tile % 3;
         const int64_t *outer = memory.lines.outer[table], *value = memory.lines.value[table];
         memory.a[stage].start_copies(
-            halves.outer, vectors, [&](int k) { return outer[k]; },
+            halves.outer, uses_vectors, [&](int k) { return outer[k]; },
             [&](int m) { return line_of_tile + m < height ? line_of_tile + m : -1; });
         memory.b[stage].start_copies(
-            value_grads, vectors, [&](int k) { return value[k]; },
+            value_grads, uses_vectors, [&](int k) { return value[k]; },
             [&](int n) -> int64_t {
               return column + n < width ? halves.element_offset(column + n) : -1;
             });
@@ -450,7 +458,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
                                     rest < kDepth ? rest : kDepth);
       });
   float* row = grads + group.inner * halves.half.inner_size();
-  const bool has_pairs = vectors && is_aligned(grads, 8);
+  const bool has_pairs = uses_vectors && is_aligned(grads, 8);
   sums.for_pairs(lane, [&](int m, int n, float first, float second) {
     if (line_of_tile + m >= height) return;
     store_pair(row + (line_of_tile + m) * width + column + n, width - column - n, has_pairs, first,
@@ -459,10 +467,11 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
 }
 
 // outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n] for each
-// line (half u, outer column jo). Block x takes inner row x of the launch, block y 32 columns m.
+// line (half u, outer column jo). Block x takes inner row x of the launch, block y kOuterTileN
+// columns m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
-  constexpr int kM = 64, kN = 32;
+  constexpr int kM = kOuterTileM, kN = kOuterTileN;
   __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, true>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
@@ -475,10 +484,10 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
   if (threadIdx.x == 0) pair.outer_values = pair.outer_values_of_table();
   const InnerGroup group(halves, inner, memory.range);
   const int chunks = tiles_of(width, kDepth);
-  const bool vectors = halves.has_vectors(value_grads);
+  const bool uses_vectors = halves.has_vectors(value_grads);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
   const int first_line = (group.begin - halves.range[0]) * halves.half.q_outer;
-  const bool has_pairs = vectors && is_aligned(pair.outer_values, 8);
+  const bool has_pairs = uses_vectors && is_aligned(pair.outer_values, 8);
   PairSums sums;
   run_steps(
       tiles_of(group.lines, kM), chunks,
@@ -490,11 +499,13 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
         const int k0 = step.chunk * kDepth;
         const int64_t* lines = memory.lines.value[step.tile % 3];
         memory.a[stage].start_copies(
-            value_grads, vectors, [&](int m) { return lines[m]; },
+            value_grads, uses_vectors, [&](int m) { return lines[m]; },
             [&](int k) -> int64_t { return k0 + k < width ? halves.element_offset(k0 + k) : -1; });
-        if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
+        // Chunks of the inner row stay, as in expand_kernel.
+        if (chunks <= kStages && step.tile * chunks + step.chunk >= kStages) return;
         memory.b[stage].start_copies(
-            row, vectors, [&](int n) { return column + n < height ? (column + n) * width : -1; },
+            row, uses_vectors,
+            [&](int n) { return column + n < height ? (column + n) * width : -1; },
             [&](int k) { return k0 + k < width ? k0 + k : -1; });
       },
       [&](TileStep step, int stage) {
@@ -513,9 +524,9 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
 }
 
 // outer_grads[outer row] = sum, in the order of the halves, of the outer values of the halves that
-// use it. A block takes an outer row, grid-stride, and searches its halves 128 inner rows at a
-// time.
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
+// use it. A block takes an outer row, grid-stride, and searches its halves kPairThreads inner rows
+// at a time.
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
     sum_outer_kernel(TtPairs pairs) {
   __shared__ int half_of[kPairThreads];  // the half with inner row `first` + i, -1 for none
   for (int64_t number = blockIdx.x; number < pairs.outer_rows; number += gridDim.x) {
@@ -584,7 +595,7 @@ struct TtWiden {
 template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;
-  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows), tiles_of(pairs.max_width, 64));
+  const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows), tiles_of(pairs.max_width, kTileN));
   with_products(precision, [&](auto products) {
     launcher(expand_kernel<decltype(products)>, grid, kPairThreads, pairs);
   });
@@ -598,12 +609,13 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
   const auto inner_rows = static_cast<unsigned>(pairs.inner_rows);
   with_products(precision, [&](auto products) {
     using Products = decltype(products);
-    launcher(
-        inner_grads_kernel<Products>,
-        simt::Dim3(inner_rows, tiles_of(pairs.max_width, 64), tiles_of(pairs.max_inner_rank, 32)),
-        kPairThreads, pairs);
+    launcher(inner_grads_kernel<Products>,
+             simt::Dim3(inner_rows, tiles_of(pairs.max_width, kTileN),
+                        tiles_of(pairs.max_inner_rank, kTileM)),
+             kPairThreads, pairs);
     launcher(outer_values_kernel<Products>,
-             simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, 32)), kPairThreads, pairs);
+             simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, kOuterTileN)), kPairThreads,
+             pairs);
   });
   launcher(sum_outer_kernel, blocks_for(pairs.outer_rows, 1, launcher.blocks(2 * kResidentBlocks)),
            kPairThreads, pairs);

@@ -54,9 +54,8 @@ struct PairRows {
     return longest;
   }
 
-  // Return the last half, not behind u, that is the first of its inner row; u itself if it is the
-  // number of halves.
-  int64_t inner_begin(int64_t u) const {
+  // Return the first half that has the inner row of half u; u itself if it is the number of halves.
+  int64_t first_of_inner(int64_t u) const {
     const auto halves = static_cast<int64_t>(inner_numbers.size());
     while (u > 0 && u < halves && inner_numbers[u] == inner_numbers[u - 1]) --u;
     return u;
@@ -93,11 +92,11 @@ inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves
 // Divide halves [begin, end) by their inner row, and return the start of each group and then `end`.
 inline std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
   std::vector<int64_t> starts;
-  int64_t limit = 0;
+  int64_t ids_end = 0;  // of the current inner row
   for (int64_t u = begin; u < end; ++u) {
-    if (u > begin && cores.id(u) < limit) continue;
+    if (u > begin && cores.id(u) < ids_end) continue;
     starts.push_back(u);
-    limit = (cores.inner_row(u) + 1) * cores.half.outer_rows;
+    ids_end = (cores.inner_row(u) + 1) * cores.half.outer_rows;
   }
   starts.push_back(end);
   return starts;

@@ -17,7 +17,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // lookups: smallest range that gets a thread
+constexpr int64_t kGrain = 1 << 14;  // lookups: smallest range that gets a thread (not measured)
 
 }  // namespace
 
@@ -72,7 +72,7 @@ struct PlanTensors {
 };
 
 // The distinct keys of a batch, and the tables to which they belong.
-struct Keys {
+struct SortedKeys {
   const int64_t* data;  // [count], ascending
   int64_t count;
   const TtTableIds* tables;  // [num_tables]
@@ -84,7 +84,7 @@ struct Keys {
 
 // Write the tensors of `plan` about left halves, and where the rows and left halves of each table
 // begin.
-void find_lefts(const Keys& keys, const PlanTensors& plan) {
+void find_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
           *row_lefts = plan.data[kTtRowLefts], *starts = plan.data[kTtStarts];
   int32_t* left_starts = starts + keys.num_tables + 1;
@@ -92,13 +92,13 @@ void find_lefts(const Keys& keys, const PlanTensors& plan) {
   for (int64_t t = 0; t < keys.num_tables; ++t) {
     const TtTableIds table = keys.tables[t];
     const int64_t last_key = keys.first(t + 1);
-    int64_t limit = 0;  // the current run contains keys below `limit`
+    int64_t run_end = 0;  // keys of the current left half are below it
     starts[t] = static_cast<int32_t>(j);
     left_starts[t] = static_cast<int32_t>(count);
     for (; j < keys.count && keys.data[j] < last_key; ++j) {
-      if (keys.data[j] >= limit) {
+      if (keys.data[j] >= run_end) {
         const int64_t left = (keys.data[j] - table.first_key) / table.right_ids;
-        limit = table.first_key + (left + 1) * table.right_ids;
+        run_end = table.first_key + (left + 1) * table.right_ids;
         lefts[count] = static_cast<int32_t>(table.first_left + left);
         segments[count++] = static_cast<int32_t>(j);
       }
@@ -112,7 +112,7 @@ void find_lefts(const Keys& keys, const PlanTensors& plan) {
 
 // Write the tensors of `plan` about right halves, of which all tables have `right_ids` ids, after
 // find_lefts.
-void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
+void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
   const int64_t m = keys.count;
@@ -185,7 +185,7 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   STD_TORCH_CHECK(m >= 0 && m <= n && keys.is_contiguous(), op,
                   ": count must be the number of distinct keys, in [0, ", n, "], got ", m);
   PlanTensors plan(keys, num_tables);
-  const Keys sorted{keys.const_data_ptr<int64_t>(), m, table, num_tables};
+  const SortedKeys sorted{keys.const_data_ptr<int64_t>(), m, table, num_tables};
   bool ascending = true;
   for (int64_t j = 1; j < m; ++j) ascending &= sorted.data[j - 1] < sorted.data[j];
   STD_TORCH_CHECK(m == 0 || (ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end), op,

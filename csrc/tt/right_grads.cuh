@@ -19,6 +19,12 @@ namespace emb::cuda {
 inline constexpr int kChunkRows = 64;   // rows per chunk
 inline constexpr int kTileQuads = 32;   // quads of ranks per tile
 inline constexpr int kTileColumns = 4;  // right columns of a tile
+// Blocks per multiprocessor of right_partials_kernel: with vectors 7 leave the registers for four
+// lines in flight (72); with 8, ptxas adds the first lines before it loads the others. Without
+// vectors 5 leave 96.
+template <bool kVectors>
+inline constexpr int kPartialBlocks = kVectors ? 7 : 5;
+inline constexpr int kSumBlocks = 8;  // of right_sums_kernel: they leave 64 registers
 
 // Return the number of work items for `rights` halves of `rows` rows in all. Chunk c of half v is
 // item v + begin / 64 + c, where `begin` is the first entry of the half in right_rows: this needs
@@ -67,8 +73,8 @@ struct RowChunk {
   }
 };
 
-// The place of the gradient of a right half: element (jr, r) is data[jr * column_stride +
-// r * rank_stride], in the gradient of the last core or, for a pair, in TtRightGrads::values.
+// Where the gradient of a right half is stored: element (jr, r) is data[jr * column_stride + r *
+// rank_stride], in the gradient of the last core or, for a pair, in TtRightGrads::values.
 struct RightGradOf {
   float* data;
   int64_t column_stride, rank_stride;
@@ -243,7 +249,8 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
   const auto left = args.left_of(table);
   LineWalk walk(quads, table.left_columns);
   for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
-    const int rest = chunk.rows - done, rows = rest < 32 ? rest : 32;
+    const int rest = chunk.rows - done;
+    const int rows = rest < static_cast<int>(simt::kWarp) ? rest : static_cast<int>(simt::kWarp);
     // The row that this lane looks up and its left half: with vectors as offsets in quads, else as
     // numbers.
     uint32_t lane_left = 0, lane_row = 0;
@@ -293,10 +300,9 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
 }
 
 // Sum each chunk, and write the sum to `partials`, or to the gradient if the half has one chunk. A
-// block takes an item and a tile, grid-stride. Seven blocks per multiprocessor leave the registers
-// for four lines; with eight, ptxas adds the first lines before it loads the others.
+// block takes an item and a tile, grid-stride.
 template <bool kVectors>
-__global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
+__global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
     right_partials_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   __shared__ float memory[TileSums::kFloats];
   const int rights = static_cast<int>(args.rights());
@@ -340,7 +346,7 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
 
 // Write the gradients of halves of several chunks: the sums of their chunks, in order. A warp takes
 // a half, grid-stride.
-[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 8)
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kSumBlocks)
     right_sums_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int64_t rights = args.rights();

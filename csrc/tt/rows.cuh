@@ -19,7 +19,9 @@
 
 namespace emb::cuda {
 
-inline constexpr int kRowThreads = 128;     // threads per block of all kernels of this file
+inline constexpr int kRowThreads = 128;  // threads per block of all kernels of this file
+// Blocks per multiprocessor bound the registers of a thread: 5 leave 96, 6 leave 80.
+inline constexpr int kMmaBlocks = 5, kLeftGradBlocks = 6;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
 // A row of floats per left half: of a buffer by its number or, if `ids` is not null, of a core by
@@ -101,11 +103,11 @@ struct TtDeviceRowsArgs {
   }
 };
 
-// Load four neighbours, zeros if not `inside`. `vectors`: `address` is a multiple of 16 bytes.
-EMB_DEVICE void load_four(const float* address, bool inside, bool vectors, float (&x)[4]) {
+// Load four neighbours, zeros if not `inside`. `uses_vectors`: `address` is a multiple of 16 bytes.
+EMB_DEVICE void load_four(const float* address, bool inside, bool uses_vectors, float (&x)[4]) {
   RowSlice<float, 4> slice;
   if (inside) {
-    if (vectors) {
+    if (uses_vectors) {
       slice.load_vector(address);
     } else {
       slice.load_scalar(address, 4);
@@ -122,9 +124,9 @@ EMB_DEVICE float read_float(const void* data, Dtype type, int64_t element) {
   return to_float(static_cast<const bfloat16*>(data)[element]);
 }
 
-// Store four neighbours. `vectors`: `address` is a multiple of 16 bytes.
-EMB_DEVICE void store_four(float* address, bool vectors, const float (&x)[4]) {
-  if (vectors) {
+// Store four neighbours. `uses_vectors`: `address` is a multiple of 16 bytes.
+EMB_DEVICE void store_four(float* address, bool uses_vectors, const float (&x)[4]) {
+  if (uses_vectors) {
     *reinterpret_cast<simt::Pack16*>(address) = {
         {float_bits(x[0]), float_bits(x[1]), float_bits(x[2]), float_bits(x[3])}};
     return;
@@ -157,11 +159,11 @@ struct LeftColumns {
   // Load four neighbours, from `element` on, of the lane's two lines of a matrix [left columns,
   // width]; zeros if not `inside` or if a line does not exist.
   EMB_DEVICE void load(const float* matrix, int64_t width, int64_t element, bool inside,
-                       bool vectors, const FragmentLane& lane, float (&low)[4],
+                       bool uses_vectors, const FragmentLane& lane, float (&low)[4],
                        float (&high)[4]) const {
     const float* line = matrix + (first + lane.row) * width + element;
-    load_four(line, inside && has_low, vectors, low);
-    load_four(line + 8 * width, inside && has_high, vectors, high);
+    load_four(line, inside && has_low, uses_vectors, low);
+    load_four(line + 8 * width, inside && has_high, uses_vectors, high);
   }
 };
 
@@ -174,7 +176,7 @@ EMB_HD int fragments_of(int64_t columns) {
 // grid-stride, and 16 left columns, group number first_fragment + blockIdx.y. The columns of the
 // product are the right columns of all rows of the half.
 template <class Products>
-__global__ void __launch_bounds__(kRowThreads, 5)
+__global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
     mma_rows_kernel(TtDeviceRowsArgs args, int first_fragment, float* rows) {
   const FragmentLane lane;
   const int number = first_fragment + static_cast<int>(blockIdx.y);
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
     const TtTableRows& table = args.table_of_left(u);
     if (number >= fragments_of(table.left_columns) || !table.has_mma_rows()) continue;
     const int rank = table.rank, right_columns = table.right_columns;
-    const bool vectors = table.has_vectors;
+    const bool uses_vectors = table.has_vectors;
     const float* left = args.left_of(table).at(u);
     const int end = args.plan.left_segments[u + 1];
     const LeftColumns columns(table.left_columns, number, lane);
@@ -214,10 +216,10 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       for (int k0 = 0; k0 < rank; k0 += 16) {
         const int k = k0 + lane.column * 4;
         float low[4], high[4], x[kFragments][4];
-        columns.load(left, rank, k, k < rank, vectors, lane, low, high);
+        columns.load(left, rank, k, k < rank, uses_vectors, lane, low, high);
 #pragma unroll
         for (int i = 0; i < kFragments; ++i) {
-          load_four(right[i] + k, k < rank && has_column[i], vectors, x[i]);
+          load_four(right[i] + k, k < rank && has_column[i], uses_vectors, x[i]);
         }
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
@@ -253,7 +255,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
 // a row are a quad; lane column c takes every fourth quad, from c on. Column n of fragment i is
 // column 4 n + i of the 32.
 template <class Products>
-__global__ void __launch_bounds__(kRowThreads, 5)
+__global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
     mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const FragmentLane lane;
   const int64_t work = args.lefts() * args.max_fragments * args.max_parts;
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
     if (number >= fragments_of(table.left_columns) || r0 >= rank || !table.has_mma_grads()) {
       continue;
     }
-    const bool vectors = table.has_vectors;
+    const bool uses_vectors = table.has_vectors;
     const LeftColumns columns(table.left_columns, number, lane);
     const int begin = args.plan.left_segments[u], end = args.plan.left_segments[u + 1];
     const bool has_rank = r0 + lane.row * 4 < rank;
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
       const float* right = args.right + v * args.right_stride + r0 + lane.row * 4;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        load_four(right + (int64_t{4} * quad + e) * rank, inside && has_rank, vectors, x[e]);
+        load_four(right + (int64_t{4} * quad + e) * rank, inside && has_rank, uses_vectors, x[e]);
       }
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
@@ -356,11 +358,11 @@ struct LaneElements {
   }
 };
 
-inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
+inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);  // elements
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
 // tables without has_mma_grads; one warp per left half.
-[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 6)
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kLeftGradBlocks)
     left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const int64_t last = args.lefts();
   for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
@@ -437,10 +439,11 @@ struct TtReverse {
   }
 }
 
-inline constexpr int kMaxGridY = 65535;
+inline constexpr int kMaxGridY = 65535;  // a limit of CUDA
 inline constexpr int kRowWarps = kRowThreads / static_cast<int>(simt::kWarp);
 
-// The kernels that the tables of a batch need.
+// The kernels that the tables of a batch need: on tensor cores or not, with vectors or not (see
+// has_mma_rows, has_mma_grads, and right_grads.cuh).
 struct TtKernels {
   bool mma_rows = false, plain_rows = false;
   bool mma_grads = false, plain_grads = false;

@@ -102,7 +102,7 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   pack_outer(cores, begin, end, scratch.packed);
-  float* out = cores.mirrored ? scratch.permuted : values;
+  float* out = cores.is_mirrored ? scratch.permuted : values;
   multiply({.m = (end - begin) * half.q_outer,
             .n = width,
             .k = half.inner_rank,
@@ -114,7 +114,7 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
             .c = out,
             .c_row = width,
             .store = Store::kSet});
-  if (cores.mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
+  if (cores.is_mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
 }
 
 // TtTable::expand.
@@ -228,7 +228,7 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
   const int64_t lines = (end - begin) * half.q_outer;
   const int64_t inner = grads.inner_numbers[begin];
   const bool starts_group = begin == 0 || grads.inner_numbers[begin - 1] != inner;
-  if (cores.mirrored) {
+  if (cores.is_mirrored) {
     reorder(half, value_grads, Order::kOuterFirst, end - begin, scratch.permuted);
     value_grads = scratch.permuted;
   }
