@@ -8,7 +8,8 @@
 
 namespace emb::cuda {
 
-// All pointers are to device memory that must live until the kernel has run.
+// The arguments of a bounds check. All pointers are to device memory that must live until the
+// kernel has run.
 struct BoundsArgs {
   IndexArray indices, offsets;    // [num_lookups], [num_bags + 1]
   const Feature* features;        // [F], contents not checked

@@ -66,12 +66,12 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const IndexArray ids = index_array(index_tensor);
 
   Tensor repaired = allocate_output(offsets, {num_bags + 1}, ScalarType::Int);
-  int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
+  int32_t* repaired_offsets = repaired.mutable_data_ptr<int32_t>();
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   int64_t* counts = violations.mutable_data_ptr<int64_t>();
   const IndexArray offset_array = index_array(offset_tensor);
   counts[1] = repair_offsets(offset_array, num_bags, num_lookups, mode,
-                             bags.num_features() == 1 && !bag_layout, fixed,
+                             bags.num_features() == 1 && !bag_layout, repaired_offsets,
                              count_lost(ids, offset_array, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
@@ -79,14 +79,14 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   std::vector<int64_t> bad(parts, 0);
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < bags.num_features(); ++f) {
-      const int64_t first = fixed[bags.first_bags[f]],
-                    length = fixed[bags.first_bags[f + 1]] - first;
+      const int64_t first = repaired_offsets[bags.first_bags[f]],
+                    length = repaired_offsets[bags.first_bags[f + 1]] - first;
       bad[part] += count_bad(ids, first + length * part / parts,
                              first + length * (part + 1) / parts, feature[f].rows);
     }
   });
   for (const int64_t count : bad) counts[0] += count;
-  if (counts[0] > 0 && fatal) fail_index(feature, ids, fixed, bags);
+  if (counts[0] > 0 && fatal) fail_index(feature, ids, repaired_offsets, bags);
   return {repaired, violations};
 }
 

@@ -24,7 +24,7 @@ enum GroupTensor : int {
   kGroupTensors
 };
 
-// These tensors, which belong to the caller.
+// A grouping as tbe_group returns it: references to tensors of the caller, who keeps them alive.
 struct Grouping {
   const Tensor &rows, &segments, &sorted_lookups, &sorted_bags, &num_groups;
 };
@@ -73,7 +73,8 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
 }
 
 // Return whether all offsets are valid and all indices are rows of their table or -1, so that there
-// is nothing to repair or to report.
+// is nothing to repair or to report. On the CPU, by all threads; `features` is int64 [F, 8] and has
+// been checked.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
 

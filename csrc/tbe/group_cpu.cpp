@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);
   const Scratch<int32_t> repaired = new_scratch<int32_t>(offsets.numel());
-  const std::span<const int32_t> fixed(repaired.get(), offsets.numel());
+  const std::span<const int32_t> repaired_offsets(repaired.get(), offsets.numel());
   repair_offsets(index_array(offset_tensor), feature_bags.num_bags(), indices.numel(),
                  BoundsMode::kIgnore, false, repaired.get());
   GroupTensors result(indices, indices.numel(), ScalarType::Long);
@@ -160,14 +160,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   int32_t* bags = sorted_bags.mutable_data_ptr<int32_t>();
   const IndexArray ids = index_array(index_tensor);
   const auto by_table = [&](const auto* array) {
-    return group_by_table(feature, feature_bags, array, fixed, output, bags);
+    return group_by_table(feature, feature_bags, array, repaired_offsets, output, bags);
   };
   const bool is_grouped = ids.is_int64 ? by_table(static_cast<const int64_t*>(ids.data))
                                        : by_table(static_cast<const int32_t*>(ids.data));
   if (!is_grouped) {
     const auto group =
         total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
-    group(feature, feature_bags, ids, fixed, total_rows, output, bags);
+    group(feature, feature_bags, ids, repaired_offsets, total_rows, output, bags);
   }
   return {result.unique, result.segments, result.permutation, sorted_bags, result.num_groups};
 }

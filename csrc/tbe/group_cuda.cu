@@ -58,7 +58,7 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
   int32_t* bag_of = nullptr;
   char* sort_scratch = nullptr;
   DeviceArrays scratch;
-  if (!batch.repaired) {
+  if (!batch.has_valid_offsets) {
     scratch.add(&check.repaired, batch.bags.num_bags + 1);
     scratch.add(&check.progress, 2);
   }
@@ -86,7 +86,7 @@ void group_lookups(const CudaLauncher& launcher, const Tensor& like, const Group
   }
   BatchCheck check{};
   DeviceArrays scratch;
-  if (!batch.repaired) {
+  if (!batch.has_valid_offsets) {
     scratch.add(&check.repaired, batch.bags.num_bags + 1);
     scratch.allocate(like);
   }

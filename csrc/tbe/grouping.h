@@ -18,8 +18,9 @@ struct GroupBatch {
   IndexArray indices;       // [L], repaired as they are read
   Bags bags;
   BagMap map;
-  int64_t total_rows;  // a bound of all linear row ids: row_base + rows of any feature
-  bool repaired;       // `bounds_check` returned bags.offsets, so that they are not checked again
+  int64_t total_rows;      // a bound of all linear row ids: row_base + rows of any feature
+  bool has_valid_offsets;  // `bounds_check` returned bags.offsets, so that they are not checked
+                           // again
 };
 
 // Write the grouping of a batch to `out`, and count the step of its update in `step` (which may

@@ -26,10 +26,10 @@ inline constexpr int kLookupBlocks = 4, kLongBagBlocks = 3;
 // blocks replace those that end early.
 inline constexpr int kLookupWaves = 8;
 
-// All pointers are to memory that the device can read (tables may be in pinned host memory), and
-// that must live until the kernel has run. The entry has checked shapes and dtypes; nothing has
-// checked the contents of device tensors, so kernels repair indices, offsets and slots as they read
-// them. `features` and `map` are trusted.
+// The arguments of the lookup kernels. All pointers are to memory that the device can read (tables
+// may be in pinned host memory), and that must live until the kernel has run. The entry has checked
+// shapes and dtypes; nothing has checked the contents of device tensors, so kernels repair indices,
+// offsets and slots as they read them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
   // The memory of the tier with the lowest address. A row is at `distance` of its tier plus its
   // element in the tier, both in elements of weight_type. 0 for an unused tier.

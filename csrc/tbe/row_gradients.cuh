@@ -67,8 +67,9 @@ struct ChunkTask {
   int32_t segment, chunk;
 };
 
-// All pointers are to device memory that must live until the kernels have run. The entry has
-// checked shapes; the contents (grouping, features, bag layout) are trusted.
+// The gradients of a batch and its grouping, for the kernels that sum the gradients of rows. All
+// pointers are to device memory that must live until the kernels have run. The entry has checked
+// shapes; the contents (grouping, features, bag layout) are trusted.
 struct DeviceGradArgs {
   const void* grad;  // rows at the elements of `map`; without pooling [L, grad_stride]
   Dtype grad_type;

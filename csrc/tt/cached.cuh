@@ -54,6 +54,8 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   }
 }
 
+// Write the outputs of `args`. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Does not wait for the device.
 template <class Launcher>
 void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
   if (args.n == 0) return;
@@ -61,6 +63,7 @@ void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
            kStoredThreads, args);
 }
 
+// Add to args.counters, likewise.
 template <class Launcher>
 void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
   if (args.n == 0 || args.num_features == 0) return;

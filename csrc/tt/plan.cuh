@@ -14,8 +14,9 @@
 
 namespace emb::cuda {
 
-// All pointers are to device memory. There is at least one bag if there are lookups: every entry
-// calls check_lookups, since feature_of_lookup reads a bag whatever their number.
+// The arguments of tt_keys_kernel. All pointers are to device memory. There is at least one bag if
+// there are lookups: every entry calls check_lookups, since feature_of_lookup reads a bag whatever
+// their number.
 struct TtKeysArgs {
   IndexArray ids;            // [n] indices of the batch, repaired as they are read
   int64_t n;                 // lookups
@@ -67,7 +68,8 @@ inline unsigned tt_ranges(int64_t n) {
   return n > 0 ? static_cast<unsigned>((n + rows - 1) / rows) : 1;
 }
 
-// All pointers are to device memory; n = right.n is the capacity of the plan.
+// The arguments of tt_split_kernel. All pointers are to device memory; n = right.n is the capacity
+// of the plan.
 struct TtSplitArgs {
   const int64_t* keys;       // [n] distinct keys of all tables, ascending; the first *count exist
   const int32_t* count;      // [1]
@@ -142,8 +144,8 @@ EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
 }
 
-// `count`, `left_ids` and `range_counts` are those of TtSplitArgs; the rest are outputs: tensors of
-// the plan, and the number of left halves, [1].
+// The arguments of tt_lefts_kernel. `count`, `left_ids` and `range_counts` are those of
+// TtSplitArgs; the rest are outputs: tensors of the plan, and the number of left halves, [1].
 struct TtLeftsArgs {
   const int32_t *count, *left_ids, *range_counts;
   int64_t n;  // the capacity of the plan
@@ -189,7 +191,7 @@ struct TtLeftsArgs {
   }
 }
 
-// The last step of a plan, after right halves have been grouped.
+// The arguments of tt_finish_kernel, the last step of a plan, after right halves have been grouped.
 struct TtFinishArgs {
   InverseArgs rights;   // writes the right half of each row
   InverseArgs lookups;  // writes the row of each lookup, unless its `inverse` is null
@@ -221,6 +223,8 @@ struct TtFinishArgs {
   }
 }
 
+// Write args.keys. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher. No launch of
+// this file waits for the device.
 template <class Launcher>
 void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   if (args.n == 0) return;
@@ -236,6 +240,7 @@ void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const Tt
   launcher(tt_lefts_kernel, ranges, kTileThreads, lefts);
 }
 
+// Launch the last kernel of a plan.
 template <class Launcher>
 void launch_tt_finish(const Launcher& launcher, const TtFinishArgs& args) {
   const int64_t starts = int64_t{3} * args.num_tables;

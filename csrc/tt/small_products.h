@@ -38,7 +38,7 @@ struct VecOf<1> {
 // Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
 // order, starting from c itself: splitting k over several calls does not change the bits.
 template <int kWidth, int kRows, int kVectors>
-EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
+EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
   V sums[kRows][kVectors];
   // Copies: as far as the compiler knows, stores to c may change p.
@@ -86,37 +86,37 @@ EMB_HD void tile(const Product& p, int64_t m, int64_t n) {
 
 // Compute all rows of the columns [n, n + kVectors * kWidth).
 template <int kWidth, int kVectors>
-void columns(const Product& p, int64_t n) {
+void multiply_columns(const Product& p, int64_t n) {
   int64_t m = 0;
   if constexpr (kVectors <= 2 && kLanes == 16) {
-    for (; m + 8 <= p.m; m += 8) tile<kWidth, 8, kVectors>(p, m, n);
+    for (; m + 8 <= p.m; m += 8) multiply_tile<kWidth, 8, kVectors>(p, m, n);
   }
   if constexpr (kVectors == 2 && kLanes == 8) {  // 12 of 16 registers: 8 sums wait for each other
-    for (; m + 6 <= p.m; m += 6) tile<kWidth, 6, kVectors>(p, m, n);
+    for (; m + 6 <= p.m; m += 6) multiply_tile<kWidth, 6, kVectors>(p, m, n);
   }
-  for (; m + 4 <= p.m; m += 4) tile<kWidth, 4, kVectors>(p, m, n);
+  for (; m + 4 <= p.m; m += 4) multiply_tile<kWidth, 4, kVectors>(p, m, n);
   if (m + 2 <= p.m) {
-    tile<kWidth, 2, kVectors>(p, m, n);
+    multiply_tile<kWidth, 2, kVectors>(p, m, n);
     m += 2;
   }
-  if (m < p.m) tile<kWidth, 1, kVectors>(p, m, n);
+  if (m < p.m) multiply_tile<kWidth, 1, kVectors>(p, m, n);
 }
 
 // Compute a product.
 inline void multiply(const Product& p) {
   int64_t n = 0;
   if constexpr (kLanes == 16) {
-    for (; n + 4 * kLanes <= p.n; n += 4 * kLanes) columns<kLanes, 4>(p, n);
+    for (; n + 4 * kLanes <= p.n; n += 4 * kLanes) multiply_columns<kLanes, 4>(p, n);
   }
-  for (; n + 2 * kLanes <= p.n; n += 2 * kLanes) columns<kLanes, 2>(p, n);
-  for (; n + kLanes <= p.n; n += kLanes) columns<kLanes, 1>(p, n);
+  for (; n + 2 * kLanes <= p.n; n += 2 * kLanes) multiply_columns<kLanes, 2>(p, n);
+  for (; n + kLanes <= p.n; n += kLanes) multiply_columns<kLanes, 1>(p, n);
   if constexpr (kLanes > 8) {
-    for (; n + 8 <= p.n; n += 8) columns<8, 1>(p, n);
+    for (; n + 8 <= p.n; n += 8) multiply_columns<8, 1>(p, n);
   }
   if constexpr (kLanes > 4) {
-    for (; n + 4 <= p.n; n += 4) columns<4, 1>(p, n);
+    for (; n + 4 <= p.n; n += 4) multiply_columns<4, 1>(p, n);
   }
-  for (; n < p.n; ++n) columns<1, 1>(p, n);
+  for (; n < p.n; ++n) multiply_columns<1, 1>(p, n);
 }
 
 // Return the lane numbers of one round of a transposition as constants: every block of `kSpan`
