@@ -35,6 +35,7 @@ class Task:
         dim_factors: factors of the columns of a tensor train; () lets emblib choose.
         shrunk: True if the tables have fewer rows than the experiment asks for.
         cache: size of a cache as a fraction of all rows, for contenders with a cache.
+        new_keys: share of the lookups of a step that are new keys; 0 for most contenders.
         directory: folder of tables on disk; "" for a temporary one.
     """
 
@@ -48,6 +49,7 @@ class Task:
     dim_factors: tuple[int, ...] = ()
     shrunk: bool = False
     cache: float = 0.2
+    new_keys: float = 0.0
     directory: str = ""
 
 

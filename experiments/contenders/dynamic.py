@@ -150,13 +150,11 @@ class TieredDisk(Tiered):
 
 
 class DynamicNew(Dynamic):
-    """A full table in which a share of the lookups of a step are keys that were never used.
+    """A full table in which `task.new_keys` of the lookups of a step are keys never used before.
 
     Every such key evicts another one. The first step with a batch uses the batch as it is, because
     that step may be checked against the reference.
     """
-
-    share: ClassVar[float]
 
     def __init__(self, task: Task) -> None:
         self.next_key = max(s.rows for s in task.shapes)
@@ -183,26 +181,8 @@ class DynamicNew(Dynamic):
     def step(self, prepared: Prepared) -> None:
         ids = prepared[0]
         if ids.data_ptr() in self.used:
-            is_new = slice(None, None, round(1 / self.share))
+            is_new = slice(None, None, round(1 / self.task.new_keys))
             ids = ids.clone()
             ids[is_new] = self._new_keys(ids[is_new].numel())
         self.used.add(prepared[0].data_ptr())
         super().step((ids, *prepared[1:]))
-
-
-class DynamicNew1(DynamicNew):
-    """1 % new keys."""
-
-    share = 0.01
-
-
-class DynamicNew5(DynamicNew):
-    """5 % new keys."""
-
-    share = 0.05
-
-
-class DynamicNew20(DynamicNew):
-    """20 % new keys."""
-
-    share = 0.2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import EPS, OneModule, State, Task, Unsupported, fill_, read_rows
-from experiments.contenders.served import Feature, Served
+from experiments.contenders.served import Feature, PackedTables
 from experiments.workloads.workload import Batch
 
 OPTIMIZERS = {
@@ -136,17 +134,14 @@ class FbgemmLFU(FbgemmLRU):
     algorithm = CacheAlgorithm.LFU
 
 
-class ServedFp32(Served):
-    """FBGEMM's IntNBitTableBatchedEmbeddingBagsCodegen on the CPU, in a file of torch.save.
+class ServedFp32(PackedTables):
+    """FBGEMM's IntNBitTableBatchedEmbeddingBagsCodegen on the CPU.
 
     Ids and offsets are int32, as it takes them by default.
     """
 
     bits = 32
     type: ClassVar[SparseType] = SparseType.FP32
-
-    def fill(self, weights: Sequence[Tensor]) -> None:
-        self._set([self._packed(rows) for rows in weights])
 
     def prepare(self, batch: Batch) -> Feature:
         return batch.indices.int(), batch.offsets.int()
@@ -157,12 +152,6 @@ class ServedFp32(Served):
 
     def nbytes(self) -> int:
         return sum(part.nbytes for row in self.rows for part in row if part is not None)
-
-    def save(self, path: Path) -> None:
-        torch.save(self.rows, path)
-
-    def open(self, path: Path) -> None:
-        self._set(torch.load(path))
 
     def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the bytes of the rows, and those of their scales and offsets."""

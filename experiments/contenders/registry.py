@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -25,6 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+
+from experiments.paths import installed_version
 
 HERE = Path(__file__).parent
 TABLE = "contenders.yaml"
@@ -279,10 +280,8 @@ def find_installed(requirement: str) -> tuple[str, str] | None:
     """Return (package, version) of the first installed alternative of a requirement, or None."""
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]
-        try:
-            return package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if version := installed_version(package):
+            return package, version
     return None
 
 

@@ -98,13 +98,37 @@ class Int4(Fp32):
     bits, format = 4, "int4"
 
 
-class TorchFp32(Served):
-    """torch.nn.EmbeddingBag, one per table; its weights in a file of torch.save."""
+class PackedTables(Served):
+    """Base of tables that are converted one by one, and stored in a file of torch.save.
 
-    bits = 32
+    Attributes:
+        rows: converted tables; set by `_set`.
+    """
+
+    rows: list[Any]
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         self._set([self._packed(rows) for rows in weights])
+
+    def save(self, path: Path) -> None:
+        torch.save(self.rows, path)
+
+    def open(self, path: Path) -> None:
+        self._set(torch.load(path))
+
+    @abstractmethod
+    def _packed(self, rows: Tensor) -> Any:
+        """Return a table in the format."""
+
+    @abstractmethod
+    def _set(self, rows: list[Any]) -> None:
+        """Make converted tables ready for lookups."""
+
+
+class TorchFp32(PackedTables):
+    """torch.nn.EmbeddingBag, one per table."""
+
+    bits = 32
 
     def prepare(self, batch: Batch) -> list[Feature]:
         return [batch.feature(f) for f in range(len(self.shapes))]
@@ -116,14 +140,7 @@ class TorchFp32(Served):
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows)
 
-    def save(self, path: Path) -> None:
-        torch.save(self.rows, path)
-
-    def open(self, path: Path) -> None:
-        self._set(torch.load(path))
-
     def _packed(self, rows: Tensor) -> Tensor:
-        """Return the rows of a table in the format."""
         return rows
 
     def _set(self, rows: list[Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import emblib
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import OneModule, State, Task, Unsupported, read_rows
+from experiments.contenders.base import OneModule, State, Unsupported, read_rows
 from experiments.workloads.workload import Batch, cache_sets
 
 OPTIMIZERS = {
@@ -23,13 +23,20 @@ class BatchedTables(OneModule):
     """emblib.TableBatchedEmbeddingBags with all tables in device memory."""
 
     module: emblib.TableBatchedEmbeddingBags
+    placement: ClassVar[emblib.Placement] = emblib.Placement.DEVICE
 
     def _module(self) -> emblib.TableBatchedEmbeddingBags:
+        task = self.task
         return emblib.TableBatchedEmbeddingBags(
-            [emblib.TableSpec(s.rows, s.dim) for s in self.task.shapes],
-            OPTIMIZERS[self.task.optimizer](self.task.lr),
-            device=self.task.device,
+            [emblib.TableSpec(s.rows, s.dim, placement=self.placement) for s in task.shapes],
+            OPTIMIZERS[task.optimizer](task.lr),
+            cache=self._cache(),
+            device=task.device,
         )
+
+    def _cache(self) -> emblib.CacheConfig | None:
+        """Return the configuration of the cache, which tables in device memory do not have."""
+        return None
 
     def nbytes(self) -> dict[str, int]:
         return dict(self.module.nbytes())
@@ -44,30 +51,16 @@ class BatchedTables(OneModule):
 class Managed(BatchedTables):
     """Tables in host memory, which the kernels of a GPU read over the bus (managed memory)."""
 
-    placement: ClassVar[emblib.Placement] = emblib.Placement.MANAGED
+    placement = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU
 
-    def __init__(self, task: Task) -> None:
-        self.directory: tempfile.TemporaryDirectory[str] | None = None
-        super().__init__(task)
+    def _cache(self) -> emblib.CacheConfig:
+        sets = cache_sets(self.task.shapes, self.task.cache)
+        return emblib.CacheConfig(policy=self.policy, sets=sets, directory=self._directory())
 
-    def _module(self) -> emblib.TableBatchedEmbeddingBags:
-        task, folder = self.task, None
-        if self.placement is emblib.Placement.DISK:
-            if task.device.type != "cpu":
-                raise Unsupported("tables on disk are for modules on the CPU")
-            self.directory = tempfile.TemporaryDirectory(
-                prefix="emblib-", dir=task.directory or None
-            )
-            folder = self.directory.name
-        return emblib.TableBatchedEmbeddingBags(
-            [emblib.TableSpec(s.rows, s.dim, placement=self.placement) for s in task.shapes],
-            OPTIMIZERS[task.optimizer](task.lr),
-            cache=emblib.CacheConfig(
-                policy=self.policy, sets=cache_sets(task.shapes, task.cache), directory=folder
-            ),
-            device=task.device,
-        )
+    def _directory(self) -> str | None:
+        """Return the folder of tables on disk; None for tables in memory."""
+        return None
 
 
 class CachedLRU(Managed):
@@ -99,3 +92,12 @@ class DiskLRU(CachedLRU):
     """Tables in a memory-mapped file, behind an LRU cache in memory."""
 
     placement = emblib.Placement.DISK
+
+    def _directory(self) -> str:
+        """Create the folder, which is deleted with this contender."""
+        if self.task.device.type != "cpu":
+            raise Unsupported("tables on disk are for modules on the CPU")
+        self.directory = tempfile.TemporaryDirectory(
+            prefix="emblib-", dir=self.task.directory or None
+        )
+        return self.directory.name

@@ -14,6 +14,7 @@ from typing import Any
 
 from experiments.config.schema import PHASES, Mode, TimingConfig
 from experiments.config.sweep import Arm, Cell
+from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task, build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
@@ -181,5 +182,6 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> Task:
         dim_factors=tuple(cell.tt.dim_factors),
         shrunk=cell.rows_scale < 1.0,
         cache=arm.cache,
+        new_keys=registry.facts_of(arm.contender).new_keys,
         directory=cell.cache.directory,
     )

@@ -15,18 +15,20 @@ import torch
 import yaml
 
 from experiments import configure
-from experiments.config.schema import Config, Optimizer, UsageError
+from experiments.config.schema import Config, Optimizer, UsageError, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task, build
+from experiments.contenders.dynamic import DynamicNew
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError
 from experiments.contenders.served import Served
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
+from experiments.measure.timing import task_of
 from experiments.paths import ROOT
 from experiments.results.identity import point_key
-from experiments.workloads.workload import TableShape
+from experiments.workloads.workload import TableShape, make_pool
 
 # What peers call of torch that is deprecated is not for this suite to mend.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -83,9 +85,20 @@ def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
 
 
 def test_contenders_insert_the_share_of_new_keys_that_the_table_says() -> None:
+    session = Session(Config(), torch.device("cpu"), "run")
+    work = WorkloadConfig(T=1, E=400, D=4, B=100, L=1)
+    (batch,) = make_pool(work, (TableShape(400, 4),), 1, seed=1).batches
     shares = {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
     assert shares
-    assert shares == {name: registry.entries()[name].load().share for name in shares}
+    for name, share in shares.items():
+        arm = Arm(name)
+        contender = build(name, task_of(Cell("sweep", "", work, (arm,)), arm, session))
+        assert isinstance(contender, DynamicNew)
+        first_new = contender.next_key
+        prepared = contender.prepare(batch)
+        for new_keys in (0, 100 * share):  # the first step with a batch uses it as it is
+            contender.step(prepared)
+            assert contender.next_key - first_new == new_keys
 
 
 def test_arms_follow_what_the_table_says() -> None:

@@ -13,7 +13,7 @@ from experiments import configure
 from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
 from experiments.contenders import registry
 from experiments.contenders.key_checks import verify_keyed
-from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
 from experiments.measure.cache import run_keys
@@ -101,6 +101,16 @@ def filled(kind: type[KeyTable], resident: int = 480) -> KeyTable:
     keys = SPACE.run(0, resident)
     table.fill(keys, values_of(keys, 4))
     return table
+
+
+@pytest.mark.parametrize("name", ["sorted_keys", "lines", "scored"])
+def test_a_table_counts_the_keys_that_it_got_not_those_of_the_plan(name: str) -> None:
+    table = build_keyed(name, task())
+    for first in (0, 100):
+        keys = SPACE.run(first, 100)
+        table.fill(keys, values_of(keys, 4))
+    table.prepare(keys, values_of(keys, 4))
+    assert table.size() == 200
 
 
 # Keys and calls
