@@ -178,7 +178,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     """Raise UsageError for an override of an unknown key or group; Hydra would accept any +key."""
     choices = groups()
     cases = _case_names(overrides)
-    known_names, lists = known_keys(cases), known_keys(cases, lists=True)
+    known = _types_by_key(cases)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -186,25 +186,20 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known_names and not OPTION_OF_KIND.match(key):
-            raise UsageError(_unknown_key(key, override, known_names, choices))
+        elif key not in known and not OPTION_OF_KIND.match(key):
+            raise UsageError(_unknown_key(key, override, set(known), choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
-        elif key in lists:
+        elif known.get(key, "").startswith("list["):
             _check_list(key, override)
 
 
-def known_keys(cases: Iterable[str], *, lists: bool = False) -> set[str]:
-    """Return the dotted names of all keys of the schema.
-
-    Args:
-        cases: names of the experiment's cases.
-        lists: True for the keys of lists only.
-    """
+def _types_by_key(cases: Iterable[str]) -> dict[str, str]:
+    """Return {dotted key: type} of the schema, with the keys of the experiment's `cases`."""
     keys = dict(_schema_keys(Config, ""))
     for case in cases:
         keys |= {f"cases.{case}": "CaseConfig"} | dict(_schema_keys(CaseConfig, f"cases.{case}."))
-    return {key for key, kind in keys.items() if not lists or kind.startswith("list[")}
+    return keys
 
 
 def _schema_keys(schema: type, prefix: str) -> Iterator[tuple[str, str]]:

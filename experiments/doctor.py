@@ -7,7 +7,6 @@ harness needs is broken. Checks import packages inside, so that a missing packag
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.machine.flags import explain, remedy
-from experiments.paths import ROOT
+from experiments.paths import ROOT, installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -153,21 +152,13 @@ def packages() -> Iterator[CheckResult]:
     """Check Python and the packages, required and optional ones."""
     yield CheckResult("python", platform.python_version())
     for name in (*NEEDED, *OPTIONAL):
-        if version := installed(name):
+        if version := installed_version(name):
             yield CheckResult(name, version)
         elif name in NEEDED:
             yield CheckResult(name, "not installed", State.broken, 'pip install -e ".[harness]"')
         else:
             advice = f"pip install {name}: {OPTIONAL[name]}"
             yield CheckResult(name, "not installed", State.note, advice)
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def emblib_libraries() -> Iterator[CheckResult]:
@@ -182,7 +173,7 @@ def emblib_libraries() -> Iterator[CheckResult]:
     from experiments.machine.cpu import Cpu
     from experiments.machine.preflight import newer_source
 
-    version = installed("emblib") or "of this repository, not installed"
+    version = installed_version("emblib") or "of this repository, not installed"
     yield CheckResult("version", f"{version}, with libemblib_cpu")
     if source := newer_source(torch.device("cpu")):
         yield CheckResult("build", f"older than {source}", State.note, remedy("old_library"))
@@ -255,33 +246,28 @@ def processor(
     cpu = cpu or Cpu()
     flags, details = cpu_flags(cpu, len(usable_cores()), sleep)
     cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.number(f"{CORES}/smt/active")
-    cores_of_others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
-    on_off = {True: "on", False: "off"}
-    rows = (  # label, value, flag that it may raise
-        ("model", cpu.info("model name") or None, ""),
-        ("usable cores", str(details["cores"]), ""),
-        ("hyper-threads", None if smt is None else on_off[smt == 1], ""),
-        ("last-level cache", _mib(cache) if cache else None, ""),
-        ("frequency", f"{mhz:.0f} MHz" if mhz else None, ""),
-        ("governor", cpu.governor(), "governor"),
-        ("boost", None if (boost := cpu.boost()) is None else on_off[boost], ""),
-        ("load", f"{details['load']:.2f} in the last minute", ""),
-        (
-            "other processes",
-            None if cores_of_others is None else f"{cores_of_others:.2f} cores",
-            "busy",
-        ),
-        ("quota", "none" if quota is None else f"{quota:g} cores' worth of time", "quota"),
-        ("virtual machine", "yes" if cpu.virtual() else "no", "virtual"),
-        (
-            "throttle counter",
-            None if throttled is None else f"{throttled} since the system started",
-            "",
-        ),
-    )
-    for label, value, flag in rows:
-        if flag in flags:
-            yield _flagged(flag, label, str(value))
+    others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
+    throttles = None if throttled is None else f"{throttled} since the system started"
+    on_off = {True: "on", False: "off", None: None}
+    values = {  # None is not shown by the system
+        "model": cpu.info("model name") or None,
+        "usable cores": str(details["cores"]),
+        "hyper-threads": on_off[None if smt is None else smt == 1],
+        "last-level cache": _mib(cache) if cache else None,
+        "frequency": f"{mhz:.0f} MHz" if mhz else None,
+        "governor": cpu.governor(),
+        "boost": on_off[cpu.boost()],
+        "load": f"{details['load']:.2f} in the last minute",
+        "other processes": None if others is None else f"{others:.2f} cores",
+        "quota": "none" if quota is None else f"{quota:g} cores' worth of time",
+        "virtual machine": "yes" if cpu.virtual() else "no",
+        "throttle counter": throttles,
+    }
+    label_of = {"busy": "other processes", "virtual": "virtual machine"}
+    flag_of = {label_of.get(flag, flag): flag for flag in flags}
+    for label, value in values.items():
+        if label in flag_of:
+            yield _flagged(flag_of[label], label, str(value))
         elif label == "last-level cache" and value is None:
             advice = f"{_mib(LIKELY_CACHE_BYTES)} is assumed to empty it"
             yield CheckResult(label, "not shown", State.note, advice)
@@ -436,10 +422,7 @@ def show(findings: Sequence[CheckResult]) -> None:
 
     for section in dict.fromkeys(f.section for f in findings):
         show_table(section, [(mark(f), f.what, f.found) for f in findings if f.section == section])
-    titles = {
-        State.broken: "Broken, and needed",
-        State.note: "What would make measurements better",
-    }
+    titles = {State.broken: "Broken, and needed", State.note: "What would make measurements better"}
     for state, title in titles.items():
         advised = [f for f in findings if f.state is state and f.advice]
         if advised:

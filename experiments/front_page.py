@@ -63,10 +63,8 @@ def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
 
 def _reference_rows(folder: Path, program: str) -> list[dict[str, Any]]:
     """Return the rows of the stored result of a program of tests.bench."""
-    rows: list[dict[str, Any]] = json.loads((folder / program / f"{program}.json").read_text())[
-        "rows"
-    ]
-    return rows
+    content: dict[str, Any] = json.loads((folder / program / f"{program}.json").read_text())
+    return list(content["rows"])
 
 
 def format_ratio(ratio: Summary) -> str:

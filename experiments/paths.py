@@ -1,7 +1,8 @@
-"""Folders of the repository, found from this file, and of the library."""
+"""Folders of the repository, found from this file, and of the library; versions of packages."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,3 +15,11 @@ def library_folders() -> list[Path]:
     """Return the folders of emblib; an editable install has one more for native libraries."""
     spec = find_spec("emblib")
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

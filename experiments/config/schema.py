@@ -74,7 +74,7 @@ class Order(Enum):
 
 
 class Format(Enum):
-    """Layout of a trace file; `auto` derives it from the file's name and first bytes."""
+    """Layout of a trace file; `auto` derives it from the name, and for .pt from the content."""
 
     auto = "auto"
     dlrm = "dlrm"
@@ -241,9 +241,8 @@ class CaseConfig:
 
     title: str = ""
     note: str = ""
-    kind: str = (
-        ""  # a name in experiments/kinds; empty: the experiment's, or keys with `keys.loads`
-    )
+    # A name in experiments/kinds; empty: the experiment's, or keys with `keys.loads`.
+    kind: str = ""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt"])
     tt: TTConfig = field(default_factory=TTConfig)
@@ -307,10 +306,10 @@ class DeviceConfig:
 
 @dataclass
 class GatePoint:
-    """A point of the gate: a phase of the first contender of a case."""
+    """A phase of each contender of a case, which the gate compares: a point per contender."""
 
-    case: str = ""
-    phase: str = "step"
+    case: str = ""  # a key of `cases`
+    phase: str = "step"  # one of PHASES
     optimizer: Optimizer = Optimizer.sgd
 
 

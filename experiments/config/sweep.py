@@ -32,9 +32,12 @@ IDEALS = {"offline": "offline optimum (ideal)", "static_top": "static top-k (ide
 # Computed arms that an experiment asks for by name: fully associative caches.
 EXACT = {"exact_lru": "exact LRU", "exact_lfu": "exact LFU"}
 COMPUTED = IDEALS | EXACT
-LOOKUPS = {"lookups": "the lookups"}  # the only arm of kind=trace
-CALIBRATED = {"constants": "constants of the cost model"}  # the only arm of kind=calibration
-PREDICTED = {"trains": "tensor trains"}  # the only arm of kind=predictions
+# The only arms of the kinds trace, calibration and predictions.
+ONLY_ARMS = {
+    "lookups": "the lookups",
+    "constants": "constants of the cost model",
+    "trains": "tensor trains",
+}
 PLAIN = "plain"
 # Methods of kind=quality, in the order of training.
 TRAINED = {
@@ -62,13 +65,13 @@ Rule = Callable[[dict[str, Any]], bool]
 
 def label_of(contender: str) -> str:
     """Return the name in reports of a contender, a computed arm or a method."""
-    computed = COMPUTED | LOOKUPS | CALIBRATED | PREDICTED | TRAINED
+    computed = COMPUTED | ONLY_ARMS | TRAINED
     return computed.get(contender) or registry.facts_of(contender).label
 
 
 def variants_of(contender: str) -> str:
     """Return "rank" or "cache" if the contender has an arm per rank or cache size, else ""."""
-    if contender in LOOKUPS | CALIBRATED | PREDICTED:
+    if contender in ONLY_ARMS:
         return ""
     return "cache" if contender in COMPUTED else registry.facts_of(contender).variants
 
@@ -113,15 +116,15 @@ class Arm:
 class Cell:
     """A workload with the arms that are measured on its batches, interleaved."""
 
-    section: str
-    title: str
+    section: str  # name of the case, or SWEEP
+    title: str  # workload in words
     workload: WorkloadConfig
     arms: tuple[Arm, ...]
     tt: TTConfig = field(default_factory=TTConfig)
     rows_scale: float = 1.0  # rows of the tables ÷ those of the workload; < 1 if shrunk or capped
-    note: str = ""
+    note: str = ""  # remark in the report
     cache: CacheConfig = field(default_factory=CacheConfig)
-    kind: str = "time"
+    kind: str = "time"  # a name in experiments/kinds
     keys: KeysConfig = field(default_factory=KeysConfig)
     ranks: int = 0  # processes that measure the cell together; 0: device.ranks
     scaling: Scaling = Scaling.weak
@@ -229,20 +232,11 @@ def swept_cells(
         sizes = config.cache.fractions
         for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
-            if all(rule(values) for rule in where_rules) and not any(
-                rule(values) for rule in exclude_rules
-            ):
+            is_excluded = any(rule(values) for rule in exclude_rules)
+            if not is_excluded and all(rule(values) for rule in where_rules):
                 arms.append(arm)
-        cell = Cell(
-            SWEEP,
-            title_of(workload),
-            workload,
-            tuple(arms),
-            config.tt,
-            cache=config.cache,
-            kind=kind,
-            keys=config.keys,
-        )
+        cell = Cell(SWEEP, title_of(workload), workload, tuple(arms), config.tt)
+        cell = replace(cell, cache=config.cache, kind=kind, keys=config.keys)
         if arms and cell.key not in cell_keys:
             cell_keys.add(cell.key)
             yield cell

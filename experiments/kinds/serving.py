@@ -86,10 +86,14 @@ NAMES = ("section", "cell", "contender", "arm", "label")
 
 
 def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """Return a row per cell, arm, clients and load, over all processes.
+    """Return latencies.csv: a row per cell, arm, clients and load, over all processes.
 
-    `ratio` is the time per request without a rate of arrival ÷ that of the arm `baseline`, paired
-    within rounds. An arm that was not measured has one row.
+    `load` is the rate of arrival ÷ that of closed blocks, CLOSED for these. `p50_s` and `p99_s` are
+    percentiles of the latency in seconds; `p99_lo_s` and `p99_hi_s` the extremes over processes
+    (nan below MIN_TAIL `requests`). Medians over processes: `requests_per_s`, `bags_per_s` (bags of
+    one table), `offered_per_s` (requests that arrived). `bytes` are those of the tables. `ratio` is
+    the time per request of closed blocks ÷ that of the arm `baseline`, paired within rounds. An arm
+    that was not measured has one row.
     """
     groups = _groups(records)
     rows = []
@@ -139,9 +143,11 @@ def _row(
 
 
 def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per arm: its bytes, and the seconds from opening its file to the first answer.
+    """Return cold_starts.csv: per arm and `pages` the seconds from opening a file to an answer.
 
-    All cells and processes count, because they differ in the batch of the first answer only.
+    `pages` is "memory" or "disk", see `measure.serving.cold_start`; `bytes` are those of the
+    tables, `file_bytes` of the file. All cells and processes count, because they differ in the
+    batch of the first answer only.
     """
     groups: dict[str, list[Record]] = {}
     for (_, arm), group in _groups(records).items():

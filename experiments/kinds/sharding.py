@@ -23,11 +23,7 @@ from experiments.results.store import Record
 
 STEP, COMPUTE = "step", "local"  # phases: a whole step; lookup and update of a rank's own rows
 # Phases that are parts of a step (`Contender.parts`) -> heading of the report's column.
-PARTS = {
-    "input": "distribute ids",
-    "local": "look up and update",
-    "output": "combine outputs",
-}
+PARTS = {"input": "distribute ids", "local": "look up and update", "output": "combine outputs"}
 SAME_BATCH = ("T", "E", "D", "L", "s", "q")  # axes that are the same in every world
 
 

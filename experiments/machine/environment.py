@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -17,7 +16,7 @@ import torch
 from experiments.machine import sources
 from experiments.machine.cpu import CORES, Cpu, usable_cores
 from experiments.machine.telemetry import Nvml
-from experiments.paths import ROOT
+from experiments.paths import ROOT, installed_version
 
 INSTRUCTIONS = ("avx2", "fma", "f16c", "avx512f", "avx512vl", "amx_tile")
 PACKAGES = ("numpy", "pandas", "matplotlib", "hydra-core")
@@ -83,10 +82,8 @@ def git_state() -> dict[str, Any]:
 
 def version_of(package: str) -> str | None:
     """Return the version of an installed package, else the imported module's, else None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(sys.modules.get(package), "__version__", None)
+    loaded = sys.modules.get(package)
+    return installed_version(package) or getattr(loaded, "__version__", None)
 
 
 def _cpu_model() -> str:

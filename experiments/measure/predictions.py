@@ -31,6 +31,7 @@ from experiments.timing import statistics
 from experiments.workloads import distributions
 
 TERMS = ("step", "lookup", "lookup_beyond_cache", "row", "multiply_add")
+TWO_TERMS = slice(TERMS.index("row"), None)  # distinct rows and multiply-adds
 CACHE_TERMS = ("step", "lookup", "row")
 NEAR_BYTES = 1 << 20  # bytes of computed rows that stay in a core's cache
 BATCHES = 3  # distinct batches per kind of step
@@ -92,14 +93,15 @@ class _Experiment:
         self.work, self.options = cell.workload, cell.options
         (self.rank,) = cell.options["ranks"]
         self.draw = np.random.default_rng(session.seed)
-        self.trains = {order: self._train(order) for order in (AS_GIVEN, PERMUTED)}
+        sgd = emblib.optim.SGD(SGD_RATE)
+        self.trains = {
+            order: emblib.TableBatchedTTEmbeddingBags([self._spec(order)], sgd)
+            for order in (AS_GIVEN, PERMUTED)
+        }
         self.steps: list[TimedSteps] = []
         for share in (0.0, *self.options["cached"]):
             session.note(f"{cell.arms[0].key}|{share:g} of the rows cached")
             self._add(share)
-
-    def _train(self, order: str) -> emblib.TableBatchedTTEmbeddingBags:
-        return emblib.TableBatchedTTEmbeddingBags([self._spec(order)], emblib.optim.SGD(SGD_RATE))
 
     def _spec(self, order: str) -> emblib.TTSpec:
         ids: Any = "permuted" if order == PERMUTED else "as_given"
@@ -175,31 +177,29 @@ class _Experiment:
             terms.append((1, len(misses), far_misses, work.rows, products))
             cache_terms.append((1, len(ids), len(distinct)))
             hits.append((1 - len(misses) / len(ids), 1 - work.rows / len(distinct)))
-        mean = np.mean(hits, 0)
+        costs = np.mean(cache_terms, 0)
         if point:
-            point |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
-            point["rows"] = float(np.mean([row[2] for row in cache_terms]))
-        costs = np.mean(cache_terms, 0) if num_cached else np.zeros(0)
+            hit_rate, row_hit_rate = np.mean(hits, 0)
+            rows = float(costs[CACHE_TERMS.index("row")])
+            point |= {"hit_rate": hit_rate, "row_hit_rate": row_hit_rate, "rows": rows}
+        costs = costs if num_cached else np.zeros(0)
         return TimedSteps(module, batches, np.mean(terms, 0), costs, point)
 
     def predicted(self) -> Record:
         """Return the constants, and a point per predicted kind of step."""
         uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
         fitted_steps = [s for s in uncached_steps if not s.point]
-        terms, times = (
-            np.array([s.terms for s in fitted_steps]),
-            np.array([s.seconds for s in fitted_steps]),
-        )
+        terms = np.array([s.terms for s in fitted_steps])
+        times = np.array([s.seconds for s in fitted_steps])
         constants = _fit(terms, times)
-        two_constants = _fit(terms[:, 3:], times)  # rows and multiply-adds alone
-        caches: dict[int, np.ndarray] = {}  # constants by module
-        for module in {id(s.module): s.module for s in self.steps if len(s.cache_terms)}.values():
+        two_constants = _fit(terms[:, TWO_TERMS], times)
+        caches: dict[Any, np.ndarray] = {}  # constants by module
+        for module in dict.fromkeys(s.module for s in self.steps if len(s.cache_terms)):
             fitted_steps = [s for s in self.steps if s.module is module and not s.point]
             remaining_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
             weights = np.array([s.seconds for s in fitted_steps])
-            caches[id(module)] = _fit(
-                np.array([s.cache_terms for s in fitted_steps]), remaining_s, weights
-            )
+            terms = np.array([s.cache_terms for s in fitted_steps])
+            caches[module] = _fit(terms, remaining_s, weights)
 
         def batch(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
@@ -209,11 +209,11 @@ class _Experiment:
             {
                 **s.point,
                 "predicted_s": float(
-                    s.terms @ constants + s.cache_terms @ caches.get(id(s.module), np.zeros(0))
+                    s.terms @ constants + s.cache_terms @ caches.get(s.module, np.zeros(0))
                 ),
-                "two_terms_s": float(s.terms[3:] @ two_constants)
-                if s in uncached_steps
-                else math.nan,
+                "two_terms_s": math.nan
+                if len(s.cache_terms)
+                else float(s.terms[TWO_TERMS] @ two_constants),
                 "by_hits_s": (1 - s.point["hit_rate"]) * uncached[batch(s)],
                 "samples": s.samples,
             }

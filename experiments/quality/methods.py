@@ -216,9 +216,7 @@ def train_from_plain(task: MethodTask) -> StoredTables:
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
         cores = emblib.TTEmbeddingBag.from_dense(
-            weight,
-            spec=train_spec(task, t, PERMUTED),
-            counts=task.counts[t].clamp(min=1),
+            weight, spec=train_spec(task, t, PERMUTED), counts=task.counts[t].clamp(min=1)
         )
         with torch.no_grad():
             for core, value in zip(handles[f"t{t}"].cores, cores.cores, strict=True):

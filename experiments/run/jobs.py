@@ -103,7 +103,8 @@ def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
         base = swept[0].workload
         axes = tuple(a for a in AXES if getattr(cell.workload, a) != getattr(base, a))
         lines.setdefault(axes, []).append(cell)
-    ends_first = [[line[0], *line[:0:-1][:1], *line[1:-1]] for line in lines.values()]
+    # The first value, the last one unless it is the first, and those between.
+    ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in lines.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
     return [*cases, *swept[:1], *(cell for cell in turns if cell is not None)]
 

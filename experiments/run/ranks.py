@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,25 +34,6 @@ SIBLINGS = ("busy",)  # flags of the telemetry that other ranks cause
 HOST = "127.0.0.1"
 TARGET = "experiments.run.ranks:serve"
 GRACE_SECONDS = 2.0  # time for further ranks to fail after the first, which may not be the cause
-
-
-class Peers(Protocol):
-    """Communication between ranks; every method is a collective. Tests use threads."""
-
-    rank: int
-    size: int
-
-    def barrier(self) -> None:
-        """Wait until every rank has called it."""
-        ...
-
-    def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, by rank."""
-        ...
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return the object of every rank, by rank."""
-        ...
 
 
 class FailedElsewhere(RuntimeError):
@@ -234,8 +215,15 @@ class SharedTelemetry(Telemetry):
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
-class GlooPeers:
-    """Communication by gloo on the host, which gives a GPU no work."""
+class Peers:
+    """Communication between ranks by gloo on the host, which gives a GPU no work.
+
+    Every method is a collective, which returns when all ranks have called it.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+    """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -245,14 +233,14 @@ class GlooPeers:
         self.gather([0.0])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Exchange one small tensor per rank."""
+        """Return the values of every rank, by rank; all give equally many."""
         tensor_of_rank = torch.tensor(values, dtype=torch.float64)
         by_rank = [torch.empty_like(tensor_of_rank) for _ in range(self.size)]
         dist.all_gather(by_rank, tensor_of_rank)
         return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Exchange pickled objects."""
+        """Return the object of every rank, which must be picklable, by rank."""
         by_rank: list[Any] = [None] * self.size
         dist.all_gather_object(by_rank, value)
         return by_rank
@@ -277,7 +265,7 @@ def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> No
     store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        ranks = ProcessSync(GlooPeers())
+        ranks = ProcessSync(Peers())
         session = dataclasses.replace(request.session, device=device, note=note, sync=ranks)
         records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
     finally:

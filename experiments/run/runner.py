@@ -46,6 +46,7 @@ from experiments.workloads.workload import dense_bytes, table_shapes
 
 WIDTH = 120  # columns of the table outside a terminal
 BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
+MIN_SHARE = 0.1  # timing of a job that begins late ÷ timing.cell_seconds
 TIMED_SHARE = 0.6  # timing ÷ time of a job, which builds and checks contenders too
 FAILURES = ("error", "timeout", "wrong")
 
@@ -229,25 +230,15 @@ class JobRunner:
         """
         key, replicate = job.key(self.session.config)
         earlier_records = self.earlier.get((key, replicate))
-        if earlier_records is not None and self._same_tables(
-            job.cell, earlier_records[0]["rows_scale"]
-        ):
+        if earlier_records and self._same_tables(job.cell, earlier_records[0]["rows_scale"]):
             self.reused += 1
-            in_this_run = {
-                "run_id": self.session.run_id,
-                "order": job.order,
-                "cell_number": job.number,
-            }
-            return [{"reused_from": r["run_id"], **r, **in_this_run} for r in earlier_records]
+            place = {"order": job.order, "cell_number": job.number, "run_id": self.session.run_id}
+            return [{"reused_from": r["run_id"], **r, **place} for r in earlier_records]
         if job.cell.key not in self.fitted:
             ranked_session = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked_session)
         cell = self.fitted[job.cell.key]
-        identity = {
-            "point_key": key,
-            "context_id": self.context_id,
-            "cell_number": job.number,
-        }
+        identity = {"point_key": key, "context_id": self.context_id, "cell_number": job.number}
         session = dataclasses.replace(
             self.session.over_ranks_of(cell),
             replicate=replicate,
@@ -281,7 +272,7 @@ class JobRunner:
             return timing.cell_seconds
         remaining_s = timing.total_seconds - (time.monotonic() - self.started)
         job_share = TIMED_SHARE * remaining_s / max(1, self.display.total - self.display.done)
-        return min(timing.cell_seconds, max(job_share, timing.cell_seconds / 10))
+        return min(timing.cell_seconds, max(job_share, MIN_SHARE * timing.cell_seconds))
 
     def _print(self, job: Job, records: Sequence[Record]) -> None:
         """Print a line for each cell's first process and for every failure."""

@@ -28,7 +28,7 @@ from experiments.run.jobs import Job
 from experiments.run.ranks import RankProcesses
 
 MEMORY_LIMIT = 0.95  # memory limit of a child ÷ free memory, which protects the machine
-BANDWIDTH_SECONDS = 1.5  # time to measure all ceilings
+BANDWIDTH_SECONDS = 1.5  # scale of the time to measure the ceilings, see `bandwidth.measure`
 TARGET = "experiments.run.worker:serve"
 
 

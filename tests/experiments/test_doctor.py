@@ -73,7 +73,7 @@ def test_a_package_that_is_missing_breaks_only_what_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = {"hydra-core", "pyarrow"}
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name in lost else "1.0")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in lost else "1.0")
     found = list(doctor.packages())
     assert named(found, "hydra-core").state is State.broken
     assert named(found, "pyarrow").state is State.note

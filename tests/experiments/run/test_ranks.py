@@ -21,7 +21,7 @@ from experiments.measure.outcome import Outcome
 from experiments.measure.process import Died
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
-from experiments.run.ranks import FailedElsewhere, ProcessSync, RankProcesses
+from experiments.run.ranks import FailedElsewhere, Peers, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.race import Measured, Race
 from tests.experiments import run_with_loaded_children
@@ -40,11 +40,9 @@ class Meeting:
         self.brought: list[Any] = [None] * RANKS
 
 
-class ThreadPeers:
-    size = RANKS
-
+class ThreadPeers(Peers):
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        self.rank, self.meeting = rank, meeting
+        self.rank, self.size, self.meeting = rank, RANKS, meeting
 
     def barrier(self) -> None:
         self.exchange(None)
