@@ -406,7 +406,10 @@ def read_end(folder: Path, number: int) -> dict[str, Any]:
 
 
 class Watcher(threading.Thread):
-    """A thread that prints a line per ended job while the launcher waits for all."""
+    """A thread that prints a line per ended job while the launcher waits for all.
+
+    Only the thread changes `left`, the jobs without a line, until it has ended; then `print_rest`.
+    """
 
     def __init__(self, folder: Path, plan: LaunchPlan) -> None:
         super().__init__(daemon=True)

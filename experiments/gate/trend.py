@@ -56,11 +56,11 @@ HOW = (
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that the gate measured."""
+    """A commit that the gate measured, see `revisions.commit_facts`."""
 
-    sha: str
-    date: str
-    subject: str
+    sha: str  # the whole hash
+    date: str  # of the commit, ISO 8601
+    subject: str  # first line of its message
 
     @property
     def name(self) -> str:
@@ -76,8 +76,8 @@ class GateRun:
     head: Commit
     device: str  # cpu or cuda
     machine: str
-    measured: str  # when
-    points: Mapping[str, Mapping[str, Any]]  # findings by name
+    measured: str  # time of the run, ISO 8601
+    points: Mapping[str, Mapping[str, Any]]  # findings by point, as `verdicts.as_json` writes them
 
     def ratios(self, point: str) -> Iterator[tuple[str, Level]]:
         """Yield head ÷ base of each quantity that was measured at a point."""
@@ -93,7 +93,7 @@ class GateRun:
 
 @dataclass(frozen=True)
 class Level:
-    """A logarithm of a ratio to the first commit of a chain, and half its interval."""
+    """The natural logarithm of a ratio, and half its 95 % interval; nan where it is unknown."""
 
     log: float = 0.0
     half: float = 0.0
@@ -376,14 +376,20 @@ def _time(finding: Mapping[str, Any]) -> Value:
     return Value.of(finding.get("ratio"), lambda v: f"{v:.3f}{interval}")
 
 
+# Columns of a table with a row per finding.
+FINDING_COLUMNS: dict[str, Column] = {
+    "commit": lambda row: row.run.head.name,
+    "point": lambda row: row.finding["point"],
+    "verdict": lambda row: row.finding["state"],
+    "time ÷ base": lambda row: _time(row.finding),
+}
+
+
 def _moved_table(moves: Sequence[PointInRun]) -> Table:
     return Table.of(
         moves,
         {
-            "commit": lambda move: move.run.head.name,
-            "point": lambda move: move.finding["point"],
-            "verdict": lambda move: move.finding["state"],
-            "time ÷ base": lambda move: _time(move.finding),
+            **FINDING_COLUMNS,
             "instructions ÷ base": lambda move: _change(move.finding, TOTAL),
             "in emblib ÷ base": lambda move: _change(move.finding, NATIVE),
             "counted": lambda move: (
@@ -432,10 +438,7 @@ def _level_table(trend: Trend) -> Table:
     return Table.of(
         rows,
         {
-            "commit": lambda row: row.run.head.name,
-            "point": lambda row: row.finding["point"],
-            "verdict": lambda row: row.finding["state"],
-            "time ÷ base": lambda row: _time(row.finding),
+            **FINDING_COLUMNS,
             **{
                 f"{label} ÷ first": level_column(name) for name, (label, _, _) in QUANTITIES.items()
             },

@@ -34,6 +34,8 @@ ID_BYTES = 8  # bytes of an id or an offset, int64
 BAG_LENGTH = 32
 SPIN_CYCLES = 200_000  # about 100 us of a GPU: longer than the host takes to launch a call
 CACHES_PER_TABLE = 8  # table ÷ last-level cache: large enough that hits do not matter
+MIN_GPU_BYTES = 2 << 30  # minimum of the table of a GPU, for enough rows per call (not measured)
+COPY_SHARE, GATHER_SHARE, SGEMM_SHARE = 0.2, 0.2, 0.1  # times ÷ `seconds`; a gather per row size
 MIN_RUNS = 3  # minimum number of calls per ceiling
 RESOLUTION_SECONDS = 1e-9  # shortest time, of a GPU whose events stand still
 MATRIX_SIDE = 1024  # rows and columns of the multiplied matrices
@@ -44,11 +46,11 @@ WORDS_PER_LINE = LINE_BYTES // 8
 
 
 def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
-    """Measure all ceilings in about `seconds`.
+    """Measure all ceilings, on the threads of torch.
 
     Args:
         device: device whose memory is measured.
-        seconds: time for all ceilings; 0 for a smoke run, which measures a cache.
+        seconds: time of all ceilings ÷ 1.3; 0 for a smoke run, which measures a cache.
 
     Returns:
         `copy_gb_s`, `sgemm_gflop_s`; `gather_gb_s` and `gather_by` (the fastest way), keyed by
@@ -57,13 +59,13 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     """
     size = table_bytes(device) if seconds else SMOKE_BYTES
     flat = torch.ones(size // 4, device=device)
-    copied = copy_bandwidth(flat, 0.2 * seconds)
-    rates = {str(row): gather_bandwidth(flat, row, 0.2 * seconds) for row in ROW_BYTES}
+    copied = copy_bandwidth(flat, COPY_SHARE * seconds)
+    rates = {str(row): gather_bandwidth(flat, row, GATHER_SHARE * seconds) for row in ROW_BYTES}
     ceilings: dict[str, Any] = {
         "copy_gb_s": round(copied / 1e9, 3),
         "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
         "gather_by": {row: method for row, (_, method) in rates.items()},
-        "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
+        "sgemm_gflop_s": round(sgemm_rate(device, SGEMM_SHARE * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,
         "threads": torch.get_num_threads(),
@@ -80,7 +82,7 @@ def table_bytes(device: torch.device) -> int:
     """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        size = max(2 << 30, CACHES_PER_TABLE * cache)
+        size = max(MIN_GPU_BYTES, CACHES_PER_TABLE * cache)
     else:
         size = CACHES_PER_TABLE * last_level_cache_bytes()
     return max(SMOKE_BYTES, min(size, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
@@ -129,11 +131,7 @@ def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callab
     bags = ids.view(-1, BAG_LENGTH)
     out = torch.empty(count, table.size(1), device=device)
     read, per_row = count * (row_bytes + ID_BYTES), count * row_bytes
-    yield (
-        "index_select",
-        read + per_row,
-        lambda: torch.index_select(table, 0, ids, out=out),
-    )
+    yield "index_select", read + per_row, lambda: torch.index_select(table, 0, ids, out=out)
     pooled = read + per_row // BAG_LENGTH + ID_BYTES * (count // BAG_LENGTH)
     yield "embedding_bag", pooled, lambda: F.embedding_bag(bags, table, mode="sum")
     module = _one_table(rows, table.size(1), device)

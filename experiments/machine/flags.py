@@ -40,10 +40,7 @@ EXPLAINED: dict[str, tuple[str, str]] = {
         "a container may use fewer cores' worth of time than there are threads",
         "set device.threads to the quota",
     ),
-    "threads": (
-        "more threads than usable cores",
-        "set device.threads to the number of cores",
-    ),
+    "threads": ("more threads than usable cores", "set device.threads to the number of cores"),
     "other_processes": (
         "other processes compute on the same GPU",
         "nvidia-smi lists them; wait for them, or use another GPU",

@@ -61,7 +61,11 @@ def require_fit(checked: Mapping[str, Any]) -> None:
 def cpu_flags(
     cpu: Cpu, threads: int, sleep: Callable[[float], object]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the flags of the CPU and the facts behind them, without unknown ones."""
+    """Return the flags of the CPU and the facts behind them, without unknown ones.
+
+    `load` is the load average of a minute, `cores_of_others` the cores that other processes use,
+    `cores` those that this process may use, `quota` a limit in cores. Takes LOOK_SECONDS.
+    """
     watched = CpuTime()
     sleep(LOOK_SECONDS)
     _, cores_of_others = watched.shares()

@@ -290,9 +290,9 @@ class Nvml:
 
 
 def _handle(library: Any, device: torch.device | None) -> Any:
-    if device is None or device.type != "cuda":
-        return library.nvmlDeviceGetHandleByIndex(0)
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    """Return NVML's handle of torch's device; of the first GPU without a device or its UUID."""
+    is_gpu = device is not None and device.type == "cuda"
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_gpu else None
     if uuid is None:
         return library.nvmlDeviceGetHandleByIndex(0)
     try:

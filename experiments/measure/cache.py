@@ -39,8 +39,10 @@ from experiments.workloads.workload import (
 def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Record]:
     """Return a record per contender or ideal cache and size; `seconds` is not used.
 
-    A contender visits every batch, and its counters are read after each one. So a record has the
-    hits per batch, those of the warm-up too.
+    A contender visits every batch, and its counters are read after each one. So the samples of a
+    record are the counts of each batch by counter (`Contender.counters`), those of the warm-up too.
+    Ideal caches have no counts of the warm-up, but `most_lookup_hits` (the bound of the offline
+    optimum) or `expected_lookup_hit_rate` and `expected_row_hit_rate` (static_top).
 
     Raises:
         TraceError: the trace has too few batches.

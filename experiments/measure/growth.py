@@ -139,7 +139,11 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
 
 
 def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
-    """Measure the peak memory while a table grows, and the memory that it occupies at the end."""
+    """Measure the peak memory while a table grows, and the memory that it occupies at the end.
+
+    Returns:
+        `memory` (`memory.measure`), and in bytes `peak_bytes` and `kept_bytes`, None if unknown.
+    """
     size, total = call_sizes(cell)
     tables: list[KeyTable] = []
 

@@ -64,10 +64,8 @@ class Operation(TimedCall):
         self.repeats = filled.table.period if name in INSERTING else 1
         self.changes = name in INSERTING and filled.calls.num_present < filled.calls.size
         self.dim = filled.table.task.dim if name in WITH_VALUES else 0
-        self.ready = [] if self.changes else [self._prepare(self._next()) for _ in range(pool)]
-
-    def _next(self) -> Call:
-        return self.filled.calls.next(self.dim)
+        calls = () if self.changes else range(pool)
+        self.ready = [self._prepare(filled.calls.next(self.dim)) for _ in calls]
 
     def _prepare(self, call: Call) -> Any:
         return self.filled.table.prepare(call.keys, call.values)
@@ -76,7 +74,7 @@ class Operation(TimedCall):
         self.filled.restore()
         if not self.changes:
             return self.ready[number]
-        call = self._next()
+        call = self.filled.calls.next(self.dim)
         free_slots = self.filled.table.task.slots - self.filled.calls.resident
         if self.filled.table.erases and len(call.new) <= free_slots:
             self.filled.added = call.new

@@ -141,7 +141,7 @@ def status_of(error: Exception) -> str:
 
 
 def facts(pool: Pool) -> dict[str, Any]:
-    """Return the entries of a record about the batches."""
+    """Return the entries of a record about the batches, see `Pool`."""
     return {
         "lookups": pool.lookups,
         "unique_rows": pool.unique_rows,

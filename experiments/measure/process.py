@@ -63,6 +63,8 @@ class _Raised:
 class Child:
     """A child process that calls a function; as a context manager it ends the child.
 
+    One thread may wait in `receive` while another calls `kill`; nothing else is thread-safe.
+
     Args:
         target: "module:function"; the function is called with the pipe and the arguments.
         arguments: picklable arguments.

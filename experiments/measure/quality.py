@@ -121,7 +121,11 @@ def _train_all(
 
 
 def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
-    """Return the entries of all records about the data."""
+    """Return the entries of all records about the data.
+
+    `positive` is the share of label 1, `large_bytes` those of the plain large tables, `oracle_auc`
+    and `oracle_loss` the scores of the true probabilities, None if unknown.
+    """
     best = oracle(data)
     rows = [data.rows[field] for field in data.large(plan.large)]
     return {

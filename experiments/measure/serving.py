@@ -81,11 +81,7 @@ class Load:
     offered: list[float] = field(default_factory=list)
 
     def send(
-        self,
-        threads: ThreadPoolExecutor,
-        seconds: float,
-        rng: random.Random,
-        capacity: Load,
+        self, threads: ThreadPoolExecutor, seconds: float, rng: random.Random, capacity: Load
     ) -> None:
         """Send a block of requests; `capacity` is the load of closed blocks of as many clients."""
         if self.share == CLOSED:

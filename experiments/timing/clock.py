@@ -2,8 +2,8 @@
 
 A *phase* is a function of a batch number, e.g. a training step. `Clock.read` takes samples of it in
 one of the modes that `clock_for` explains. On a GPU, each call is launched behind a kernel that
-spins, so that the launch is over before the GPU reaches the call; spins that turn out too short are
-doubled.
+spins, so that the launch is over before the GPU reaches the call; a spin that turns out too short
+makes the next one longer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ CACHES_FLUSHED = 2  # bytes written to empty the last-level cache ÷ its size
 SAMPLES_PER_CHUNK = 64  # samples between two synchronisations
 SPIN_SECONDS = 50e-6  # initial spin, which covers the launch of most calls
 MAX_SPIN_SECONDS = 20e-3  # longest spin
+SPIN_PER_LAUNCH = 1.5  # next spin ÷ duration of a launch that a spin did not cover
 MAX_VAIN_SPINS = 4  # longer spins in a row without effect: the work itself waits for the GPU
 CALIBRATION_CYCLES = 2_000_000  # spin that measures the rate of spinning
 Phase = Callable[[int], object]  # a call on batch number n of the pool
@@ -167,15 +168,20 @@ class ColdClock(Clock):
 
 
 class CudaClock(Clock):
-    """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU."""
+    """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU.
+
+    Attributes:
+        ahead: seconds of the next spin by the key of a task; `spin` for unknown keys.
+        in_vain: number of longer spins in a row without effect, by key.
+    """
 
     def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
         self.gpu, self.mode, self.spin = gpu, mode, spin
         if mode is Mode.wall:
             self.min_sample_seconds = 0.0  # the launch of a second call would be hidden
-        self.ahead: dict[str, float] = {}  # key -> seconds to spin
-        self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
-        self._rate = 0.0
+        self.ahead: dict[str, float] = {}
+        self.in_vain: Counter[str] = Counter()
+        self._rate = 0.0  # cycles of a spin per second; 0 before it is measured
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples; wait for the GPU once per 64 of them, in wall mode after each."""
@@ -219,7 +225,7 @@ class CudaClock(Clock):
             self.in_vain[task.key] = 0
         elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
             self.in_vain[task.key] += 1
-            longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, 1.5 * wall))
+            longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, SPIN_PER_LAUNCH * wall))
             self.ahead[task.key] = 0.0 if self.in_vain[task.key] >= MAX_VAIN_SPINS else longer
         return Launch(start, end, wall, gpu_was_idle)
 

@@ -1,7 +1,7 @@
 """Latencies of requests, counted in buckets of 1 %: there are too many to store each.
 
-The latencies of a record are [bucket, requests] pairs of its points; a point is a number of clients
-and a load.
+A record of kind serving has points; a point is a number of clients and a load, with its latencies
+as [bucket, requests] pairs. Adding the counts of several points loses nothing.
 """
 
 from __future__ import annotations

@@ -18,10 +18,7 @@ RENEWAL_SECONDS = 0.1  # maximum age of a reading of the energy counter
 
 
 def counting_pass(
-    phase: Phase,
-    pool: int,
-    reset: Callable[[], object],
-    counters: Callable[[], Mapping[str, int]],
+    phase: Phase, pool: int, reset: Callable[[], object], counters: Callable[[], Mapping[str, int]]
 ) -> dict[str, int]:
     """Run every batch once; return the counts of the cache, which starts with its present rows.
 

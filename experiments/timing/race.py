@@ -2,7 +2,7 @@
 
 A *round* takes two samples of every phase (a timed call) of every arm (a contender): in random
 order, then in the reverse order. The arms stop together, when all are precise or no longer change,
-or when the budget is used up; one that uses most of it stops earlier. Reports compare samples of
+or when the budget is used up; one that uses half of it stops earlier. Reports compare samples of
 one round only.
 """
 

@@ -22,9 +22,7 @@ from experiments.workloads.trace_formats import (
     TraceTable,
     converting_read_errors,
 )
-from experiments.workloads.trace_formats import (
-    TraceError as TraceError,
-)
+from experiments.workloads.trace_formats import TraceError as TraceError
 
 SUFFIXES = {
     ".parquet": Format.parquet,
