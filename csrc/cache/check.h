@@ -161,10 +161,11 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                   ": states must be a list of ", kTiers, " times at most ", kMaxCacheTensors - 1,
                   " tensors, all of one tier after the other, got ", states.size());
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  const bool exact = hyper.is_cuda() && hyper.numel() == 0;  // no value is rounded
-  STD_TORCH_CHECK(hyper.is_contiguous() && (exact || hyper.numel() >= Hyper::kOptimizerArgs), op,
-                  ": hyper must have at least ", static_cast<int>(Hyper::kOptimizerArgs),
-                  " entries (see emblib.optim), got ", hyper.numel());
+  const bool rounds_nothing = hyper.is_cuda() && hyper.numel() == 0;  // no value is rounded
+  STD_TORCH_CHECK(
+      hyper.is_contiguous() && (rounds_nothing || hyper.numel() >= Hyper::kOptimizerArgs), op,
+      ": hyper must have at least ", static_cast<int>(Hyper::kOptimizerArgs),
+      " entries (see emblib.optim), got ", hyper.numel());
   check_features(op, tables);
   CacheMemory memory{};
   memory.tables = feature_array(tables);
@@ -172,7 +173,7 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
   memory.num_tensors = 1 + num_states;
   memory.cache_elements = weights[kCacheTier].numel();
   memory.cache_rows = INT64_MAX;
-  memory.hyper = exact ? nullptr : hyper.const_data_ptr<double>();
+  memory.hyper = rounds_nothing ? nullptr : hyper.const_data_ptr<double>();
   for (int tier = 0; tier < kTiers; ++tier) {
     for (int k = 0; k <= num_states; ++k) {
       Tensor& tensor = k == 0 ? weights[tier] : states[tier * num_states + k - 1];

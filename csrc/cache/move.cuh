@@ -200,7 +200,8 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
 
 // Return whether a row is made of aligned 16-byte packs, in a tensor of its tier and in the slot of
 // the cache that begins at element `start`, and both have one dtype. True if there is no row.
-EMB_DEVICE bool is_whole(const CacheMemory& memory, int tensor, const TierRow& row, int64_t start) {
+EMB_DEVICE bool is_in_packs(const CacheMemory& memory, int tensor, const TierRow& row,
+                            int64_t start) {
   if (row.dim == 0) return true;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const TierTensor tier = memory.tensors[tensor][row.location.tier];
@@ -223,9 +224,9 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
       if (lane_move.moves()) move_entry(memory, k, lane_move, rounding);
       continue;
     }
-    const bool whole =
-        is_whole(memory, k, lane_move.in, start) && is_whole(memory, k, lane_move.out, start);
-    if (__all_sync(simt::kFullMask, whole)) {
+    const bool are_in_packs =
+        is_in_packs(memory, k, lane_move.in, start) && is_in_packs(memory, k, lane_move.out, start);
+    if (__all_sync(simt::kFullMask, are_in_packs)) {
       const int64_t size = size_of(memory.tensors[k][kCacheTier].type);
       copy_packs(memory, k, lane_move, movers, static_cast<int>(widest * size / 16));
     } else {

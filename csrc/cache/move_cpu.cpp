@@ -30,12 +30,12 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
     for (int k = 0; k < memory.num_tensors; ++k) {
       const Tensor& tensor =
           k == 0 ? weights[x.tier] : states[x.tier * (memory.num_tensors - 1) + k - 1];
-      const bool by_row = memory.is_by_row(k);
-      const int64_t first = by_row ? x.state_base : x.weight_offset;
+      const bool is_by_row = memory.is_by_row(k);
+      const int64_t first = is_by_row ? x.state_base : x.weight_offset;
       STD_TORCH_CHECK(
-          first <= tensor.numel() && x.rows <= (tensor.numel() - first) / (by_row ? 1 : x.dim), op,
-          ": table ", t, " lies outside the ", k == 0 ? "weights" : "states", " of tier ", x.tier,
-          "; tables must come from the module that owns them");
+          first <= tensor.numel() && x.rows <= (tensor.numel() - first) / (is_by_row ? 1 : x.dim),
+          op, ": table ", t, " lies outside the ", k == 0 ? "weights" : "states", " of tier ",
+          x.tier, "; tables must come from the module that owns them");
     }
   }
 }

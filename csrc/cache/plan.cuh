@@ -72,16 +72,16 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   const int64_t count = *plan.count, now = plan.now();
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
-    const bool cached = u < count && row >= first_row;
-    const int64_t set = cached ? set_of(row, cache.sets) : 0;
-    const int way = cached ? find_way(cache, set, row) : -1;
+    const bool is_cacheable = u < count && row >= first_row;
+    const int64_t set = is_cacheable ? set_of(row, cache.sets) : 0;
+    const int way = is_cacheable ? find_way(cache, set, row) : -1;
     if (lane_in_warp() != (way < 0 ? 0 : way)) continue;
     const int64_t slot = set * kWays + way;
     plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(slot);
     plan.evicted[u] = kNoMove;
-    sort.keys[u] = cached && way < 0 ? static_cast<uint32_t>(set) : sort.limit;
+    sort.keys[u] = is_cacheable && way < 0 ? static_cast<uint32_t>(set) : sort.limit;
     sort.positions[u] = static_cast<int32_t>(u);
-    if (!cached) continue;
+    if (!is_cacheable) continue;
     if (way >= 0) {
       const int64_t lookups =
           cache.policy == CachePolicy::kLru
@@ -102,9 +102,9 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
-    const bool cached = u < count && row >= first_row;
-    const int64_t set = cached ? set_of(row, plan.cache.sets) : 0;
-    const int way = cached ? find_way(plan.cache, set, row) : -1;
+    const bool is_cacheable = u < count && row >= first_row;
+    const int64_t set = is_cacheable ? set_of(row, plan.cache.sets) : 0;
+    const int way = is_cacheable ? find_way(plan.cache, set, row) : -1;
     if (lane_in_warp() == 0)
       plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(set * kWays + way);
   }
@@ -168,7 +168,7 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
   const CacheState& cache = plan.cache;
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
   const int64_t now = plan.now(), oldest = plan.oldest();
-  const bool lfu = cache.policy == CachePolicy::kLfu;
+  const bool is_lfu = cache.policy == CachePolicy::kLfu;
   const int num_groups = *groups.num_groups;
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
     const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_in_warp();
@@ -179,15 +179,15 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
       const int64_t other = __shfl_sync(simt::kFullMask, order, k);
       rank += other < order || (other == order && k < lane_in_warp());
     }
-    if (lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
+    if (is_lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
     if (rank < end - begin) {
-      const int32_t u = groups.permutation[begin + (lfu ? number_of_miss(chosen[rank]) : rank)];
-      const int64_t row = plan.rows[u], lookups = lfu ? lookups_of_miss(chosen[rank]) : 0;
+      const int32_t u = groups.permutation[begin + (is_lfu ? number_of_miss(chosen[rank]) : rank)];
+      const int64_t row = plan.rows[u], lookups = is_lfu ? lookups_of_miss(chosen[rank]) : 0;
       if (may_replace(cache.policy, lookups, order)) {
         const int64_t evicted = cache.tags[slot];
         // Higher tags belong to no table. The bound is computed here: to keep it would take one
         // register too many.
-        if (lfu && evicted >= first_row && evicted < end_of_rows(plan.tables, plan.num_tables)) {
+        if (is_lfu && evicted >= first_row && evicted < end_of_rows(plan.tables, plan.num_tables)) {
           cache.counts[evicted - first_row] = static_cast<int32_t>(lookups_of(word));
         }
         plan.row_slots[u] = static_cast<int32_t>(slot);
@@ -233,15 +233,15 @@ EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 // the batch in the table counts the call.
 EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
-  const bool conflict = plan.row_slots[u] < 0;
-  const bool miss = conflict || plan.evicted[u] != kNoMove;
+  const bool is_conflict = plan.row_slots[u] < 0;
+  const bool is_miss = is_conflict || plan.evicted[u] != kNoMove;
   sums[CacheCounter::kCalls] += u == 0 || plan.rows[u - 1] < row_base;
   sums[CacheCounter::kLookups] += lookups;
   sums[CacheCounter::kUnique] += 1;
-  sums[CacheCounter::kUniqueMisses] += miss;
-  sums[CacheCounter::kLookupMisses] += miss ? lookups : 0;
-  sums[CacheCounter::kConflictUniqueMisses] += conflict;
-  sums[CacheCounter::kConflictMisses] += conflict ? lookups : 0;
+  sums[CacheCounter::kUniqueMisses] += is_miss;
+  sums[CacheCounter::kLookupMisses] += is_miss ? lookups : 0;
+  sums[CacheCounter::kConflictUniqueMisses] += is_conflict;
+  sums[CacheCounter::kConflictMisses] += is_conflict ? lookups : 0;
 }
 
 // Count the rows of a plan, in block `block` of `blocks`. Each warp takes a contiguous range of
@@ -255,8 +255,8 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
   Tally tally;
   for (int64_t tile = first; tile < first + share && tile < tiles; ++tile) {
     const int64_t u = tile * kWarpLanes + lane_in_warp();
-    const bool cached = u < count && plan.rows[u] >= first_row;
-    const int table = cached ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
+    const bool is_cacheable = u < count && plan.rows[u] >= first_row;
+    const int table = is_cacheable ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
     unsigned pending = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
     while (pending != 0) {
       const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(pending)) - 1);
@@ -267,7 +267,7 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
       if (table == next) tally_row(plan, u, plan.tables[table].row_base, tally.sums);
       pending &= ~__ballot_sync(simt::kFullMask, table == next);
     }
-    const int64_t evicted = cached ? plan.evicted[u] : -1;
+    const int64_t evicted = is_cacheable ? plan.evicted[u] : -1;
     const int evicted_table = evicted >= 0 ? find_table(plan.tables, plan.num_tables, evicted) : -1;
     pending = __ballot_sync(simt::kFullMask, evicted_table >= 0);
     while (pending != 0) {

@@ -22,7 +22,7 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 namespace {
 
 constexpr int64_t kGrain = 2048;              // rows, or misses: smallest range that gets a thread
-constexpr int64_t kLookupGrain = 8 * kGrain;  // lookups, which only copy a number, likewise
+constexpr int64_t kLookupGrain = 8 * kGrain;  // lookups, each of which copies one number
 constexpr int64_t kSetCost = 4;  // of a set with misses, relative to that of a miss; not measured
 
 // The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable:
@@ -141,11 +141,11 @@ class BatchCounters {
     for (const Miss* miss = begin; miss != end; ++miss) {
       const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
       while (args.rows[u] >= tables_[table].row_base + tables_[table].rows) ++table;
-      const bool conflict = args.row_slots[u] < 0;
+      const bool is_conflict = args.row_slots[u] < 0;
       add_both(table, CacheCounter::kUniqueMisses, 1);
       add_both(table, CacheCounter::kLookupMisses, lookups);
-      add_both(table, CacheCounter::kConflictUniqueMisses, conflict);
-      add_both(table, CacheCounter::kConflictMisses, conflict ? lookups : 0);
+      add_both(table, CacheCounter::kConflictUniqueMisses, is_conflict);
+      add_both(table, CacheCounter::kConflictMisses, is_conflict ? lookups : 0);
       if (args.evicted[u] == kNoRow || args.evicted[u] == kNoMove) continue;
       const int evicted_table = find_table(tables_, num_tables_, args.evicted[u]);
       if (evicted_table >= 0) add_both(evicted_table, CacheCounter::kWriteBacks, 1);

@@ -75,16 +75,16 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
     for (int64_t u = block; u < last; ++u) {
       const int64_t set = sets[turn][u - block], first = set * kWays;
       const int way = find_way(cache.tags + first, args.rows[u]);
-      const bool hit = way < kWays;
-      args.row_slots[u] = hit ? static_cast<int32_t>(first + way) : -1;
+      const bool is_hit = way < kWays;
+      args.row_slots[u] = is_hit ? static_cast<int32_t>(first + way) : -1;
       if (misses != nullptr) {  // a hit is written too, and then overwritten: no branch
         misses[num_misses] = {static_cast<int32_t>(u), static_cast<uint32_t>(set)};
-        num_misses += !hit;
+        num_misses += !is_hit;
       }
       if constexpr (kStamps) {
         args.evicted[u] = kNoMove;
         // For a miss, prefetch the line of `evicted` that was just written: no branch, no traffic.
-        __builtin_prefetch(hit ? cache.usage_words + first + way : args.evicted + u, 1);
+        __builtin_prefetch(is_hit ? cache.usage_words + first + way : args.evicted + u, 1);
       }
     }
     if constexpr (kStamps) stamp_hits(args, stamped, block);

@@ -106,13 +106,13 @@ EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
 }
 
 // Start to copy kBytes (4, 8 or 16) bytes from `global` to `shared`, or to fill `shared` with zeros
-// if not `inside`. Both addresses must be multiples of kBytes, and `global` must be a valid address
-// of global memory even if it is not read. Copies of 16 bytes bypass the L1 cache.
+// if not `is_inside`. Both addresses must be multiples of kBytes, and `global` must be a valid
+// address of global memory even if it is not read. Copies of 16 bytes bypass the L1 cache.
 template <int kBytes>
-EMB_DEVICE void copy_async(void* shared, const void* global, bool inside) {
+EMB_DEVICE void copy_async(void* shared, const void* global, bool is_inside) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  const int from_bytes = inside ? kBytes : 0;
+  const int from_bytes = is_inside ? kBytes : 0;
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
                  "r"(from_bytes)
@@ -194,14 +194,14 @@ template <class T>
 void keep_in_registers(T*&) {}
 
 template <int kBytes>
-void copy_async(void* shared, const void* global, bool inside) {
+void copy_async(void* shared, const void* global, bool is_inside) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const auto addresses = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
   if (addresses % kBytes != 0) {
     fail("a copy of " + std::to_string(kBytes) + " bytes to shared memory is misaligned");
   }
   Machine::get().start_copy(static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global),
-                            kBytes / 4, inside);
+                            kBytes / 4, is_inside);
 }
 
 inline void commit_copies() { Machine::get().commit_copies(); }

@@ -188,12 +188,12 @@ class Machine {
     return exchange.values;
   }
 
-  // Start a copy of `words` words of 4 bytes, or of zeros if not `inside`. The copy happens when
+  // Start a copy of `words` words of 4 bytes, or of zeros if not `is_inside`. The copy happens when
   // this thread waits for it; until then its target reads as NaN.
-  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool inside) {
+  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool is_inside) {
     std::fill_n(to, words, 0xffffffffu);
     Thread& self = threads_[current_];
-    self.copies.push_back({to, from, words, inside, self.copy_groups});
+    self.copies.push_back({to, from, words, is_inside, self.copy_groups});
   }
 
   void commit_copies() { ++threads_[current_].copy_groups; }
@@ -207,7 +207,7 @@ class Machine {
         in_flight.push_back(copy);
         continue;
       }
-      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.inside ? copy.from[i] : 0;
+      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.is_inside ? copy.from[i] : 0;
     }
     self.copies.swap(in_flight);
   }
@@ -248,7 +248,7 @@ class Machine {
     uint32_t* to;
     const uint32_t* from;
     unsigned words;  // of 4 bytes
-    bool inside;     // else zeros are copied
+    bool is_inside;  // else zeros are copied
     unsigned group;  // number of its group of copies in the thread
   };
 

@@ -164,7 +164,7 @@ struct SmallSort {
   const SmallGroupArgs& args;
   const SmallMemory& memory;
   unsigned rank, lane, warp;  // of the block in the cluster, of the thread in its block
-  unsigned element;           // number of the thread's item 0 in its block; item i is 32 * i behind
+  unsigned element;           // number of the thread's item 0 in its block; item i is 32 * i more
   unsigned size, size_bits;   // elements per block, and log2 of that
 
   EMB_DEVICE SmallSort(const SmallGroupArgs& args_, const SmallMemory& memory_)
@@ -277,8 +277,8 @@ struct SmallSort {
   }
 
   // Sort the elements of the cluster by key, stable; each thread gets those at its positions. A
-  // block reads its elements at the end of a pass without a barrier behind: the next pass writes to
-  // other blocks' memory only after the cluster_sync in scan_digits.
+  // block reads its elements at the end of a pass without a barrier after it: the next pass writes
+  // to other blocks' memory only after the cluster_sync in scan_digits.
   EMB_DEVICE void sort() {
     for (int shift = 0; shift < args.bits; shift += args.bits_per_pass) {
       uint32_t digit[kItems], before[kItems];

@@ -212,8 +212,8 @@ inline constexpr uint8_t kUnknownShare = 255;
 //     has been used since, and ranks at least as high
 //   - a bucket with empty slots has an empty queue
 //   - if the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
-// Who breaks them, because tags or entries are written or a rank falls, empties the queue. Stamps
-// that fall also reset `exhausted_at`.
+// Code that breaks one of them, because it writes tags or entries or lowers a rank, empties the
+// queue. If it lowers a stamp, it also resets `exhausted_at`.
 //
 // Threads: those of `find` write only `size`, 0, and atomically. Those of `choose` take `locked`
 // before they use other members, if several threads choose. In `commit` one thread works on a
@@ -225,7 +225,7 @@ struct EvictionQueue {
   uint8_t share;      // `commit`: slots that the bucket may still assign in this round, or
                       // kUnknownShare
   uint8_t locked;     // 1 while a thread of `choose` uses the queue: taken by an atomic exchange
-  uint16_t ages[kAgeCodes];  // 0 for a code that no element has
+  uint16_t ages[kAgeCodes];  // at least 1 each; 0 for a code that was not used since the sort
   uint8_t elements[kSlots];  // in ascending order of known ranks
   int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
 };
@@ -246,7 +246,7 @@ struct HashTouch {
 struct HashInsertion {
   HashTable table;
   HashOrder order;
-  bool competes;  // whether a new key must rank as high as the entry that it evicts
+  bool must_compete;  // whether a new key must rank as high as the entry that it evicts
   // The clock of the batch, whose own entries are not evicted; the score of new entries, if the
   // caller assigns scores.
   int64_t stamp, batch_score;

@@ -62,7 +62,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 struct HashBatchCall {
   HashIndex index;
   HashScoring scoring;
-  bool competes;  // see parse_competes
+  bool must_compete;  // see parse_competes
   FeatureBags bags;
   const Feature* features;  // [F]
   int64_t n, num_bags;
@@ -81,7 +81,7 @@ struct HashBatchCall {
                 const Tensor& layout, const Tensor& rules)
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids),
-        competes(parse_competes(op, insert_policy)),
+        must_compete(parse_competes(op, insert_policy)),
         bags(op, checked(op, features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
              kUnlimited),
         features(feature_array(features_)),
@@ -297,7 +297,7 @@ struct MissingKeys {
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
               int64_t* evicted) {
     insert_misses(
-        call.index, call.scoring, call.competes, Misses(call.index.num_tables, offsets),
+        call.index, call.scoring, call.must_compete, Misses(call.index.num_tables, offsets),
         {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), evicted});
   }
 

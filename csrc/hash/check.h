@@ -134,7 +134,7 @@ inline void check_num_tables(const char* op, int64_t num_tables) {
                   ": num_tables must be in [0, 2^31), got ", num_tables);
 }
 
-// Check the number of positions or slots of a call, likewise.
+// Check the number of positions or slots of a call: kernels number them with 32 bits.
 inline void check_num_keys(const char* op, int64_t n) {
   STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys per call, got ", n,
                   "; split the batch");
@@ -361,7 +361,7 @@ struct InsertCall {
   const char* op = "hash_insert_";
   HashIndex index;
   HashScoring scoring;
-  bool competes;                        // see parse_competes
+  bool must_compete;                    // see parse_competes
   int64_t n;                            // positions of the batch
   const int64_t *ids, *first, *totals;  // [n] each: by position, by miss, by miss
   Misses misses;
@@ -376,7 +376,7 @@ struct InsertCall {
              const std::optional<Tensor>& slots_, const std::optional<Tensor>& groups_)
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids_),
-        competes(parse_competes(op, insert_policy)),
+        must_compete(parse_competes(op, insert_policy)),
         n(ids_.numel()),
         ids(required_array<int64_t>(op, "ids", ids_, n, ids_)),
         first(required_array<int64_t>(op, "first", first_, n, ids_)),

@@ -139,7 +139,8 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
   return sum - value;
 }
 
-// The same for one bit per thread, counted by ballots.
+// Return the number of threads of the block before this one whose `bit` is set, and write the
+// number of all such threads to `*total`. Otherwise like exclusive_sum.
 EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   const unsigned bits = __ballot_sync(simt::kFullMask, bit);
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
@@ -182,7 +183,7 @@ EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int in
   }
 }
 
-// The same with the loop shared by the whole grid.
+// Do the same with the whole grid's loop divided among all its blocks.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
                             const Body& body) {
@@ -206,7 +207,8 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
 // function, and must call `flush` at the end.
 class TableTally {
  public:
-  // `sums` is the address of the counter of table 0; the next table's is `stride` words behind.
+  // `sums` is the address of the counter of table 0; that of the next table is `stride` words after
+  // it.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
   // Add 1 to the counter of this lane's table if `counts`. Table -1 counts nothing.

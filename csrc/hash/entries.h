@@ -43,7 +43,7 @@ struct MissArrays {
 
 // Insert the admitted misses of every table, which changes the index and its counters. Writes slots
 // and status of all misses.
-void insert_misses(const HashIndex& index, const HashScoring& scoring, bool competes,
+void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 
 // The ops of these names, which `tier_put_` calls.

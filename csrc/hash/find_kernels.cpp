@@ -6,8 +6,8 @@
 //                  if there is none,
 //   probe_chosen   compares the tags of the chosen bucket and prefetches the candidate entry,
 //   compare        compares the key with that entry.
-// No step branches on its result. Keys that are neither found nor surely missing after the last
-// step are collected, and resolved together once per chunk of keys.
+// No step branches on its result. Keys that are neither found nor known to be missing after the
+// last step are collected, and resolved together once per chunk of keys.
 //
 // HashFindKernels in args.h describes `find` and `refresh`. In this file `key` is the number of a
 // key in the call, and `id` the key itself.
@@ -53,13 +53,15 @@ EMB_HD void prefetch_tags(const HashTable& table, int64_t bucket) {
   __builtin_prefetch(table.tags + bucket * kSlots);
 }
 
-// Prefetch the entry in a slot, or the tags of a bucket if not `entry`, into the L2 cache, because
-// too many entries are in flight for L1. The choice uses bit operations: the compiler would turn
+// Prefetch the entry in a slot, or the tags of a bucket unless `wants_entry`, into the L2 cache,
+// because too many entries are in flight for L1. The choice uses bit operations: the compiler would
+// turn
 // `?:` into a branch, and a misprediction takes as long as the remaining steps.
-EMB_HD void prefetch_either(bool entry, const HashTable& table, int64_t slot, int64_t bucket) {
+EMB_HD void prefetch_either(bool wants_entry, const HashTable& table, int64_t slot,
+                            int64_t bucket) {
   const auto line = reinterpret_cast<uintptr_t>(table.entry(slot));
   const auto tags = reinterpret_cast<uintptr_t>(table.tags + bucket * kSlots);
-  const uintptr_t chosen = tags ^ ((line ^ tags) & -uintptr_t{entry});
+  const uintptr_t chosen = tags ^ ((line ^ tags) & -uintptr_t{wants_entry});
   __builtin_prefetch(reinterpret_cast<const void*>(chosen), 0, 2);
 }
 

@@ -283,7 +283,7 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
 }  // namespace
 
 // The contract is in hash/entries.h.
-void insert_misses(const HashIndex& index, const HashScoring& scoring, bool competes,
+void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays) {
   std::fill(arrays.slots, arrays.slots + misses.count(), kNoSlot);
   std::fill(arrays.status, arrays.status + misses.count(),
@@ -304,7 +304,7 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool comp
     }
     const HashInsertion insertion{.table = index.table(t),
                                   .order = scoring.order,
-                                  .competes = competes,
+                                  .must_compete = must_compete,
                                   .stamp = *index.clock,
                                   .batch_score = scoring.score_of(t),
                                   .ids = arrays.ids,
@@ -359,7 +359,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
             static_cast<uint8_t>(InsertStatus::kMiss));
   int64_t* evicted = call.evicted.mutable_data_ptr<int64_t>();
   std::fill(evicted, evicted + 3 * call.n, 0);  // zeroed only to be reproducible
-  insert_misses(index, call.scoring, call.competes, misses,
+  insert_misses(index, call.scoring, call.must_compete, misses,
                 {call.ids, call.first, call.totals, slot_data, statuses, evicted});
   fill_positions(call);
   return call.results();

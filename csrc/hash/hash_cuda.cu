@@ -117,7 +117,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   insertion.index = device_index(call.op, call.index);
   insertion.order = call.scoring.order;
   insertion.batch_scores = call.scoring.batch_scores;
-  insertion.competes = call.competes;
+  insertion.must_compete = call.must_compete;
   insertion.ids = call.ids;
   insertion.first = call.first;
   insertion.totals = call.totals;

@@ -63,9 +63,10 @@ EMB_HD double log_of(double x) {
   bits = (bits & 0xfffffffffffffu) | uint64_t{1023} << 52;
   double m;
   memcpy(&m, &bits, sizeof(m));
-  const bool large = m > 1.4142135623730951;  // sqrt(2): the series below converges fast around 1
-  m = large ? m * 0.5 : m;
-  exponent = large ? exponent + 1.0 : exponent;
+  const bool is_large =
+      m > 1.4142135623730951;  // sqrt(2): the series below converges fast around 1
+  m = is_large ? m * 0.5 : m;
+  exponent = is_large ? exponent + 1.0 : exponent;
   // log(m) = 2 artanh(s), an odd power series.
   const double s = (m - 1.0) / (m + 1.0), square = s * s;
   double sum = 1.0 / 17.0;

@@ -42,7 +42,7 @@ struct ChosenSlot {
 struct Insertion {
   DeviceIndex index;
   HashOrder order;
-  bool competes;                // whether a new key must rank as high as the entry that it evicts
+  bool must_compete;            // whether a new key must rank as high as the entry that it evicts
   const int64_t* ids;           // [n], by position: ids of the batch
   const int64_t* first;         // by miss: the first position of the key
   const int64_t* totals;        // by miss: uses of the key in the batch
@@ -135,7 +135,7 @@ EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) 
 // Return whether a new entry may replace a candidate.
 EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate,
                           const NewEntry& entry) {
-  if (candidate.way < 0 || !insertion.competes) return candidate.way >= 0;
+  if (candidate.way < 0 || !insertion.must_compete) return candidate.way >= 0;
   return !less(entry_rank(insertion.order, entry.key, entry.stamp, entry.score), candidate.rank);
 }
 
@@ -167,12 +167,12 @@ EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair
                                     const NewEntry& entry) {
   Candidate lowest = min_over_warp(insertion.order, buckets.in_first);
   const Candidate in_second = min_over_warp(insertion.order, buckets.in_second);
-  const bool take_second = comes_before(in_second, lowest);
-  if (take_second) lowest = in_second;
-  const int way = take_second ? buckets.in_second.way : buckets.in_first.way;
+  const bool takes_second = comes_before(in_second, lowest);
+  if (takes_second) lowest = in_second;
+  const int way = takes_second ? buckets.in_second.way : buckets.in_first.way;
   const int num_candidates = __popc(__ballot_sync(simt::kFullMask, way >= 0));
   if (!can_evict(insertion, lowest, entry)) return {-1, {}};
-  return {take_second ? buckets.second : buckets.first,
+  return {takes_second ? buckets.second : buckets.first,
           {static_cast<uint8_t>(lowest.way), true, num_candidates == 1}};
 }
 
@@ -181,15 +181,15 @@ EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
   return match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss of table t, if it is `active`. Afterwards the miss is
+// Choose a bucket for this lane's miss of table t, if `is_active`. Afterwards the miss is
 // refused, or in the chain of a bucket; return whether it is in a chain. The table is not changed.
 // All 32 lanes must call this.
-EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool active) {
+EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
   DeviceChoice choice{-1, {}};
   bool searches = false;  // whether both buckets are full, so that the warp must compare entries
-  if (active) {
+  if (is_active) {
     entry = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
     const int64_t base = insertion.index.field(t, HashTableColumn::kFirstBucket);
@@ -198,11 +198,11 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     second = static_cast<int32_t>(base + table.second_bucket(mixed));
     uint32_t empty = empty_slots(insertion, first), in_second = 0;
     if (__popc(empty) <= kPreferredFreeSlots) in_second = empty_slots(insertion, second);
-    const bool take_second = __popc(in_second) > __popc(empty);
-    if (take_second) empty = in_second;
+    const bool takes_second = __popc(in_second) > __popc(empty);
+    if (takes_second) empty = in_second;
     if (empty != 0) {
       const auto way = static_cast<uint8_t>(__ffs(static_cast<int>(empty)) - 1);
-      choice = {take_second ? second : first, {way, false, false}};
+      choice = {takes_second ? second : first, {way, false, false}};
     }
     searches = empty == 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
   }
@@ -223,7 +223,7 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     const DeviceChoice choice_of_lane = full_choice(insertion, pair, entry);
     if (lane_in_warp() == lane) choice = choice_of_lane;
   }
-  if (!active) return false;
+  if (!is_active) return false;
   if (choice.bucket < 0) {
     insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
     return false;
@@ -284,8 +284,8 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
   }
 }
 
-// The same by one lane, if the chain has at most kLaneMembers members and all get a slot; otherwise
-// do nothing and return false.
+// Do what fill_bucket does, by one lane, if the chain has at most kLaneMembers members and all get
+// a slot; otherwise do nothing and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   constexpr int kLaneMembers = 4;  // members that are kept in registers, sorted
   int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
@@ -350,12 +350,13 @@ EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, in
 }
 
 // Serve the chains that were founded by this warp's misses, and leave them empty. `miss`, of table
-// t, is this lane's miss if it is `active`. All 32 lanes must call this.
-EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
-  const bool founds = active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
-  const int32_t chosen = founds ? insertion.chosen_bucket[miss] : 0;
+// t, is this lane's miss if `is_active`. All 32 lanes must call this.
+EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool is_active) {
+  const bool is_founder =
+      is_active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
+  const int32_t chosen = is_founder ? insertion.chosen_bucket[miss] : 0;
   bool fills = false, replaces = false;
-  if (founds) {
+  if (is_founder) {
     const ChosenSlot slot = insertion.chosen_slot[miss];
     if (insertion.last_in_chain[chosen] == miss) {
       serve_single(insertion, miss, t, chosen, slot);
@@ -449,8 +450,8 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   }
 }
 
-// Call `body(miss, table, active)` for the misses of the batch, by the whole grid; `active` says
-// whether the miss may choose in this round. Whole warps call `body`; lanes without a miss get
+// Call `body(miss, table, is_active)` for the misses of the batch, by the whole grid; `is_active`
+// says whether the miss may choose in this round. Whole warps call `body`; lanes without a miss get
 // table -1 and are not active. A bucket may occupy a warp for the miss of one lane, so if there are
 // few misses, all warps get a few of them. `shared` is shared memory for two ints.
 template <class Body>
@@ -476,14 +477,14 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   }
 }
 
-// Append this lane's miss to the list of pending misses of its table t, if `listed`. All 32 lanes
-// must call this.
-EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bool listed) {
-  unsigned lanes_left = __ballot_sync(simt::kFullMask, listed);
+// Append this lane's miss to the list of pending misses of its table t, if `is_listed`. All 32
+// lanes must call this.
+EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bool is_listed) {
+  unsigned lanes_left = __ballot_sync(simt::kFullMask, is_listed);
   while (lanes_left != 0) {
     const int leader = __ffs(static_cast<int>(lanes_left)) - 1;
     const int table = __shfl_sync(simt::kFullMask, t, leader);
-    const bool is_of_table = listed && t == table;
+    const bool is_of_table = is_listed && t == table;
     const unsigned same = __ballot_sync(simt::kFullMask, is_of_table);
     int32_t before = 0;
     if (lane_in_warp() == leader) {
@@ -500,15 +501,16 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
 }
 
 // The first kernel of a round: pending misses choose buckets. In the last round that uses all
-// multiprocessors, `lists` is set: the misses that are in a chain are listed for the last kernel.
+// multiprocessors, `lists_pending` is set: the misses that are in a chain are listed for the last
+// kernel.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_choose_kernel(Insertion insertion, int round, bool lists) {
+    hash_choose_kernel(Insertion insertion, int round, bool lists_pending) {
   __shared__ int range[2];
-  for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
-    active = active && insertion.is_pending(miss);
-    if (!__any_sync(simt::kFullMask, active)) return;
-    const bool chooses = choose_bucket(insertion, miss, t, active);
-    if (lists) list_pending(insertion, miss, t, chooses);
+  for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool is_active) {
+    is_active = is_active && insertion.is_pending(miss);
+    if (!__any_sync(simt::kFullMask, is_active)) return;
+    const bool chooses = choose_bucket(insertion, miss, t, is_active);
+    if (lists_pending) list_pending(insertion, miss, t, chooses);
   });
 }
 
@@ -520,8 +522,8 @@ inline constexpr int kServeBlocks = 3, kOutcomeBlocks = 2;
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kServeBlocks)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
-  for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool active) {
-    serve_buckets(insertion, miss, t, active);
+  for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool is_active) {
+    serve_buckets(insertion, miss, t, is_active);
   });
 }
 
@@ -578,8 +580,8 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
       __syncthreads();
       for (int tile = 0; tile < list.size; tile += kTileThreads) {
         const int64_t miss = list.at(tile + self);
-        const bool active = miss >= 0 && insertion.is_pending(miss);
-        if (__any_sync(simt::kFullMask, active)) choose_bucket(insertion, miss, t, active);
+        const bool is_active = miss >= 0 && insertion.is_pending(miss);
+        if (__any_sync(simt::kFullMask, is_active)) choose_bucket(insertion, miss, t, is_active);
       }
       __syncthreads();
       for (int tile = 0; tile < list.size; tile += kTileThreads) {

@@ -248,7 +248,7 @@ EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
 EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
                       const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
-  if (!insertion.competes) return true;
+  if (!insertion.must_compete) return true;
   return !less(
       entry_rank(insertion.order, insertion.key(miss), insertion.stamp, insertion.score(miss)),
       candidate.rank);
@@ -352,8 +352,8 @@ EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t
     return free_choice(first->free >= second->free ? *first : *second);
   }
   const EvictionCandidate &a = first->candidate, &b = second->candidate;
-  const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
-  const EvictionCandidate& candidate = take_second ? b : a;
+  const bool takes_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
+  const EvictionCandidate& candidate = takes_second ? b : a;
   if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
   return {candidate.slot, Choice::kEvict, 0};
 }
@@ -477,8 +477,8 @@ void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
 // `old` buckets grows; `old_mask` is address_mask(old).
 EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old, uint64_t old_mask) {
   const int64_t half = static_cast<int64_t>(old_mask >> 1) + 1;
-  const bool undivided = parent < half && parent + half >= old && old > 1;
-  return child == parent + (undivided ? half : static_cast<int64_t>(old_mask) + 1);
+  const bool is_undivided = parent < half && parent + half >= old && old > 1;
+  return child == parent + (is_undivided ? half : static_cast<int64_t>(old_mask) + 1);
 }
 
 // Move an entry and its rows from slot `from` to the empty slot `to` of the same table.

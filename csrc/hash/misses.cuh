@@ -105,7 +105,8 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   }
 }
 
-// The same in a kernel of its own, for any 32-bit cells whose empty value has all bits set.
+// Empty all cells, in a kernel of its own; also those of SlotCells (rows.cuh), whose empty value,
+// -1, has the same bits.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_clear_kernel(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);
@@ -141,7 +142,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (t <= num_tables) plan.next[t] = static_cast<int32_t>(first);
     before += total;
   }
-  // Number the segments, a tile at a time: behind those of their table in earlier tiles and in
+  // Number the segments, a tile at a time: after those of their table in earlier tiles and in
   // earlier threads.
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
     const int f = tile + self, t = f < batch.segments ? table_of(f) : -1;
@@ -285,7 +286,7 @@ inline constexpr int kNumberBlocks = 6;
       out.totals[entry] = !is_first ? 0 : uses == nullptr ? 1 : uses[position];
     }
     if (is_first) {
-      __threadfence();  // whoever sees the number adds to the uses, so these are written first
+      __threadfence();  // a thread that sees the number adds to the uses: write these first
       atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
     }
     __syncthreads();  // the numbers of this tile are written before its threads wait for them

@@ -60,6 +60,7 @@ inline uint32_t extend_crc32_by_tables(uint32_t crc, const unsigned char* data, 
   return crc;
 }
 
+// Return the CRC-32 of `size` bytes.
 inline uint32_t crc32_by_tables(const unsigned char* data, int64_t size) {
   return ~extend_crc32_by_tables(~uint32_t{0}, data, size);
 }
@@ -67,6 +68,8 @@ inline uint32_t crc32_by_tables(const unsigned char* data, int64_t size) {
 #if defined(EMB_X86)
 
 inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registers
+
+// The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
 // Return the remainder of `value` shifted by the distance that `factors` stand for, plus `next`.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
@@ -76,7 +79,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, 
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// The factors are x^k mod P, bit-reflected, for the distances of the folds, from the paper above.
+// Return the CRC-32 of `size` bytes. The factors are x^k mod P, bit-reflected, for the distances of
+// the folds, from the paper above.
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const unsigned char* data,
                                                                           int64_t size) {
   if (size < kCrcFoldBytes) return crc32_by_tables(data, size);

@@ -9,7 +9,7 @@ namespace emb {
 
 // Raise unless `tensor` is contiguous and of a supported dtype, and low <= high, both finite;
 // return the dtype.
-inline Dtype check_range(const char* op, const Tensor& tensor, double low, double high) {
+inline Dtype check_uniform_fill(const char* op, const Tensor& tensor, double low, double high) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
   STD_TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low <= high, op,
                   ": low and high must be finite and low <= high, got ", low, " and ", high);

@@ -19,7 +19,7 @@ constexpr int64_t kGrain = 256;  // blocks: smallest range that gets a thread
 // Fill `tensor`, contiguous and float32, float16 or bfloat16, with uniform numbers in [low, high).
 // The result depends on neither the device nor the number of threads.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
-  const Dtype type = check_range("fill_uniform_", tensor, low, high);
+  const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   const UniformFn fill = uniform_table().at[static_cast<int>(type)];

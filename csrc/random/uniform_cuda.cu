@@ -10,7 +10,7 @@ namespace emb::cuda {
 namespace {
 
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
-  const Dtype type = check_range("fill_uniform_", tensor, low, high);
+  const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   launch_fill_uniform(CudaLauncher(tensor), fill, type);

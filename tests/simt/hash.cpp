@@ -110,7 +110,7 @@ extern "C" const char* simt_hash_grow(const int64_t* call) {
   });
 }
 
-// index, ids, n, first, totals, offsets, admitted, batch_scores, order, competes, slots of the
+// index, ids, n, first, totals, offsets, admitted, batch_scores, order, must_compete, slots of the
 // batch, groups, number of positions, slots, status, evicted, slots and status by position
 extern "C" const char* simt_hash_insert(const int64_t* call) {
   return worked(call, [](HostWork& work, Words& words) {
@@ -125,7 +125,7 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     insertion.misses.admitted = words.pointer<const bool>();
     insertion.batch_scores = words.pointer<const int64_t>();
     insertion.order = static_cast<emb::HashOrder>(words.number());
-    insertion.competes = words.number() != 0;
+    insertion.must_compete = words.number() != 0;
     BatchSlots batch{};
     batch.slots = words.pointer<const int64_t>();
     batch.groups = words.pointer<const int32_t>();
