@@ -140,6 +140,31 @@ class DynamicEmbTableOptions:
     """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib.
 
     Two objects are equal if their tables may be in one module (`get_grouped_key`).
+
+    Attributes:
+        embedding_dtype: dtype of the rows; None is float32.
+        dim: length of a row; None only before a planner fills it in.
+        max_capacity: maximum number of rows per rank; None as for `dim`.
+        evict_strategy: LRU, the default, or the eviction order of `score_strategy`, which acts;
+            another raises.
+        local_hbm_for_values: bytes of device memory for rows and states per rank; 0 uses
+            `global_hbm_for_values`.
+        device_id: number of the GPU, if no device is passed.
+        training: whether rows have optimizer states.
+        initializer_args: initial values of new rows.
+        eval_initializer_args: value that missing keys read in evaluation, of mode CONSTANT.
+        caching: whether every row that a batch uses is promoted to the device.
+        init_capacity: initial number of rows; None is `max_capacity`.
+        max_load_factor: load at which a table grows, in (0, 1].
+        score_strategy: meaning of a key's score, which determines the eviction order.
+        bucket_capacity: multiple of BUCKET_ALIGNMENT, without effect; MAX_BUCKET_CAPACITY raises.
+        safe_check_mode: reaction to keys that found no slot.
+        global_hbm_for_values: bytes of device memory over all ranks.
+        external_storage: `emblib.RowStore` that takes the rows that the device evicts.
+        index_type: int64 or uint64, the dtype of ids; None is int64.
+        dist_type: routing of keys to ranks in dumps, one of DIST_TYPES.
+        admit_strategy: rule for which keys get a row; None admits all.
+        admission_counter: counter of keys without a row; with `admit_strategy` only.
     """
 
     embedding_dtype: torch.dtype | None = None

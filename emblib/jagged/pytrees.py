@@ -18,14 +18,23 @@ from emblib.jagged.jagged_tensor import JaggedTensor
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, regroup
 
-# A list, not a tuple: a saved structure is loaded from JSON as lists.
 Context = list[Any]
-# The leaves of a node by the names of its attributes, and its other fields. The order of the leaves
-# is the contract with `unflatten`, which gets them without names; optional ones come last.
+"""The fields of a node besides its tensors, in the order of `_NodeType.context_names`.
+
+Exported programs save it as JSON, from which it is loaded as lists, never tuples: its entries and
+their order are a file format.
+"""
+
 Flattened = tuple[dict[str, Any], Context]
+"""The leaves of a node by the names of its attributes, and its context.
+
+The order of the leaves is the contract with `unflatten`, which gets them without names; optional
+leaves come last.
+"""
 
 
 def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
+    """Return values, lengths and, if there are any, weights, and whether there are weights."""
     leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
     if jagged._weights is not None:
         leaves["_weights"] = jagged._weights
@@ -98,6 +107,7 @@ def _flatten_with_keys(
 
 
 def _reorder_jagged(jagged: JaggedTensor, context: Context) -> JaggedTensor:
+    """Return the tensor itself, which has no keys."""
     return jagged
 
 
@@ -143,9 +153,9 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
     if context != spec.context:
         names = node_type.context_names
         differences = [
-            f"{name} {own_value!r} instead of {spec_value!r}"
-            for name, own_value, spec_value in zip(names, context, spec.context, strict=True)
-            if own_value != spec_value
+            f"{name} {value!r} instead of {spec_value!r}"
+            for name, value, spec_value in zip(names, context, spec.context, strict=True)
+            if value != spec_value
         ]
         raise ValueError(
             f"a {node_type.kind.__name__} must be like the one that the graph was made for, got "

@@ -150,7 +150,14 @@ def cells_with_other_batches(old: Run, new: Run) -> set[str]:
 
 
 def measure_packed(path: Path, folder: Path, preset: str) -> int:
-    """Measure one packed configuration; return the exit status of the run."""
+    """Measure one packed configuration; return the exit status of the run.
+
+    The arguments are those of `load_packed_config`.
+
+    Raises:
+        BundleError: this version of the harness cannot read the configuration.
+        UsageError: there is no such preset.
+    """
     config = load_packed_config(path, folder, preset)
     from experiments.run import runner
 

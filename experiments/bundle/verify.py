@@ -161,7 +161,7 @@ def check(path: Path, folder: Path) -> Verification:
         scratch = folder.with_name("rebuilt") / str(number)
         try:
             problems = _run_problems(
-                entry, folder / entry["folder"], scratch, checked, words=is_same_harness
+                entry, folder / entry["folder"], scratch, checked, compares_words=is_same_harness
             )
         except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
@@ -207,14 +207,25 @@ def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, 
 
 
 def _run_problems(
-    entry: Mapping[str, Any], folder: Path, scratch: Path, checked: Verification, *, words: bool
+    entry: Mapping[str, Any],
+    folder: Path,
+    scratch: Path,
+    checked: Verification,
+    *,
+    compares_words: bool,
 ) -> list[str]:
-    """Return what contradicts the samples of a run; count its numbers and note what is not checked.
+    """Return what contradicts the samples of a run.
 
-    With `words`, this harness is the one that packed: everything must be equal, not only numbers.
+    Args:
+        entry: entry of the run in bundle.json.
+        folder: folder of the unpacked run.
+        scratch: folder that does not exist yet, in which the run is rebuilt.
+        checked: verification, to which compared numbers and notes are added.
+        compares_words: whether this harness is the one that packed, so that texts must be equal
+            too, and no column, claim or report may be left out.
     """
     run = Run.read(folder)
-    problems = _entry_problems(entry, run) if words else []
+    problems = _entry_problems(entry, run) if compares_words else []
     if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
     rebuilt_folder = _rebuild_tables(folder, scratch)
@@ -229,7 +240,7 @@ def _run_problems(
         else:
             old, new = _read_table(folder / name), _read_table(rebuilt_folder / name)
             different, count = differences(old, new)
-            if words:
+            if compares_words:
                 unshared_columns = sorted(set(old.columns) ^ set(new.columns))
                 different += [
                     f"{column}: only one of packed and rebuilt has it"
@@ -244,8 +255,8 @@ def _run_problems(
         checked.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
-    problems += _claim_problems(entry, run, checked, words=words)
-    return [*problems, *(page_problems(folder, rebuilt_folder) if words else [])]
+    problems += _claim_problems(entry, run, checked, refuses_omissions=compares_words)
+    return [*problems, *(page_problems(folder, rebuilt_folder) if compares_words else [])]
 
 
 def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
@@ -259,9 +270,9 @@ def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
 
 
 def _claim_problems(
-    entry: Mapping[str, Any], run: Run, checked: Verification, *, words: bool
+    entry: Mapping[str, Any], run: Run, checked: Verification, *, refuses_omissions: bool
 ) -> list[str]:
-    """Return claims that do not follow from the samples; with `words` also omitted ones."""
+    """Return claims that do not follow from the samples, and those that the bundle leaves out."""
     rebuilt_claims = {
         (c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))
     }
@@ -271,7 +282,7 @@ def _claim_problems(
         if rebuilt is None or not all(_equal(claim[n], rebuilt[n]) for n in NUMBERS):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
         checked.numbers += 1
-    if words and rebuilt_claims:
+    if refuses_omissions and rebuilt_claims:
         about, what = next(iter(rebuilt_claims))
         problems.append(
             f"{len(rebuilt_claims)} claims of the samples were left out: '{what}' of {about}"

@@ -1,4 +1,7 @@
-"""What the report of a calibration says and draws: the constants of the cost model, by world."""
+"""What the report of a calibration says and draws: the constants of the cost model, by world.
+
+A record's "calibration" has the fields of `emblib.sharding.planner.Calibration`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the report of tables that grow says and draws: the longest pause, and the memory."""
+"""What the report of tables that grow says and draws: the longest pause, and the memory.
+
+Rows are hash tables, over all processes: those of `kinds.keys.growth_frame`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the report of tables of keys says and draws: keys a second, by operation and load."""
+"""What the report of tables of keys says and draws: keys per second, by operation and load.
+
+Rows are operations of a hash table, over all processes: those of `kinds.keys.frame`.
+"""
 
 from __future__ import annotations
 

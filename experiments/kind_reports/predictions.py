@@ -1,4 +1,7 @@
-"""The report of predicted steps: predicted ÷ measured, and the constants of the model."""
+"""The report of predicted steps: predicted ÷ measured, and the constants of the model.
+
+Rows are steps, those of `kinds.predictions.frame`; times are seconds.
+"""
 
 from __future__ import annotations
 

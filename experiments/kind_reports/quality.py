@@ -1,4 +1,8 @@
-"""The report of compressed tables: loss of quality against bytes and against step time."""
+"""The report of compressed tables: loss of quality against bytes and against step time.
+
+Rows are methods, at a share of the bytes and on a data set, over all seeds: those of
+`kinds.quality.frame`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The report of read-only tables under load: latency against throughput, memory, cold start."""
+"""The report of read-only tables under load: latency against throughput, memory, cold start.
+
+Rows of "latencies" are loads of an arm by a number of clients (`kinds.serving.latencies`), rows of
+"cold_starts" starts of an arm from memory or from disk (`kinds.serving.cold_starts`).
+"""
 
 from __future__ import annotations
 
