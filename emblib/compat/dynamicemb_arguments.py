@@ -96,6 +96,7 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
 
 
 def _check(options: DynamicEmbTableOptions, name: str) -> None:
+    """Raise for options that are missing, contradict each other, or have no counterpart."""
     for field in ("dim", "max_capacity"):
         if getattr(options, field) is None:
             raise ValueError(f"table {name!r} needs {field}: without a planner, set it")
@@ -150,6 +151,7 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
 def _admission(
     options: DynamicEmbTableOptions, initial: Any, name: str
 ) -> FrequencyAdmission | None:
+    """Return the admission of a table, whose new rows are `initial`; None admits all keys."""
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
         return None

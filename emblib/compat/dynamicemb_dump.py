@@ -171,6 +171,10 @@ def _dump(
     *,
     allow_overwrite: bool,
 ) -> None:
+    """Write tables below `root`: stage the files of all, then replace the earlier ones together.
+
+    All ranks call this with the same paths and tables. `left_out` may have "states" and "counts".
+    """
     names = [(directory, name) for directory, _, name in tables]
     _check_same(ranks, root, tables)
     with _together(ranks):

@@ -136,6 +136,8 @@ def checked(
 
 
 def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+    """Return the changes for `set_hyperparameters` that a file has of the optimizer `rule`."""
+
     def number(name: str) -> float:
         return float(field(path, content, name, int, float))
 

@@ -227,6 +227,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
                 options.init_capacity = options.max_capacity
 
     def _make(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
+        """Return the module that does the work, given the arguments of the constructor."""
         optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
             optimizer, state = optim.SGD(args.learning_rate), 0.0  # which keeps no state

@@ -384,6 +384,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._build(fbgemm_arguments.normalise(arguments))
 
     def _build(self, arguments: SimpleNamespace) -> None:
+        """Make tables and attributes; `arguments` are those that `normalise` returned."""
         self.bags = _tables_of(arguments)
         with torch.no_grad():
             for weights in self.bags.table_weights():
@@ -461,6 +462,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         batch_size_per_feature_per_rank: list[list[int]] | None,
         total_unique_indices: int | None,
     ) -> Tensor:
+        """Look up and pool; count the step, report it, and register the hooks of its options."""
         indices = self._cast(indices)
         sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
@@ -536,6 +538,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         return observed or writes_back or self._averaging is not None
 
     def _begin_step(self, indices: Tensor) -> None:
+        """Count a forward, average rows if it is time for that, and report the input."""
         self.step += 1
         if self._averaging is not None and self.training:
             self._averaging.step(self.bags)
@@ -560,6 +563,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         output.register_hook(wait)
 
     def _cast(self, indices: Tensor) -> Tensor:
+        """Return indices as int32 if `embedding_table_index_type` is int32, else as they are."""
         int32 = self._arguments.embedding_table_index_type == torch.int32
         return indices.to(torch.int32) if int32 else indices
 

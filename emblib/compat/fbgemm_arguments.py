@@ -141,6 +141,7 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def _compute_device(args: SimpleNamespace) -> ComputeDevice:
+    """Return the device of all tables; raise for MTIA, different ones, and HOST tables on a GPU."""
     devices = {spec.compute_device for spec in args.embedding_specs}
     if len(devices) > 1:
         raise ValueError(f"all tables must have the same ComputeDevice, got {sorted(devices)}")

@@ -93,6 +93,7 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
         """Accept all ranks, as FBTT does."""
 
     def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Allocate stacked cores and states; `shapes` are those of all cores, table after table."""
         in_graph = isinstance(self.optimizer, optim.External)
         tables = len(self.tables)
         of_table = shapes[: len(shapes) // tables]

@@ -107,6 +107,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
 
 def _rowwise_step(parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """Update a parameter and its state in place; `group` has the numbers of the optimizer."""
     grad = parameter.grad
     assert grad is not None
     if grad.is_sparse:

@@ -266,6 +266,7 @@ def _combine(
     has_last_offset: Tensor,
     batch_size: int | None,
 ) -> _Combined:
+    """Concatenate the inputs of tables, with empty bags up to `batch_size` unless that is None."""
     _check_lists(indices, offsets, weights)
     check(
         has_last_offset.numel() == len(indices),
