@@ -415,8 +415,10 @@ def without_local(sizes: Sequence[int], ranks: RankGroup) -> list[int]:
 class Received(NamedTuple):
     """Values from all ranks, flat and in rank order.
 
-    If `local` is set, it has the values of this rank, which belong before element `local_begin` of
-    `values`.
+    Attributes:
+        values: values of all ranks, or of the others if `local` is set.
+        local: values of this rank that were not sent; None if they are in `values`.
+        local_begin: element of `values` before which `local` belongs.
     """
 
     values: Tensor
@@ -427,9 +429,14 @@ class Received(NamedTuple):
 class Values(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
-    `sizes` and `received_sizes` count the values to and from each rank. `received` is the buffer
-    for incoming values without a codec, allocated if None. `needs_one_tensor`: whether the result
-    must be one tensor that includes the part of this rank.
+    Attributes:
+        values: values to send, in rank order.
+        sizes: number of values to each rank.
+        received_sizes: number of values from each rank.
+        codec: codec of the values.
+        received: buffer for the incoming payload, only with `FP32`; allocated if None.
+        needs_one_tensor: whether the result must be one tensor that includes the part of this
+            rank.
     """
 
     values: Tensor
@@ -488,6 +495,7 @@ def start_values(
 
 
 def _is_read_directly(codec: Codec, payload: Tensor) -> bool:
+    """Return whether a payload has the values themselves, in a dtype that kernels convert."""
     return payload.is_floating_point() and getattr(codec, "loss_scale", 1.0) == 1.0
 
 

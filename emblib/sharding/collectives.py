@@ -12,7 +12,8 @@ require gradients or none: a rank whose tensor is empty passes an empty one that
 `comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
 the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the
-columns.
+columns. Results have the dtype of `values`. Sizes that do not fit together raise ValueError, values
+that are not floating raise TypeError.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def alltoall_sequence(
     rows = sum(received_sizes)
     options = _Pattern.PARTS, comm_precision, gradients
     return _start(values, sent_sizes, received, ranks, options=options).then(
-        lambda received_sizes: received_sizes.view(rows, width)
+        lambda received_rows: received_rows.view(rows, width)
     )
 
 
@@ -245,7 +246,7 @@ def all_gather_base_pooled(
     sent_sizes, received = [values.numel()] * ranks.size, [n * width for n in sizes]
     options = _Pattern.COPIES, comm_precision, gradients
     return _start(values, sent_sizes, received, ranks, options=options).then(
-        lambda received_sizes: received_sizes.view(rows, width)
+        lambda received_rows: received_rows.view(rows, width)
     )
 
 
@@ -263,13 +264,15 @@ def _start(
         raise TypeError(f"values must be floating, got {values.dtype}")
     sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
     directions = (
-        _Leg(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
-        _Leg(_BACK[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks),
+        _Direction(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
+        _Direction(_BACK[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks),
     )
     return _CollectiveAwaitable(values, _Call(directions, GradientReduction(gradients)))
 
 
 class _Pattern(Choice):
+    """What each rank gets of the values of another."""
+
     PARTS = "parts"  # every rank gets a part of its own
     COPIES = "copies"  # every rank gets the same values
     SUMS = "sums"  # every rank gets a part of its own, and adds up the parts that it receives
@@ -283,7 +286,7 @@ _BACK = {
 
 
 @dataclass(frozen=True)
-class _Leg:
+class _Direction:
     """One direction of a collective.
 
     `sizes` and `received` are elements sent to and received from each rank, encoded by `codec`.
@@ -317,11 +320,16 @@ class _Leg:
 
 
 class _Call:
-    """A collective between its start and its end, in either direction."""
+    """A collective between its start and its end, in either direction.
 
-    def __init__(self, legs: tuple[_Leg, _Leg], gradients: GradientReduction) -> None:
-        self.forward, self.backward = legs
-        self.divisor = legs[0].ranks.size if gradients is GradientReduction.MEAN else 1
+    `pending` is what is in flight now: the values, later their gradient. `dtype` is theirs.
+    """
+
+    def __init__(
+        self, directions: tuple[_Direction, _Direction], gradients: GradientReduction
+    ) -> None:
+        self.forward, self.backward = directions
+        self.divisor = directions[0].ranks.size if gradients is GradientReduction.MEAN else 1
         self.pending: Any = None
         self.dtype = torch.float32
 

@@ -34,7 +34,7 @@ _Leaves = dict[str, dict[str, str]]
 _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
-_OF_ONE_RANK = {"directory", "device_ids", "output_device"}
+_FIELDS_OF_ONE_RANK = {"directory", "device_ids", "output_device"}
 _MAX_DEPTH = 8  # nesting of values that is compared
 _MAX_VALUES = 16  # of a larger tensor only the shape is compared
 
@@ -277,7 +277,7 @@ def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         value: value to describe.
         depth: number of values that contain this one; a value may contain itself.
     """
-    if name.rpartition(".")[2] in _OF_ONE_RANK or isinstance(value, Path):
+    if name.rpartition(".")[2] in _FIELDS_OF_ONE_RANK or isinstance(value, Path):
         yield name, str(None if value is None else "given")
         return
     if not isinstance(value, Mapping):

@@ -34,9 +34,13 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
-_MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
+# Copying larger messages into one costs more than a collective each.
+_MAX_MERGED_NBYTES = 1 << 19
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
-_MIN_SAVED = 1 << 16  # elements of rows; dropping fewer costs more work on indices than it saves
+_FLOAT_BYTES = 4
+_MIN_SAVED_ELEMENTS = (
+    1 << 16
+)  # elements of rows; dropping fewer costs more work on indices than it saves
 
 
 class _Header(IntEnum):
@@ -45,7 +49,15 @@ class _Header(IntEnum):
     NUM_IDS = 0  # for the receiving rank
     NUM_REPLICATED_IDS = 1  # of these, those for replicated tables
     KIND = 2  # a `_Kind`
-    BY_UNIT = 3  # 0: all units have equally many bags; 1: they differ; 2: and nodes cannot sum rows
+    ROW_ORDER = 3  # a `_RowOrder`
+
+
+class _RowOrder(IntEnum):
+    """Order in which rows return, and whether nodes can sum them: the largest of all ranks."""
+
+    BY_BAG = 0  # all units have equally many bags
+    BY_UNIT = 1  # they differ
+    BY_UNIT_UNSUMMED = 2  # and bags of units that nodes sum were dropped
 
 
 class _Kind(IntFlag):
@@ -172,7 +184,13 @@ class IncomingBatch(NamedTuple):
 class _InFlight(NamedTuple):
     """A batch whose sizes have arrived and whose ids are in flight.
 
-    `num_bags` and `sizes`: bags and elements of the message from each rank.
+    Attributes:
+        inputs: the batch of this rank.
+        batch: the batch that was sent, without the tensors that are in flight.
+        bags: `bags[u][r]`, as in `IncomingBatch`; so are `by_unit`, `num_ids`,
+            `num_replicated_ids` and `skips_sums`.
+        num_bags: bags in the message from each rank.
+        sizes: elements of the message from each rank: lengths of bags, then ids.
     """
 
     inputs: LocalBatch
@@ -206,7 +224,11 @@ class ScaledGradient(torch.autograd.Function):
 
 
 class InputDist(nn.Module):
-    """Sends the ids of a batch to the ranks whose shards have their rows.
+    """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
+
+    `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
+    `expect` when those of all ranks have come, and `finish` when the ids have. None of these
+    communicates; `outgoing` and `positions` may wait for the device.
 
     Args:
         layout: the units of all ranks.
@@ -230,23 +252,30 @@ class InputDist(nn.Module):
         # The gradient of a weight is that of this rank's own loss, not a mean over ranks.
         self._weight_scale = 1.0 / scale
         self._ranks = ranks
-        self._features = [[unit.feature for unit in rank.all_units] for rank in layout.ranks]
-        self._replicated = [unit.feature for unit in layout.ranks[ranks.rank].replicated_units]
-        self._all = [f for features in self._features for f in features]
-        self._in_order = self._all == list(range(len(layout.features)))
+        # Units are numbered rank after rank.
+        self._features_of_ranks = [
+            [unit.feature for unit in rank.all_units] for rank in layout.ranks
+        ]
+        self._replicated_features = [
+            unit.feature for unit in layout.ranks[ranks.rank].replicated_units
+        ]
+        self._unit_features = [f for features in self._features_of_ranks for f in features]
+        self._in_order = self._unit_features == list(range(len(layout.features)))
         columns = [unit.columns for rank in layout.ranks for unit in rank.all_units]
         self._mean_columns = sum(columns) / max(len(columns), 1)
-        self._ends = [0, *accumulate(len(features) for features in self._features)]
-        self._spans = list(pairwise(self._ends))  # the numbers of the units of each rank
+        self._unit_bounds = [0, *accumulate(len(features) for features in self._features_of_ranks)]
+        self._unit_ranges = list(pairwise(self._unit_bounds))  # numbers of the units of each rank
         # The gradients of replicated tables have a row for every bag.
         self._whole_units = [
-            number for _, end in self._spans for number in range(end - len(self._replicated), end)
+            number
+            for _, end in self._unit_ranges
+            for number in range(end - len(self._replicated_features), end)
         ]
         self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
         self.is_whole = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
         tables = {
-            "order": torch.tensor(self._all, dtype=torch.int64),
+            "unit_features": torch.tensor(self._unit_features, dtype=torch.int64),
             "features": torch.tensor(blocks.features, dtype=torch.int64).view(
                 -1, len(RouteFeatureColumn)
             ),
@@ -254,18 +283,22 @@ class InputDist(nn.Module):
                 -1, len(RouteBlockColumn)
             ),
             "units": torch.tensor(blocks.units, dtype=torch.int64),
-            "own_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
-            "own_weight_order": torch.tensor(self._segment_order(0), dtype=torch.int64),
+            "unit_major_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
+            "unit_major_order_without_lengths": torch.tensor(
+                self._segment_order(0), dtype=torch.int64
+            ),
         }
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(ranks.device), persistent=False)
 
-    order: Tensor  # int64 `[U]`, feature of each unit, rank after rank
+    unit_features: Tensor  # int64 `[U]`, feature of each unit of all ranks
     features: Tensor  # int64 `[F, 4]`, see `RouteFeatureColumn`
     blocks: Tensor  # int64 `[K, 3]`, see `RouteBlockColumn`
     units: Tensor  # int64 `[C]`, units that get the ids of a block
-    own_order: Tensor  # int64, unit-major order of received segments
-    own_weight_order: Tensor  # int64, the same without headers
+    # Int64 `[W * units]`: numbers of the segments that this rank receives, one per rank and unit,
+    # in the order of units. Before the segments of ids of each rank is one of lengths.
+    unit_major_order: Tensor
+    unit_major_order_without_lengths: Tensor
 
     def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
         """Return the indices of units whose rows nodes sum, and the number of sums per bag."""
@@ -274,25 +307,27 @@ class InputDist(nn.Module):
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:
             return [], 0
-        firsts = [begin for begin, _ in self._spans]
         numbers = [
             begin + i
-            for begin, rank_sums in zip(firsts, sums.units, strict=True)
+            for (begin, _), rank_sums in zip(self._unit_ranges, sums.units, strict=True)
             for sum_units in rank_sums
             for i in sum_units
         ]
         return numbers, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, num_before: int) -> list[int]:
-        """Return the unit-major order of rank-major segments, after `num_before` per rank."""
-        world, units = self._ranks.size, len(self._features[self._ranks.rank])
+        """Return the unit-major order of rank-major segments.
+
+        Those of a rank follow `num_before` other segments of that rank.
+        """
+        world, units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
         step = units + num_before
         return [r * step + num_before + unit for unit in range(units) for r in range(world)]
 
     @property
     def header_size(self) -> int:
         """Return the number of entries of a header for this rank."""
-        return len(_Header) + len(self._features[self._ranks.rank])
+        return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
     def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort a batch by destination: rank, then unit."""
@@ -313,51 +348,56 @@ class InputDist(nn.Module):
             return inputs.counts[batch.positions]
         if batch.ids is inputs.ids:
             return inputs.counts
-        return route.gather_segments(inputs.counts, inputs.starts(), self.order, sum(batch.num_ids))
+        return route.gather_segments(
+            inputs.counts, inputs.starts(), self.unit_features, sum(batch.num_ids)
+        )
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
         """Return the sizes that each rank must know before it gets the ids, by rank."""
-        kind = _batch_kind(inputs)
-        by_unit = int(inputs.is_variable or batch.rows is not None)
+        kind, row_order = _batch_kind(inputs), _RowOrder.BY_BAG
+        if batch.skips_sums:
+            row_order = _RowOrder.BY_UNIT_UNSUMMED
+        elif inputs.is_variable or batch.rows is not None:
+            row_order = _RowOrder.BY_UNIT
         return [
             [
                 ids,
                 batch.num_replicated_ids,
                 kind,
-                by_unit + batch.skips_sums,
+                row_order,
                 *batch.unit_bags[begin:end],
             ]
-            for (begin, end), ids in zip(self._spans, batch.num_ids, strict=True)
+            for (begin, end), ids in zip(self._unit_ranges, batch.num_ids, strict=True)
         ]
 
     def empty_headers(self) -> list[list[int]]:
         """Return headers of the size of `headers(...)`, for a rank without a batch."""
-        return [[0] * (len(_Header) + end - begin) for begin, end in self._spans]
+        return [[0] * (len(_Header) + end - begin) for begin, end in self._unit_ranges]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
-        """Return the bytes of the rows that the ranks return for a batch, without codecs."""
+        """Return the bytes of the float32 rows that the ranks return for a batch, before codecs."""
         if not self._is_pooled:
-            return 4 * inputs.ids.numel() * max(self._dims, default=0)
-        return 4 * sum(map(mul, inputs.bags, self._dims))
+            return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
+        return _FLOAT_BYTES * sum(map(mul, inputs.bags, self._dims))
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
-        bags, order = inputs.bags, self._all
+        bags, order = inputs.bags, self._unit_features
         starts = inputs.starts()
         ends = starts.tolist()
         num_ids = [ends[f + 1] - ends[f] for f in order]
-        by_rank = [sum(num_ids[a:b]) for a, b in self._spans]
+        by_rank = [sum(num_ids[a:b]) for a, b in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
         if not (self._in_order and ends[0] == 0 and ends[-1] == ids.numel()):
             lengths = self._lengths_in_order(inputs)
-            ids = route.gather_segments(ids, starts, self.order, sum(by_rank))
+            ids = route.gather_segments(ids, starts, self.unit_features, sum(by_rank))
             if weights is not None:
                 weights = in_grad_mode(route.gather_segments, enabled=True)(
-                    weights, starts, self.order, sum(by_rank)
+                    weights, starts, self.unit_features, sum(by_rank)
                 )
         unit_bags = [bags[f] for f in order]
-        num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
-        num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated)
+        num_bags = [sum(unit_bags[a:b]) for a, b in self._unit_ranges]
+        num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated_features)
         unit_starts = [0, *accumulate(num_ids)]
         lengths = lengths.to(ids.dtype)
         return OutgoingBatch(
@@ -378,17 +418,17 @@ class InputDist(nn.Module):
         bags = inputs.bags
         if inputs.is_variable:
             first_bags = inputs.first_bags(range(len(bags)))
-            total = sum(bags[f] for f in self._all)
-            return route.gather_segments(inputs.lengths, first_bags, self.order, total)
+            total = sum(bags[f] for f in self._unit_features)
+            return route.gather_segments(inputs.lengths, first_bags, self.unit_features, total)
         batch = bags[0] if bags else 0
-        return inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
+        return inputs.lengths.view(len(bags), batch).index_select(0, self.unit_features).view(-1)
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort ids by the block of rows that contains their row."""
-        unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._all], None, False
+        unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._unit_features], None, False
         first_bags = inputs.first_bags(range(len(inputs.bags)))
         routing = first_bags, self.features, self.blocks, self.units
-        units = inputs.first_bags(self._all)
+        units = inputs.first_bags(self._unit_features)
         lengths = route.route_lengths(
             inputs.ids, inputs.offsets, *routing, units, num_bags=sum(unit_bags)
         )
@@ -404,8 +444,10 @@ class InputDist(nn.Module):
             total=ends[-1],
             weights=inputs.weights,
         )
-        num_ids = [ends[b] - ends[a] for a, b in self._spans]
-        num_replicated_ids = ends[self._ends[1]] - ends[self._ends[1] - len(self._replicated)]
+        num_ids = [ends[b] - ends[a] for a, b in self._unit_ranges]
+        num_replicated_ids = (
+            ends[self._unit_bounds[1]] - ends[self._unit_bounds[1] - len(self._replicated_features)]
+        )
         if self._is_pooled and not inputs.is_variable:
             skips_sums = self._skips_sums(lengths, unit_bags)
             units_to_keep = (
@@ -413,7 +455,7 @@ class InputDist(nn.Module):
             )
             lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, units_to_keep)
             skips_sums &= rows is not None
-        num_bags = [sum(unit_bags[a:b]) for a, b in self._spans]
+        num_bags = [sum(unit_bags[a:b]) for a, b in self._unit_ranges]
         return OutgoingBatch(
             lengths=lengths,
             ids=ids,
@@ -444,17 +486,18 @@ class InputDist(nn.Module):
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
         With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
-        `whole_units` are not dropped.
+        `whole_units` are not dropped. Returns the remaining lengths, and `OutgoingBatch.rows` and
+        `unit_bags`. Waits for the device if enough could be saved.
         """
         droppable = lengths
         if whole_units:
             divided_units = sorted(set(range(len(unit_bags))).difference(whole_units))
             droppable = lengths.view(len(unit_bags), -1)[divided_units]
-        if droppable.numel() * self._mean_columns < _MIN_SAVED:
+        if droppable.numel() * self._mean_columns < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
         count = int(droppable.count_nonzero())
         saved = (droppable.numel() - count) * self._mean_columns
-        if count > MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED:
+        if count > MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if whole_units:
@@ -462,15 +505,18 @@ class InputDist(nn.Module):
         return lengths[has_ids.view(-1)], number_bags(has_ids).view(-1), has_ids.sum(1).tolist()
 
     def positions(self, received: IncomingBatch) -> Tensor:
-        """Return the position in the batch of each id sent, int64; not of replicated tables."""
+        """Return the position in the batch of each id sent, int64, in the order of sending.
+
+        Ids of replicated tables are left out.
+        """
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         positions = sent.positions
         if positions is None:
             all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
             starts, total = inputs.starts(), sum(sent.num_ids)
-            positions = route.gather_segments(all_positions, starts, self.order, total)
-        if not self._replicated:
+            positions = route.gather_segments(all_positions, starts, self.unit_features, total)
+        if not self._replicated_features:
             return positions
         parts = positions.split(sent.num_ids)
         return torch.cat([part[: part.numel() - sent.num_replicated_ids] for part in parts])
@@ -478,7 +524,7 @@ class InputDist(nn.Module):
     def expect(
         self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
     ) -> _InFlight:
-        """Return the sizes of the messages of a batch, from the headers of all ranks.
+        """Return the sizes of the messages of a batch, from the headers for this rank by rank.
 
         Raises:
             RuntimeError: the batches of ranks are of different kinds, on every rank.
@@ -496,14 +542,16 @@ class InputDist(nn.Module):
                 list(unit_bags)
                 for unit_bags in zip(*(h[len(_Header) :] for h in headers), strict=True)
             ],
-            by_unit=any(header[_Header.BY_UNIT] for header in headers),
+            by_unit=any(header[_Header.ROW_ORDER] != _RowOrder.BY_BAG for header in headers),
             num_bags=num_bags,
             sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
             num_ids=[
                 header[_Header.NUM_IDS] - header[_Header.NUM_REPLICATED_IDS] for header in headers
             ],
             num_replicated_ids=sum(header[_Header.NUM_REPLICATED_IDS] for header in headers),
-            skips_sums=any(header[_Header.BY_UNIT] == 2 for header in headers),
+            skips_sums=any(
+                header[_Header.ROW_ORDER] == _RowOrder.BY_UNIT_UNSUMMED for header in headers
+            ),
         )
 
     def finish(
@@ -529,12 +577,14 @@ class InputDist(nn.Module):
             if values is None:
                 return None
             firsts = running_sums(segments[:, 1:].reshape(-1))
-            return route.gather_segments(values.wait(), firsts, self.own_weight_order, total)
+            return route.gather_segments(
+                values.wait(), firsts, self.unit_major_order_without_lengths, total
+            )
 
         return IncomingBatch(
             inputs=in_flight.inputs,
             sent=in_flight.batch,
-            ids=route.gather_segments(payload, starts, self.own_order, total),
+            ids=route.gather_segments(payload, starts, self.unit_major_order, total),
             offsets=running_sums(lengths),
             weights=in_unit_order(weights),
             bags=in_flight.bags,
@@ -555,6 +605,14 @@ def number_bags(has_ids: Tensor) -> Tensor:
     """
     # `masked_fill_(~has_ids, -1)` takes half as long again.
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
+
+
+class _Common(IntEnum):
+    """Numbers that a rank sends to all ranks with the sizes of its batches."""
+
+    HAS_BATCHES = 0  # 0 on a rank that stops the input_dist
+    ID_NBYTES = 1  # bytes of all ids that it sends
+    ROW_NBYTES = 2  # bytes of all rows that it will receive
 
 
 class InputRequest(NamedTuple):
@@ -592,11 +650,11 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
         headers = [
             request.input_dist.headers(request.inputs, request.batch) for request in outgoing
         ]
-        common = [1, sum(map(_id_nbytes, outgoing))]
-        common.append(sum(request.input_dist.row_nbytes(request.inputs) for request in outgoing))
+        row_nbytes = sum(request.input_dist.row_nbytes(request.inputs) for request in outgoing)
+        common = [1, sum(map(_id_nbytes, outgoing)), row_nbytes]
     else:
         headers = [request.input_dist.empty_headers() for request in requests]
-        common = [0, 0, 0]
+        common = [0] * len(_Common)
     pending = start_sizes(
         common,
         list(zip(*headers, strict=True)),
@@ -624,10 +682,11 @@ def _send_ids(
 ) -> list[Awaitable[IncomingBatch]] | None:
     """Receive the sizes, and send lengths, ids, weights and counts."""
     by_rank = pending.wait()
-    if not all(common[0] for common, _ in by_rank):
+    if not all(common[_Common.HAS_BATCHES] for common, _ in by_rank):
         return None
     merges_ids, merges_rows = (
-        max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in (1, 2)
+        max(common[entry] for common, _ in by_rank) <= _MAX_MERGED_NBYTES
+        for entry in (_Common.ID_NBYTES, _Common.ROW_NBYTES)
     )
     in_flight = [
         request.input_dist.expect(
@@ -659,7 +718,11 @@ def _send_ids(
 
 
 def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
-    """Return the lengths of all bags, unit-major, and `[ranks, 1 + units]`: bags, ids per unit."""
+    """Return the lengths of all bags, unit by unit, and the sizes of segments of a payload.
+
+    The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have
+    one length each, then its ids per unit.
+    """
     world, units = len(in_flight.num_bags), len(in_flight.bags)
     blocks = [
         part[:count]

@@ -20,7 +20,16 @@ Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
 
 
 class Feature(NamedTuple):
-    """One feature of one table: the key of its ids, its name and first column in the output."""
+    """One feature of one table.
+
+    Attributes:
+        key: key of its ids in a batch.
+        name: name in the output, `key@table` if several tables read the key.
+        table: number of the table in the collection.
+        dim: number of columns.
+        column: first column in the output of pooled rows.
+        is_mean: whether bags are divided by their lengths.
+    """
 
     key: str
     name: str
@@ -31,7 +40,7 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """The lookup of one feature in one shard; `shard_index` is the shard's number on its rank."""
+    """The lookup of one feature (by number) in one shard, the `shard_index`-th of its rank."""
 
     feature: int
     shard: Shard
@@ -51,10 +60,14 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units, sorted by table module.
+    """The shards on one rank, and its units.
 
-    `columns` is the sum over `units`. `replicated_units` are units of replicated tables whose ids
-    are sent to every rank, see `CollectionLayout`.
+    Attributes:
+        shards: the shards, in the order of tables; no replicas.
+        units: the units, sorted by the module that looks them up.
+        columns: sum of the columns of `units`.
+        replicated_units: units of replicated tables whose ids are sent to every rank, see
+            `CollectionLayout`; the same on all ranks.
     """
 
     shards: tuple[TableShard, ...]
@@ -69,10 +82,15 @@ class RankLayout(NamedTuple):
 
 
 class CollectionLayout(NamedTuple):
-    """The layout of a collection; `replicated` has the tables that are replicated on every rank.
+    """The layout of a collection, the same on all ranks.
 
-    Replicas with a fused optimizer need the gradients of all ranks, so their ids are sent to every
-    rank.
+    Attributes:
+        features: the features of all tables, in the order of the configurations.
+        columns: sum of the columns of the features.
+        ranks: layout of each rank.
+        replicated: the tables that are replicated on every rank, with shards of rank -1. If
+            their optimizer is fused, they need the gradients of all ranks, so their ids are sent
+            to every rank as `RankLayout.replicated_units`.
     """
 
     features: tuple[Feature, ...]
@@ -122,14 +140,15 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
     if not any(sums):
         return None
     direct = []
-    for rank_layout, own_sums in zip(layout.ranks, units, strict=True):
-        summed = {i for of_sum in own_sums for i in of_sum}
+    for rank_layout, sums_of_rank in zip(layout.ranks, units, strict=True):
+        summed = {i for members in sums_of_rank for i in members}
         direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
         direct.append(_of_units(direct_units))
     return NodeSums(tuple(direct), tuple(map(_of_units, sums)), tuple(map(tuple, units)))
 
 
 def _of_units(units: Sequence[LookupUnit]) -> RankLayout:
+    """Return a layout with these units and no shards."""
     return RankLayout((), tuple(units), sum(unit.columns for unit in units))
 
 
@@ -171,22 +190,30 @@ def lay_out(
     *,
     pooled: bool,
 ) -> CollectionLayout:
-    """Compile a plan that `ParameterSharding.check` accepts to a layout."""
+    """Compile a plan that `ParameterSharding.check` accepts to a layout.
+
+    Args:
+        configs: configurations of the tables.
+        plan: the sharding of each table, by name.
+        world_size: number of ranks.
+        arrange: order of the units of a rank.
+        pooled: whether rows are pooled.
+    """
     features = features_of(configs, pooled=pooled)
     shards_by_rank: list[list[TableShard]] = [[] for _ in range(world_size)]
-    copies: list[TableShard] = []
+    replicas: list[TableShard] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
         whole_table = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
-            copies.append(TableShard(t, whole_table))
+            replicas.append(TableShard(t, whole_table))
         for shard in sharding.shards:
             shards_by_rank[shard.rank].append(TableShard(t, shard))
 
     def rank_layout(table_shards: Sequence[TableShard]) -> RankLayout:
         return _rank_layout(configs, plan, features, table_shards, arrange)
 
-    replicated = rank_layout(copies)
+    replicated = rank_layout(replicas)
     ranks = tuple(rank_layout(rank_shards) for rank_shards in shards_by_rank)
     return CollectionLayout(features, sum(feature.dim for feature in features), ranks, replicated)
 
@@ -282,6 +309,7 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
 
 
 def _check_rows(name: str, spans: Sequence[Span]) -> None:
+    """Raise ValueError if sorted spans of rows overlap."""
     for previous, current in pairwise(spans):
         if previous[1] > current[0]:
             raise ValueError(

@@ -174,7 +174,7 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def joint_dist(self) -> JointDist:
-        """Return the joint input_dist; its `together` lists the collections that take part."""
+        """Return the joint input_dist; its `joint_paths` lists the collections that take part."""
         return self._joint_dist
 
     @property

@@ -65,6 +65,9 @@ def start_output_dists(
         steps: the lookups, in the same order on all ranks.
         ranks: the processes.
         is_merged: whether the messages of all lookups travel in one collective.
+
+    Lookups with `node_sums` wait here for the ranks of this node. Each output must be awaited once,
+    on all ranks in the same order.
     """
     in_flight = _RowsInFlight(steps, ranks, is_merged=is_merged)
     return [DeferredAwaitable(partial(in_flight.connect, index)) for index in range(len(steps))]
@@ -81,8 +84,10 @@ class OutputStep(ABC):
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
-        node_sums: rows that the node sums before they are sent, or None. `rows` includes them, and
-            `assemble` gets the sums after the rows of single ranks.
+        node_sums: rows that the node sums before they are sent, or None. `rows` keeps them back
+            (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of single ranks.
+        local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
+            `gradient_sink`, which are set to None once in flight; None without such.
     """
 
     node_sums: NodeSumStep | None = None
@@ -122,7 +127,8 @@ class OutputStep(ABC):
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
-        With `keeps_local`, gradients of this rank's own rows are not sent if possible.
+        `grad` has the shape of the output. With `keeps_local`, gradients of this rank's own rows
+        are not sent if possible; the next `local_gradient` uses them.
         """
 
     @abstractmethod
@@ -153,7 +159,8 @@ class _RowsInFlight:
             *start_sums(sums, rows, is_merged=is_merged)
         ]
         self._headers: Headers | None = None
-        self._announced: set[int] = set()
+        self._announced: set[int] = set()  # outputs with a gradient, not yet in a header
+        # By lookup: the gradients of its rows, and those of replicated tables' rows.
         self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
         self._gradients_in_flight: dict[
             int, tuple[Awaitable[Received], Awaitable[Tensor] | None]
@@ -301,18 +308,19 @@ class _Scaling:
 
     def __init__(self, scale: Tensor, ranks: RankGroup) -> None:
         self._scale, self._ranks = scale.float(), ranks
-        self._finite: list[Tensor] = []
+        self._are_finite: list[Tensor] = []
         self._pending: Awaitable[Tensor] | None = None
 
     def add(self, grad: Tensor) -> None:
-        """Add the gradient of an output of this rank."""
-        self._finite.append(grad.isfinite().all())
+        """Add the gradient of an output of this rank, before `start`."""
+        self._are_finite.append(grad.isfinite().all())
 
     def start(self) -> None:
         """Start to send the scale, and whether gradients are finite, to the other ranks."""
-        is_finite = torch.stack(self._finite).all().float()
-        numbers = torch.stack([is_finite, self._scale, -self._scale])
-        self._pending = start_minimum(numbers, self._ranks)
+        is_finite = torch.stack(self._are_finite).all().float()
+        # The minimum of the negated scale is the negated maximum.
+        pending = torch.stack([is_finite, self._scale, -self._scale])
+        self._pending = start_minimum(pending, self._ranks)
 
     def agree(self) -> None:
         """Tell the updates of this backward whether the gradients of all ranks are finite.
@@ -324,15 +332,15 @@ class _Scaling:
             RuntimeError: the scales differ, on every rank.
         """
         assert self._pending is not None
-        is_finite, min_scale, max_scale = self._pending.wait().unbind()
-        if is_finite.device.type == "cpu" and min_scale != -max_scale:
+        is_finite, min_scale, negated_max_scale = self._pending.wait().unbind()
+        if is_finite.device.type == "cpu" and min_scale != -negated_max_scale:
             raise RuntimeError(
                 f"the torch.amp.GradScalers of the ranks have different scales, {float(min_scale)} "
-                f"to {float(-max_scale)}, and a gradient has one: make them with equal arguments, "
-                "give scaler.step the FusedOptimizer on every rank, or use "
+                f"to {float(-negated_max_scale)}, and a gradient has one: make them with equal "
+                "arguments, give scaler.step the FusedOptimizer on every rank, or use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
             )
-        note_finite((is_finite > 0.0) & (min_scale == -max_scale))
+        note_finite((is_finite > 0.0) & (min_scale == -negated_max_scale))
 
 
 class _RowsNode(torch.autograd.Function):
@@ -399,7 +407,8 @@ class _Packing(NamedTuple):
         num_direct: elements for single ranks.
         local_sizes: elements that each rank of this node sums.
         sent: elements of the sums of this rank that go to each node.
-        row: elements of the rows that are summed; 0 if the node sums none.
+        row_size: elements that the sizes of all messages of sums are multiples of, so that sums can
+            be computed as rows of this length; 0 if the node sums none.
     """
 
     targets: Tensor
@@ -409,28 +418,33 @@ class _Packing(NamedTuple):
     num_direct: int
     local_sizes: list[int]
     sent: list[int]
-    row: int
+    row_size: int
 
 
 class NodeSumDist:
     """Sums rows within the node of this rank and exchanges the sums between nodes.
 
-    All `ranks` make this together.
+    All `ranks` make this together, with `sums_in_nodes(ranks)`.
 
     Args:
         layout: the units of this rank.
         sums: the units of all ranks that are summed.
         ranks: the processes.
+
+    Attributes:
+        groups: the ranks of this node, and those with this local rank.
+        has_direct: whether any rank has units that are not summed.
     """
 
     def __init__(self, layout: RankLayout, sums: NodeSums, ranks: RankGroup) -> None:
         self.groups = split_by_node(ranks)
         self._ranks, self._layout = ranks, layout
-        self.direct, self.summed = sums.direct[ranks.rank], sums.nodes[ranks.node]
+        self._summed_here = sums.nodes[ranks.node]
         self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
         self._members = sums.units[ranks.rank]
         in_sums = {i for members in self._members for i in members}
         self._single = [i for i in range(len(layout.units)) if i not in in_sums]
+        # The bags and `by_unit` of the last batch, and their packing: batches are often alike.
         self._packed: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
@@ -480,7 +494,10 @@ class NodeSumDist:
         end = 0
 
         def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
-            """Append the rows for a rank, of units that are added up; return their elements."""
+            """Append the rows for a rank; return their elements.
+
+            The units of each group, by index, are added up here.
+            """
             nonlocal end
             group_widths = [widths[members[0]] for members in groups]
             group_bags = [[bags[members[0]][rank]] for members in groups]
@@ -488,10 +505,10 @@ class NodeSumDist:
             for members, (start, stride), width, (count,) in zip(
                 groups, starts, group_widths, group_bags, strict=True
             ):
-                first = len(pieces)
+                first_piece = len(pieces)
                 pieces.extend(route.PieceRow(*positions[rank][i]) for i in members)
                 targets.append(
-                    route.TargetRow(end + start, stride, count, width, first, len(pieces))
+                    route.TargetRow(end + start, stride, count, width, first_piece, len(pieces))
                 )
             size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
             end += size
@@ -500,28 +517,36 @@ class NodeSumDist:
         for rank in range(world):
             pack(rank, [(i,) for i in self._single])
         num_direct = end
-        blocks = [
+        # By the local rank that sums them, then by node.
+        sum_sizes = [
             [pack(rank, self._members) for rank in range(k, world, local_size)]
             for k in range(local_size)
         ]
         device = self._ranks.device
-        sum_widths = [unit.columns for unit in self.summed.units]
+        sum_widths = [unit.columns for unit in self._summed_here.units]
         return _Packing(
             targets=torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
             pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
             local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
             numel=end,
             num_direct=num_direct,
-            local_sizes=[sum(rank_sizes) for rank_sizes in blocks],
-            sent=blocks[self._ranks.local_rank],
-            row=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
+            local_sizes=[sum(sizes_of_nodes) for sizes_of_nodes in sum_sizes],
+            sent=sum_sizes[self._ranks.local_rank],
+            row_size=math.gcd(*sum_widths) if by_unit else sum(sum_widths),
         )
 
 
 def _positions(
     widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, by_unit: bool
 ) -> list[list[tuple[int, int]]]:
-    """Return (first element, stride) of the rows of each unit, for each rank."""
+    """Return (first element, stride) of the rows of each unit, by rank and unit.
+
+    Args:
+        widths: columns of each unit.
+        bags: `bags[u][r]` is the number of bags of unit u for rank r.
+        num_ranks: number of ranks, whose rows follow one another.
+        by_unit: whether rows of a rank lie unit after unit, else side by side.
+    """
     result: list[list[tuple[int, int]]] = []
     end, columns = 0, list(accumulate(widths, initial=0))
     for rank in range(num_ranks):
@@ -537,7 +562,17 @@ def _positions(
 
 
 class NodeSumStep:
-    """The sums within the node of one lookup's rows, and their gradients."""
+    """The sums within the node of one lookup's rows, and their gradients.
+
+    Forward calls `pack`, `local_rows`, `sums`; backward `take_gradients`, `gradients`, `unpack`.
+    Each frees what the one before it has kept.
+
+    Attributes:
+        groups: the ranks of this node, and those with this local rank.
+        has_sums: whether the node sums any rows of this lookup.
+        has_direct: whether any rank sends rows to single ranks.
+        local_sizes: elements that each rank of this node sums.
+    """
 
     def __init__(
         self,
@@ -548,7 +583,7 @@ class NodeSumStep:
         *,
         has_direct: bool,
     ) -> None:
-        self.groups, self.has_sums, self.has_direct = groups, packing.row > 0, has_direct
+        self.groups, self.has_sums, self.has_direct = groups, packing.row_size > 0, has_direct
         self.local_sizes = packing.local_sizes
         self._packing, self._received, self._comm_precision = packing, received, comm_precision
         self._rows: Tensor | None = None
@@ -581,7 +616,7 @@ class NodeSumStep:
         encoding.
         """
         world = self.groups.local.size
-        size, row = self.local_sizes[self.groups.local.rank], self._packing.row
+        size, row = self.local_sizes[self.groups.local.rank], self._packing.row_size
         total = received
         if size:
             targets = torch.tensor([route.TargetRow(0, row, size // row, row, 0, world)])
@@ -686,21 +721,24 @@ def _received(pending: Awaitable[Tensor]) -> Received:
 
 def _append_sums(
     steps: Sequence[NodeSumStep | None],
-    first: Sequence[Awaitable[Received]],
-    second: Sequence[Awaitable[Received]],
+    direct: Sequence[Awaitable[Received]],
+    sums: Sequence[Awaitable[Received]],
 ) -> list[Awaitable[Received]]:
-    """Concatenate both results of each step that has sums; others keep the first result."""
-    following = iter(second)
+    """Append the sums to the direct results of each step that has sums.
+
+    `direct` has a result per step, `sums` one per step that is not None.
+    """
+    next_sums = iter(sums)
     return [
         awaitable
         if step is None
-        else DeferredAwaitable(partial(_join_received, awaitable, next(following)))
-        for step, awaitable in zip(steps, first, strict=True)
+        else DeferredAwaitable(partial(_join_received, awaitable, next(next_sums)))
+        for step, awaitable in zip(steps, direct, strict=True)
     ]
 
 
-def _join_received(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
+def _join_received(direct: Awaitable[Received], sums: Awaitable[Received]) -> Received:
     """Wait for two messages, and concatenate their values."""
-    values_of_both = [received.wait().values for received in (first, second)]
+    values_of_both = [received.wait().values for received in (direct, sums)]
     parts = [values for values in values_of_both if values.numel()]
     return Received(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])

@@ -78,7 +78,11 @@ class ShardingPlan:
         return ShardingPlan, ({path: dict(plan) for path, plan in self.modules.items()}, self.world)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; equal plans give equal text."""
+        """Return the plan as JSON; equal plans give equal text.
+
+        Raises:
+            ValueError: a storage that plans cannot have.
+        """
         modules = {
             path: {name: _sharding_to_json(sharding) for name, sharding in tables.items()}
             for path, tables in self.modules.items()

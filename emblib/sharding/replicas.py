@@ -23,7 +23,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction
 
-_CHUNK = 1 << 23  # float32 values per message
+_CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
 
 
 class ReplicatedModelParallel(DistributedModelParallel):
@@ -209,18 +209,18 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
 
 def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of slices of the tensors, in their order, each with about `_CHUNK` values."""
+    """Yield lists of slices of the tensors, in order, each with about `_CHUNK_FLOATS` values."""
     chunk: list[Tensor] = []
-    room_left = _CHUNK
+    values_left = _CHUNK_FLOATS
     for tensor in tensors:
         start = 0
         while start < len(tensor):
             per_row = max(1, tensor[0].numel())
-            count = min(len(tensor) - start, max(1, room_left // per_row))
+            count = min(len(tensor) - start, max(1, values_left // per_row))
             chunk.append(tensor[start : start + count])
-            start, room_left = start + count, room_left - count * per_row
-            if room_left <= 0:
+            start, values_left = start + count, values_left - count * per_row
+            if values_left <= 0:
                 yield chunk
-                chunk, room_left = [], _CHUNK
+                chunk, values_left = [], _CHUNK_FLOATS
     if chunk:
         yield chunk

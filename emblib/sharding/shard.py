@@ -124,7 +124,7 @@ def shard(
     _warn_of_duplicates(module)
     modules, shared = [], SharedTablesOfModel()
     for collection in selected:
-        sharded = collection.make(
+        sharded = collection.sharded_class(
             collection.source,
             collection.plan,
             ranks,
@@ -157,18 +157,18 @@ def _warn_of_duplicates(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """A collection of a plan, and the class of its sharded form."""
+class _SelectedCollection:
+    """A collection of a plan, its path in the model, and the class of its sharded form."""
 
     path: str
     source: Any
     plan: dict[str, ParameterSharding]
-    make: Any
+    sharded_class: Any
 
 
 def _selected_collections(
     module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup
-) -> list[_Chosen]:
+) -> list[_SelectedCollection]:
     """Return the collections of a plan, each once, even with several paths.
 
     Raises:
@@ -187,10 +187,10 @@ def _selected_collections(
             f"which are {sorted(paths)}"
         )
     world = World(ranks.size, ranks.local_size)
-    selected: dict[int, _Chosen] = {}
+    selected: dict[int, _SelectedCollection] = {}
     for path, rules in modules.items():
         source = paths[path]
-        collection = _Chosen(
+        collection = _SelectedCollection(
             path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
         )
         first_collection = selected.setdefault(id(source), collection)
@@ -210,7 +210,7 @@ def _selected_collections(
 def _description(
     module: nn.Module,
     plan: ShardingPlan | Rules,
-    selected: list[_Chosen] | None,
+    selected: list[_SelectedCollection] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
     """Describe the collections that a plan names; if the plan is wrong, those that exist."""

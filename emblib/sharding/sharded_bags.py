@@ -81,8 +81,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         True
     """
 
-    handles_name = "embedding_bags"
-    sent_ahead: SentAhead | None = None
+    handles_name = "embedding_bags"  # attribute with the `ShardParameters`, see `StateOfTables`
+    sent_ahead: SentAhead | None = None  # set by a model that sends batches before their forward
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
         """Return rows pooled for all ranks, and replicated tables' rows of this rank's batch."""
-        copies = None if self.replicated is None else self.replicated(received.inputs)
-        return self.rows(received), copies
+        replica_rows = None if self.replicated is None else self.replicated(received.inputs)
+        return self.rows(received), replica_rows
 
     def output_dist(
         self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch
@@ -169,7 +169,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     def outputs(self, rows: tuple[Tensor, Tensor | None], received: IncomingBatch) -> Outputs:
         """Return the lookup of a batch, whose output is a `KeyedTensor`."""
-        local, copies = rows
+        local, replica_rows = rows
 
         def join(outputs: list[Awaitable[Tensor]]) -> LazyAwaitable[KeyedTensor]:
             output = partial(self._output, outputs[0], received)
@@ -178,7 +178,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         if received.sent is None:
             return Outputs([self._output_dist.local_output(local, received)], join)
         sink = self._gradient_sink(received)
-        return Outputs([self._output_dist.step(local, copies, sink, received)], join)
+        return Outputs([self._output_dist.step(local, replica_rows, sink, received)], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
         """Return the tensor through which replicated tables get gradients; None without any."""
@@ -218,6 +218,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
 
 def _single_batch(batches: list[IncomingBatch]) -> IncomingBatch:
+    """Return the only batch: the collection has one `InputDist`."""
     (batch,) = batches
     return batch
 
@@ -257,12 +258,16 @@ class _Span(NamedTuple):
 class _Sources:
     """Sources of the received rows: all ranks, then nodes that sum rows, if any.
 
+    Args:
+        layout: layout of the collection.
+        layouts: layout of each source.
+
     Attributes:
         layouts: layout of each source.
         all_layouts: `layouts`, then the layout of the replicated tables.
         spans: spans of output columns, and the units whose rows make them.
         widths: number of columns of each unit, per source.
-        columns: first column of each unit in the rows of its source.
+        columns: first column of each unit in the rows of its source, by (source, unit).
     """
 
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
@@ -308,6 +313,7 @@ class PooledOutputDist(nn.Module):
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
         layout_here = layout.ranks[ranks.rank]
         self._node_sums = None if sums is None else NodeSumDist(layout_here, sums, ranks)
+        # For batches whose rows nodes do not sum, and for the others.
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
@@ -316,11 +322,12 @@ class PooledOutputDist(nn.Module):
             for r, rank_layout in enumerate(layout.ranks)
             for unit in rank_layout.all_units
         ]
-        self._numbers = {unit: number for number, unit in enumerate(all_units)}
+        # Number of each (rank, unit) in the order of sending ids.
+        self._unit_numbers = {unit: number for number, unit in enumerate(all_units)}
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
-        self._divides = any(feature.is_mean for feature in layout.features)
+        self._has_means = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
-        self._in_order = not self._divides and order == list(range(len(layout.features)))
+        self._in_order = not self._has_means and order == list(range(len(layout.features)))
         constant, by_bag = self._equal_batch_tables()
         columns = {"targets": len(TargetColumn), "sources": len(PieceColumn)}
         for name, rows in (("constant", constant), ("by_bag", by_bag)):
@@ -328,9 +335,10 @@ class PooledOutputDist(nn.Module):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
-    constant_targets: Tensor  # int64 `[spans, 7]`, for 0 bags per feature
+    # Of batches with B bags of every feature: `route.combine` takes constant + B * by_bag.
+    constant_targets: Tensor  # int64 `[spans, 7]`
     constant_sources: Tensor  # int64 `[sources, 3]`
-    by_bag_targets: Tensor  # int64 `[spans, 7]`, what each bag per feature adds
+    by_bag_targets: Tensor  # int64 `[spans, 7]`
     by_bag_sources: Tensor  # int64 `[sources, 3]`
 
     def step(
@@ -373,7 +381,7 @@ class PooledOutputDist(nn.Module):
             replica_sizes,
             _PooledRoute(
                 tables=tables,
-                lengths=received.inputs.lengths if self._divides else None,
+                lengths=received.inputs.lengths if self._has_means else None,
                 sent=self._elements(widths, bags),
                 shape=self._shape(received),
                 node_sums=node_sums,
@@ -392,7 +400,7 @@ class PooledOutputDist(nn.Module):
         if self._in_order and not received.by_unit:
             return local
         tables = self._tables(received)
-        lengths = received.inputs.lengths if self._divides else None
+        lengths = received.inputs.lengths if self._has_means else None
         flat = route.combine(
             local.reshape(-1),
             tables.targets,
@@ -530,22 +538,25 @@ class PooledOutputDist(nn.Module):
     def _starts_by_unit(
         self, received: IncomingBatch
     ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
-        """Return {(source, unit): (first element, index of the unit)}, and elements per source."""
+        """Return {(source, unit): (first element, number of the unit)}, and elements per source.
+
+        The number is that in `_unit_numbers`; -1 for sums and replicas, whose bags are all there.
+        """
         inputs, sent = received.inputs, received.sent
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
         position = 0
         received_sizes = []
         layouts = self._sources_of(received).layouts
         for source, source_layout in enumerate(layouts):
-            first = position
+            source_begin = position
             for unit in source_layout.units:
-                number = self._numbers.get((source, unit), -1)
+                number = self._unit_numbers.get((source, unit), -1)
                 starts[source, unit] = position, number
                 count = inputs.bags[unit.feature]
                 if sent is not None and number >= 0:
                     count = sent.unit_bags[number]
                 position += count * unit.columns
-            received_sizes.append(position - first)
+            received_sizes.append(position - source_begin)
         for unit in self._layout.replicated.units:
             starts[len(layouts), unit] = position, -1
             position += inputs.bags[unit.feature] * unit.columns
@@ -590,7 +601,8 @@ class _PooledStep(OutputStep):
         self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
         self._received = self._tables.received_sizes[: len(self._sent)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        # Buffer for the gradients of rows. `backward` writes those of this rank's own bags.
+        # Gradients of all rows of this rank, from `backward` to `local_gradient`: `backward` writes
+        # those of its own bags, the others are received into it. None if all are sent.
         self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
@@ -698,6 +710,6 @@ def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: 
             if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
         ]
         covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
-        first = layout.features[feature].column + begin
-        spans.append(_Span(feature, first, end - begin, covering))
+        column = layout.features[feature].column + begin
+        spans.append(_Span(feature, column, end - begin, covering))
     return spans

@@ -62,10 +62,16 @@ from emblib.storage.initial_values import new_seeds
 class ReplicatedTables(nn.Module):
     """The replicated tables of a collection.
 
-    With a fused optimizer (`is_synchronised`), every rank has the ids of all ranks before backward,
-    which gathers the gradients of all ranks: every rank makes the same update with the whole batch,
-    for any optimizer. Without one, each rank has the gradient of its own batch in ordinary
+    With a fused optimizer (`is_synchronised`), every rank gets the ids of all ranks in forward;
+    backward gathers the gradients of all ranks, and every rank makes the same update with the whole
+    batch, for any optimizer. Without one, each rank has the gradient of its own batch in ordinary
     parameters, which `DistributedDataParallel` averages.
+
+    Args:
+        layout: layout of the collection.
+        groups: the replicas on this rank, in the order of `layout.replicated`.
+        ranks: the processes.
+        is_synchronised: whether backward makes the same update on all ranks.
     """
 
     def __init__(
@@ -106,7 +112,8 @@ class ReplicatedTables(nn.Module):
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of `shape` that updates the tables with its gradient in backward.
 
-        The gradient is that of the rows of all ranks.
+        The gradient is that of the rows of all ranks, in the order of `received`: unit by unit, for
+        each unit rank by rank. The tensor's values are zeros without memory.
         """
         bags = received.bags[len(received.bags) - len(self._units) :]
         first_id = received.ids.numel() - received.num_replicated_ids
@@ -272,7 +279,7 @@ class GradientReduction(Choice):
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard of a table on this rank: slice `index` of `groups`."""
+    """A shard of a table on this rank: slice `index` of `groups`. Replicas have the rank -1."""
 
     table: str
     shard: Shard
@@ -532,6 +539,9 @@ class ShardedTables(nn.Module):
         Args:
             features: the batch; None for a rank that has none.
             counts: uses that each id stands for, int64 by feature; None is one each.
+
+        Raises:
+            KeyError: the batch lacks a feature.
         """
         if features is None:
             return InputRequest(self._input_dist, None)
@@ -592,10 +602,10 @@ class ShardedTables(nn.Module):
         order = [unit.feature for unit in self._layout_here.units]
         ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts
         if order != sorted(order):
-            ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
+            ids, offsets, weights = reordered(inputs, order, self._input_dist.unit_features)
             if counts is not None:
                 counts_as_ids = inputs._replace(ids=counts, weights=None)
-                counts = reordered(counts_as_ids, order, self._input_dist.order)[0]
+                counts = reordered(counts_as_ids, order, self._input_dist.unit_features)[0]
         bags = [[inputs.bags[f]] for f in order]
         return IncomingBatch(
             inputs,

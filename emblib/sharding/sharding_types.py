@@ -144,7 +144,10 @@ class ParameterSharding:
 
 
 Rule = Callable[[TableShape, World], ParameterSharding]
-"""Function that makes the sharding of a table from its shape and the world."""
+"""Function that makes the sharding of a table from its shape and the world.
+
+It raises ValueError if its ranks or nodes do not exist in the world, or sizes do not fit.
+"""
 
 
 def data_parallel() -> Rule:
@@ -223,7 +226,7 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         owners = _ranks(ranks, world)
-        return ParameterSharding(ShardingType.COLUMN_WISE, _by_columns(shape, owners, sizes))
+        return ParameterSharding(ShardingType.COLUMN_WISE, _column_shards(shape, owners, sizes))
 
     return rule
 
@@ -265,7 +268,7 @@ def table_column_wise(node: int) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        shards = _by_columns(shape, world.ranks_of(node))
+        shards = _column_shards(shape, world.ranks_of(node))
         return ParameterSharding(ShardingType.TABLE_COLUMN_WISE, shards)
 
     return rule
@@ -293,7 +296,7 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
         num_nodes = -(-world.size // world.local_size)
         node_numbers = tuple(range(num_nodes) if nodes is None else nodes)
         ranks_of_node = {node: world.ranks_of(node) for node in node_numbers}
-        columns = _by_columns(shape, node_numbers)
+        columns = _column_shards(shape, node_numbers)
         shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
@@ -348,7 +351,7 @@ def _row_shards(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
     )
 
 
-def _by_columns(
+def _column_shards(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     """Return shards that cut a table by columns: one per rank, fewer of a narrow table."""

@@ -40,6 +40,7 @@ class SharedTablesOfModel:
     """The shared tables of the collections that one call of `shard` replaces."""
 
     def __init__(self) -> None:
+        # By id of the table, which must live as long as its entry: ids are used again.
         self._shards_of: dict[int, tuple[SharedTable, SharedTableShards]] = {}
 
     def of(self, source: Any) -> dict[str, SharedTableShards]:

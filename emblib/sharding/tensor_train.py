@@ -28,7 +28,8 @@ from emblib.sharding.layout import Config, TableShard, with_storage
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding
 
-Use = Callable[[list[Tensor]], None]
+ApplyGradients = Callable[[list[Tensor]], None]
+"""Updates a shard with the gradients of its cores."""
 
 
 class SharedCores:
@@ -47,13 +48,17 @@ class SharedCores:
     def __init__(self, name: str, ranks: RankGroup, owners: Sequence[int], num_shards: int) -> None:
         self._name, self._ranks = name, ranks
         self._owners, self._num_shards = tuple(owners), num_shards
-        self._waiting: dict[int, tuple[list[Tensor], Use]] = {}
+        self._waiting: dict[int, tuple[list[Tensor], ApplyGradients]] = {}
 
-    def member(self, shard: int) -> Callable[[list[Tensor], Use], None]:
-        """Return the function that shard number `shard` of this rank calls with its gradients."""
+    def member(self, shard: int) -> Callable[[list[Tensor], ApplyGradients], None]:
+        """Return the function that shard number `shard` of this rank calls with its gradients.
+
+        It takes the gradients of the shard's cores, and a function that applies the gradients with
+        those of shared cores summed; the call for the last shard runs these functions.
+        """
         return partial(self._add, shard)
 
-    def _add(self, shard: int, grads: list[Tensor], apply_gradients: Use) -> None:
+    def _add(self, shard: int, grads: list[Tensor], apply_gradients: ApplyGradients) -> None:
         """Add the gradients of a shard; the last shard of this rank sums over the owners."""
         if shard in self._waiting:
             self._waiting.clear()
@@ -67,36 +72,42 @@ class SharedCores:
             return
         waiting, self._waiting = self._waiting, {}
         grads_of_shards = [waiting[shard] for shard in sorted(waiting)]
-        shared_owners = [
+        # Of all cores but core 0, of which each shard has its own slice.
+        flat_grads = [
             torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
         ]
-        total = shared_owners[0] if len(shared_owners) == 1 else torch.stack(shared_owners).sum(0)
+        total = flat_grads[0] if len(flat_grads) == 1 else torch.stack(flat_grads).sum(0)
         total = summed(total, self._ranks, self._owners)
         sizes = [grad.numel() for grad in grads_of_shards[0][0][1:]]
-        for grads, use_ in grads_of_shards:
+        for grads, apply_to_shard in grads_of_shards:
             shared = zip(total.split(sizes), grads[1:], strict=True)
-            use_([grads[0], *(flat.view(grad.shape) for flat, grad in shared)])
+            apply_to_shard([grads[0], *(flat.view(grad.shape) for flat, grad in shared)])
 
 
 def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     """Return the sum of `values` over `owners`, with the same bits on all of them.
 
-    `values` is flat and of equal length on all owners, of which this rank is one.
+    `values` is flat and of equal length on all owners, of which this rank is one. All owners call
+    this and wait for each other.
     """
     if len(owners) == 1:
         return values
-    me, share = owners.index(ranks.rank), -(-values.numel() // len(owners))
-    ends = [min(share * k, values.numel()) for k in range(len(owners) + 1)]
-    sizes = [end - begin for begin, end in pairwise(ends)]
-    pieces = list(values.split(sizes))
-    received = [pieces[me] if k == me else torch.empty_like(pieces[me]) for k in range(len(owners))]
-    _swap(ranks, owners, pieces, received)
+    number, share = owners.index(ranks.rank), -(-values.numel() // len(owners))
+    bounds = [min(share * k, values.numel()) for k in range(len(owners) + 1)]
+    sizes = [end - begin for begin, end in pairwise(bounds)]
+    # Owner k adds up slice k of the values of all owners, and sends the sums to all.
+    slices = list(values.split(sizes))
+    received = [
+        slices[number] if k == number else torch.empty_like(slices[number])
+        for k in range(len(owners))
+    ]
+    _swap(ranks, owners, slices, received)
     reduced = received[0].clone()
     for value in received[1:]:
         reduced += value
     total = torch.empty_like(values)
     sums = list(total.split(sizes))
-    sums[me].copy_(reduced)
+    sums[number].copy_(reduced)
     _swap(ranks, owners, [reduced] * len(owners), sums)
     return total
 

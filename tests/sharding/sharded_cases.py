@@ -204,7 +204,7 @@ def flat(output: Any) -> Tensor:
 def train(ranks: RankGroup, case: Case) -> str:
     """Several steps, compared with one process after each; returns what was compared."""
     # Batches are small here, and it shall not matter.
-    input_dist._MIN_SAVED = case.least_saved
+    input_dist._MIN_SAVED_ELEMENTS = case.least_saved
     device = ranks.device
     oracle = make_source(case).to(device)
     sharded = make_sharded(case, ranks, copy.deepcopy(oracle))

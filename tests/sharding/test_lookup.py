@@ -82,7 +82,7 @@ def _outputs(sharded: list[Any], batches: list[Any]) -> list[Any]:
 
 def _train(ranks: RankGroup, joint: Joint) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(input_dist, "_MIN_SAVED", 0)
+        monkeypatch.setattr(input_dist, "_MIN_SAVED_ELEMENTS", 0)
         if not joint.is_merged:
             monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
         _compare_steps(ranks, joint)

@@ -150,7 +150,7 @@ def counted(patch: pytest.MonkeyPatch, node: int) -> dict[Content, int]:
 
 def two_ways(ranks: RankGroup, case: Case) -> list[dict[Content, int]]:
     """Train with and without nodes; the bits must agree. Returns the bytes between nodes."""
-    input_dist._MIN_SAVED = 1 << 40
+    input_dist._MIN_SAVED_ELEMENTS = 1 << 40
     found, results = [], []
     for local_size in (ranks.size, LOCAL):
         own = on_nodes(ranks, local_size)
@@ -185,7 +185,7 @@ def test_the_bits_are_those_without_sums(plan: str) -> None:
 
 def _skipped(ranks: RankGroup, ids: Sequence[int]) -> bool:
     """Whether rows were not summed, where rank r has `ids[r]` ids per bag."""
-    input_dist._MIN_SAVED = 0
+    input_dist._MIN_SAVED_ELEMENTS = 0
     case = case_of("twrw", SUM)
     source = make_source(case)
     module = make_sharded(case, on_nodes(ranks), copy.deepcopy(source))

@@ -64,7 +64,7 @@ def scaled_backward(scaler: Any, module: Any, features: Any, number: int, value:
 
 def _one_overflows(ranks: RankGroup, case: Case) -> None:
     """One element of one rank's gradient is infinite in the second step, which no rank makes."""
-    input_dist._MIN_SAVED = case.least_saved
+    input_dist._MIN_SAVED_ELEMENTS = case.least_saved
     oracle = make_source(case).to(ranks.device)
     module = make_sharded(case, ranks, copy.deepcopy(oracle))
     fused = FusedOptimizer.of(module)

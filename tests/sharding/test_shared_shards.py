@@ -154,7 +154,7 @@ def test_replicas_without_optimizer_are_averaged() -> None:
 
 def _scaled(ranks: RankGroup, plan: str) -> None:
     """Scaled gradients make the same step; where one is infinite, there is none."""
-    input_dist._MIN_SAVED = 0  # also for shards whose bags have no ids, and are not sent
+    input_dist._MIN_SAVED_ELEMENTS = 0  # also for shards whose bags have no ids, and are not sent
     case = Shared(PLANS[plan], ADAGRAD)
     oracle = make(case, ranks.device)
     model = make_sharded(case, ranks, copy.deepcopy(oracle))

@@ -462,7 +462,7 @@ def _limits_restored() -> Iterator[None]:
     """Undo changes of the sizes from which messages are sent otherwise."""
     from emblib.sharding import input_dist
 
-    names = ("_MIN_SAVED", "_MAX_MERGED_NBYTES")
+    names = ("_MIN_SAVED_ELEMENTS", "_MAX_MERGED_NBYTES")
     before = {name: getattr(input_dist, name) for name in names}
     try:
         yield
