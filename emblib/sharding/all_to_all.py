@@ -333,7 +333,10 @@ def start_sizes(
 
 
 def _trim_repeats(numbers: Sequence[int]) -> list[int]:
-    """Drop repeats of the last number; return [how many numbers remain, these numbers ...]."""
+    """Drop repeats of the last number; return [how many numbers remain, these numbers ...].
+
+    The bags of units are often equally many, and fit into a header then.
+    """
     end = len(numbers)
     while end > 1 and numbers[end - 2] == numbers[end - 1]:
         end -= 1
@@ -343,7 +346,11 @@ def _trim_repeats(numbers: Sequence[int]) -> list[int]:
 def _parse_numbers(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
-    """Split the numbers of one rank into the common ones and the lists for this rank."""
+    """Split the numbers of one rank into the common ones and the lists for this rank.
+
+    They are: the common numbers, how many numbers there are for each rank, then these, rank by
+    rank, as lists of `_trim_repeats`.
+    """
     begin = num_common + ranks.size
     position = begin + sum(numbers[num_common : num_common + ranks.rank])
     lists = []
@@ -376,7 +383,8 @@ class Headers:
     """The headers of one collective, exchanged between all ranks.
 
     Every rank gets the headers of all ranks and compares all pairs, so all ranks decide alike, and
-    none waits in the collective for a rank that has raised.
+    none waits in the collective for a rank that has raised. The constructor sends the header;
+    `check` must be called once.
 
     Args:
         kind: the first entries of the header, see `_KindEntry`; missing ones are 0.

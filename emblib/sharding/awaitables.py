@@ -190,6 +190,8 @@ def wait_all(value: Any) -> Any:
 
 
 class _Failure:
+    """An error in place of a result; every further `wait` raises it."""
+
     def __init__(self, error: Exception) -> None:
         self.error = error
 

@@ -208,12 +208,13 @@ class _ScaledRows(Codec):
 
     @property
     @abstractmethod
-    def _largest(self) -> float:
-        """Return the encoded value of the largest value of a row."""
+    def _max_code(self) -> float:
+        """Return the largest encoded magnitude, which stands for the largest value of a row."""
 
     @property
     @abstractmethod
-    def _byte_dtype(self) -> torch.dtype: ...
+    def _byte_dtype(self) -> torch.dtype:
+        """Return the dtype of encoded values, of one byte."""
 
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Implement `Codec`."""
@@ -243,7 +244,8 @@ class _ScaledRows(Codec):
         return self._without_padding(values.view(-1), splits).to(dtype)
 
     def _scales(self, rows: Tensor) -> Tensor:
-        return rows.abs().amax(1, keepdim=True).div_(self._largest).clamp_(min=_SMALLEST_SCALE)
+        """Return the scale of each row, float32 `[rows, 1]`."""
+        return rows.abs().amax(1, keepdim=True).div_(self._max_code).clamp_(min=_SMALLEST_SCALE)
 
     def _row_bound(self, values: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, Tensor]:
         """Return the magnitude of each value and the scale of its row, in float64."""
@@ -258,8 +260,8 @@ class _ScaledRows(Codec):
         if any(n % self.row_dim for n in splits):
             padded = [-(-n // self.row_dim) * self.row_dim for n in splits]
             source, values = values, values.new_zeros(sum(padded), dtype=torch.float32)
-            for to, split in zip(values.split(padded), source.split(list(splits)), strict=True):
-                to[: split.numel()] = split
+            for target, split in zip(values.split(padded), source.split(list(splits)), strict=True):
+                target[: split.numel()] = split
         return values.float().view(-1, self.row_dim)
 
     def _without_padding(self, values: Tensor, splits: Sequence[int]) -> Tensor:
@@ -283,7 +285,7 @@ class INT8(_ScaledRows):
     """
 
     @property
-    def _largest(self) -> float:
+    def _max_code(self) -> float:
         return 127.0
 
     @property
@@ -321,20 +323,19 @@ class FP8(_ScaledRows):
         object.__setattr__(self, "format", FP8Format(self.format))
 
     @property
-    def _largest(self) -> float:
+    def _max_code(self) -> float:
         return float(torch.finfo(self._byte_dtype).max)
 
     @property
     def _byte_dtype(self) -> torch.dtype:
-        wide = self.format == FP8Format.E5M2
-        return torch.float8_e5m2 if wide else torch.float8_e4m3fn
+        return torch.float8_e5m2 if self.format == FP8Format.E5M2 else torch.float8_e4m3fn
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
         exact, scales = self._row_bound(values, splits)
-        wide = self.format == FP8Format.E5M2
+        is_e5m2 = self.format == FP8Format.E5M2
         # 3 or 4 significant bits, and half of the smallest subnormal number of the format.
-        relative, absolute = (2.0**-3, 2.0**-17) if wide else (2.0**-4, 2.0**-10)
+        relative, absolute = (2.0**-3, 2.0**-17) if is_e5m2 else (2.0**-4, 2.0**-10)
         bound = torch.maximum(exact * relative, scales * absolute)
         return bound + exact * 2.0**-22  # the quotient and the product are rounded too
 

@@ -271,7 +271,7 @@ def _start(
 
 
 class _Pattern(Choice):
-    """What each rank gets of the values of another."""
+    """Parts of the values of a rank that the others get."""
 
     PARTS = "parts"  # every rank gets a part of its own
     COPIES = "copies"  # every rank gets the same values

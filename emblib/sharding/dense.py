@@ -43,7 +43,10 @@ class DDP:
             )
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """Return a module that averages all gradients but those of the parameters in `ignored`."""
+        """Return a module that averages all gradients but those of the parameters in `ignored`.
+
+        A collective: `ranks` have a process group. `ignored` are names in `module`.
+        """
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -89,7 +92,10 @@ class FullyShard:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """Shard all parameters but those in `ignored`, and return the module itself."""
+        """Shard all parameters but those in `ignored`, and return the module itself.
+
+        A collective: `ranks` have a process group. `ignored` are names in `module`.
+        """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
@@ -110,7 +116,11 @@ _BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(
 
 
 def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
-    """Return the wrapping for a name or a wrapping; None for no wrapping."""
+    """Return the wrapping for a name or a wrapping; None for no wrapping.
+
+    Raises:
+        ValueError: another name or value.
+    """
     if wrap is None or isinstance(wrap, Wrapping):
         return wrap
     if wrap not in _BY_NAME:
@@ -166,7 +176,10 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
 
 @without_gradients
 def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
-    """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank."""
+    """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank.
+
+    A collective: the modules of all ranks have the same names, shapes and dtypes.
+    """
     if ranks.size == 1:
         return
     named_tensors = [*module.named_parameters(), *module.named_buffers()]

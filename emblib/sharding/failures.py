@@ -37,6 +37,8 @@ from emblib.sharding.ranks import RankGroup
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _MAX_STATE_CHARACTERS = 2000  # of an error that other ranks quote
+# Exit states of a rank in the store: ended by another rank's failure, without an error, and with an
+# error of its own, whose text follows.
 _GAVE_UP, _DONE, _FAILED = "gave up", "done", "failed"
 # Errors of gloo and NCCL are plain RuntimeErrors.
 _COLLECTIVE_ERROR = re.compile(
@@ -201,7 +203,15 @@ def is_collective_error(error: BaseException | None) -> bool:
 
 
 class _StatusBoard:
-    """The heartbeats and exit states that ranks share through the store of a process group."""
+    """The heartbeats and exit states that ranks share through the store of a process group.
+
+    Each object has its own connection to the store, and is used by one thread. Methods raise
+    `DistError` if the store cannot be reached, unless they say otherwise.
+
+    Args:
+        ranks: the processes.
+        name: prefix of the keys, the same on all ranks and different for every block.
+    """
 
     def __init__(self, ranks: RankGroup, name: str) -> None:
         assert ranks.group is not None
@@ -240,7 +250,10 @@ class _StatusBoard:
         return f"rank {rank} of {self._ranks.size}{process}"
 
     def find_failure(self, timeout_s: float) -> RankFailure | None:
-        """Return the ranks at fault for a failed collective; None if all ranks called it."""
+        """Return the ranks at fault for a failed collective; None if all ranks called it.
+
+        Waits up to `timeout_s` seconds for the other ranks, and raises nothing.
+        """
         try:
             self._store.set(f"call/{self._ranks.rank}", "here")
             faults = self._faults(timeout_s)
@@ -426,6 +439,7 @@ def _gloo_threads() -> dict[str, tuple[str, str]]:
 
 
 def _device_alone() -> torch.device:
+    """Return the device of a process without a process group."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -50,8 +50,8 @@ class Outputs(NamedTuple):
 class ShardedModule(Protocol):
     """A sharded collection whose messages may travel with those of other collections."""
 
-    ranks: RankGroup
-    sent_ahead: SentAhead | None
+    ranks: RankGroup  # the ranks that share the collection
+    sent_ahead: SentAhead | None  # set by a model while its forward runs
     training: bool
 
     def inputs(self, features: Any) -> Inputs:

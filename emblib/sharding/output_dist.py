@@ -149,7 +149,11 @@ class OutputStep(ABC):
 
 
 class _RowsInFlight:
-    """The rows of the lookups of one `start_output_dists` in flight, and their gradients."""
+    """The rows of the lookups of one `start_output_dists` in flight, and their gradients.
+
+    `connect` is called once per lookup; autograd then calls `send_gradient` for each output that
+    the loss uses, and after all of these `receive_gradient` for each of their lookups.
+    """
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
         self._steps, self._ranks, self._is_merged = list(steps), ranks, is_merged

@@ -47,11 +47,11 @@ class RankGroup:
         (0, 1, 1)
     """
 
-    rank: int
-    size: int
-    local_size: int
-    device: torch.device
-    group: dist.ProcessGroup | None
+    rank: int  # number of this process in the group
+    size: int  # number of processes
+    local_size: int  # number of processes per node
+    device: torch.device  # device of the tensors that this rank sends
+    group: dist.ProcessGroup | None  # None for this process alone
 
     def __init__(
         self,
@@ -372,7 +372,13 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 class _Outcome(NamedTuple):
-    """The result of a function, or its error if it can be pickled, and the text of the error."""
+    """The result of a function, or its error.
+
+    Attributes:
+        value: result; None after an error.
+        error: error, if it can be pickled.
+        text: text of the error; empty without.
+    """
 
     value: Any
     error: BaseException | None
@@ -416,6 +422,7 @@ def invoke_on_rank_and_broadcast_result(
 
 
 def _picklable(error: BaseException) -> BaseException | None:
+    """Return an error if other ranks can unpickle it, else None."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -99,7 +99,10 @@ def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 
 
 class SummingStream:
-    """An output stream that computes the checksums of its content."""
+    """An output stream that computes the checksums of its content.
+
+    It only appends; other attributes are those of `stream`. `sums` are of all bytes so far.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.sums = stream, FileSums()
@@ -124,12 +127,21 @@ class SummingStream:
 
 
 class CheckedStream(io.RawIOBase):
-    """An input file whose blocks are compared with their checksums before they are returned."""
+    """An input file whose blocks are compared with their checksums before they are returned.
+
+    Args:
+        file: the file, open for reading; closed by whoever opened it.
+        path: path of the file, for messages.
+        sums: size and checksums that were saved.
+
+    Raises:
+        CheckpointError: the file has another size.
+    """
 
     def __init__(self, file: BinaryIO, path: Path, sums: FileSums) -> None:
         super().__init__()
         self._file, self._path, self._sums = file, path, sums
-        self._at = 0
+        self._position = 0
         self._blocks: dict[int, memoryview] = {}  # by number, the most recently used one last
         size = file.seek(0, io.SEEK_END)
         if size != sums.nbytes:
@@ -147,13 +159,15 @@ class CheckedStream(io.RawIOBase):
 
     def tell(self) -> int:
         """Return the position."""
-        return self._at
+        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Move to a position."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._sums.nbytes}[whence]
-        self._at = start + offset
-        return self._at
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._sums.nbytes}[
+            whence
+        ]
+        self._position = start + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Read into `buffer`, up to the end of the file; return the number of bytes.
@@ -163,12 +177,12 @@ class CheckedStream(io.RawIOBase):
         """
         target = memoryview(buffer).cast("B")
         num_read = 0
-        while num_read < len(target) and self._at < self._sums.nbytes:
-            number, offset = divmod(self._at, BLOCK_BYTES)
+        while num_read < len(target) and self._position < self._sums.nbytes:
+            number, offset = divmod(self._position, BLOCK_BYTES)
             chunk = self._verified_block(number)[offset : offset + len(target) - num_read]
             target[num_read : num_read + len(chunk)] = chunk
             num_read += len(chunk)
-            self._at += len(chunk)
+            self._position += len(chunk)
         return num_read
 
     def _verified_block(self, number: int) -> memoryview:

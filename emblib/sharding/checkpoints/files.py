@@ -37,7 +37,7 @@ _SUMS = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its
 
 
 class _SummedFiles(FileSystem):
-    """A file system that computes checksums of files as they are written."""
+    """A file system that computes checksums of files as they are written; `sums` are by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +137,10 @@ class _CheckedFiles(FileSystem):
 
 class Reader(dcp.FileSystemReader):
     """Read one checkpoint; its metadata is read once, by the constructor.
+
+    Attributes:
+        metadata: metadata of the checkpoint, checked.
+        has_checksums: whether files are compared with checksums as they are read.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete or damaged, or it names classes that

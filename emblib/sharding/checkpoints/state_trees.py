@@ -88,7 +88,11 @@ def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """Return `function()` of this rank; if it raises on any rank, raise on every rank."""
+    """Return `function()` of this rank; if it raises on any rank, raise on every rank.
+
+    A collective. This rank raises its own error, or a CheckpointError that names the ranks that
+    failed. If `function` itself communicates, an error before that leaves the other ranks waiting.
+    """
     error: Exception | None = None
     value: Any = None
     try:
