@@ -269,8 +269,8 @@ class MemoryBytes(NamedTuple):
 class Rates(Protocol):
     """Times of a machine, in nanoseconds, from the planner's cost model.
 
-    `row_bytes` are the bytes of a row that the operation reads and writes, `ids` the number of rows
-    that one step reads from the slice, repeated ones included.
+    `row_bytes` are the bytes of a row that the operation reads and writes, `ids` the number of
+    lookups in the slice per step.
     """
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from emblib.columns import FeatureColumn
 from emblib.ops import autograd
+from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, Choice, Pooling, brief
 from emblib.storage.base import (
@@ -44,6 +45,7 @@ from emblib.storage.dense import Dense, DenseHandle, DenseModule, view_name
 from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
+from emblib.tables.bounds_report import is_padded
 
 _SEED_FACTOR = 0x632BE59BD9B4E019  # an arbitrary odd number, to separate seeds of components
 
@@ -412,16 +414,17 @@ class ComposedModule(nn.Module):
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._rows_per_id
         all_rows = rows[0] if count == 1 else torch.cat(rows)
-        # The lookups of row k of all ids follow those of row k - 1; only the last have an end.
-        offsets_by_row = [
-            offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)
-        ]
-        all_offsets = offsets if count == 1 else torch.cat(offsets_by_row)
+        all_offsets = offsets if count == 1 else _repeat_bags(offsets, count, 0, ids.numel())
         sizes = None if batch_sizes is None else [*batch_sizes] * count
         if self._storage.joining is Combine.MULTIPLY:
             out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * count)
+        if self.pooling is Pooling.MEAN and count > 1 and _may_have_padding(ids):
+            # Padding between two blocks would count in the length of the bag before it.
+            sources, all_offsets = _padding_first(offsets, count, ids.numel())
+            all_rows = take_or_fill(all_rows, sources, -1)
+            scales = None if scales is None else take_or_fill(scales, sources, 0)
         looked_up: Tensor = self.dense(all_rows, all_offsets, scales, batch_sizes=sizes)
         return self._combine(looked_up, batch_sizes).to(self.output_dtype)
 
@@ -617,6 +620,40 @@ class ComposedModule(nn.Module):
         """Return names and sizes of the tables, and their storage."""
         sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._slices)
         return f"[{', '.join(sizes)}] {self._storage}"
+
+
+def _repeat_bags(offsets: Tensor, count: int, first: Tensor | int, num_ids: Tensor | int) -> Tensor:
+    """Return the offsets of the bags of `count` blocks, `[count * bags + 1]`.
+
+    Block k has the bags of `offsets` `[bags + 1]`, `first + k * num_ids` positions later; its last
+    bag ends where the first bag of the next block begins.
+    """
+    blocks = [
+        offsets[: None if k + 1 == count else -1] + (first + k * num_ids) for k in range(count)
+    ]
+    return torch.cat(blocks)
+
+
+def _may_have_padding(ids: Tensor) -> bool:
+    """Return whether ids of -1 may precede the first bag, see `CapturedStep` and `GroupInput`."""
+    return not torch.compiler.is_compiling() and (is_padded() or is_captured(ids))
+
+
+def _padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tensor, Tensor]:
+    """Move the padding of `count` blocks of `num_ids` lookups in front of the first block.
+
+    The first `offsets[0]` lookups of a block are padding. No number is read from the device.
+
+    Returns:
+        int64 `[count * num_ids]`, the source of each lookup, -1 for padding; and the offsets of the
+        bags of all blocks.
+    """
+    padding = offsets[:1]
+    positions = torch.arange(count * num_ids, device=offsets.device) - count * padding
+    block = positions // (num_ids - padding).clamp(min=1)
+    sources = torch.where(positions >= 0, positions + padding * (block + 1), -1)
+    moved_offsets = _repeat_bags(offsets, count, (count - 1) * padding, num_ids - padding)
+    return sources, moved_offsets
 
 
 class ComposedHandle(DenseHandle):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from emblib.columns import FeatureColumn
 from emblib.tables.parameters import caller_level
 
-CHECKS_PER_COPY = 16  # checks per copy of the counts, which costs two launches; not measured
+CHECKS_PER_COPY = 16  # checks per copy of the counts, which costs a copy and an event; not measured
 _is_padded = ContextVar("is_padded", default=False)
 BOUNDS_MESSAGE = (
     "emblib: {indices} indices and {offsets} offsets out of bounds{where}; "

@@ -499,7 +499,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
         the same order. Rows of batches in flight, from prefetch to the end of backward, are not
         evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
-        cached table this does nothing. The host does not wait for a GPU.
+        cached table this does nothing. The host waits for a GPU only if a reporter times the call.
 
         Arguments and errors are those of `forward`, which counts and reports invalid ids.
         """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import (
+    CapturedStep,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -427,3 +428,28 @@ def test_initial_values_lie_within_the_bounds_of_the_table() -> None:
     assert float(first.max()) == pytest.approx(0.4, abs=1e-3)
     # Of four rows that are added, each has half of the deviation of the default.
     assert float(second.std()) == pytest.approx(0.01 / 3**0.5 / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_padding_counts_in_no_mean(kind: str, is_weighted: bool) -> None:
+    """A captured step pads its batch, on a CPU too."""
+    tables = [
+        EmbeddingBagConfig(IDS, DIM, name, storage=of_table, pooling=Pooling.MEAN)
+        for name, of_table in zip(("left", "right"), KINDS[kind], strict=True)
+    ]
+    plain = EmbeddingBagCollection(tables, is_weighted=is_weighted, optimizer=optim.SGD(0.1))
+    padded = copy.deepcopy(plain)
+    lengths = torch.tensor([2, 0, 3, 1, 0, 2])
+    ids = torch.randint(IDS, (int(lengths.sum()),))
+    weights = torch.rand(len(ids)) if is_weighted else None
+    batch = KeyedJaggedTensor(["left", "right"], ids, weights, lengths=lengths)
+
+    def train(bags: EmbeddingBagCollection, batch: KeyedJaggedTensor) -> Tensor:
+        out = bags(batch).values()
+        out.square().sum().backward()
+        return out
+
+    step = CapturedStep(lambda batch: train(padded, batch), bounds=[32])
+    for _ in range(2):  # the second step reads what the first one has updated
+        torch.testing.assert_close(step(batch), train(plain, batch), rtol=0, atol=0)
