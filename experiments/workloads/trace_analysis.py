@@ -128,11 +128,15 @@ class Blocks:
     @classmethod
     def of(cls, ranking: Ids, lookups_to_fit: Ids, rows: int) -> Blocks:
         """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
-        never_looked_up = np.zeros(max(0, rows - len(ranking)), np.int64)
-        negated_counts = -np.concatenate([ranking, never_looked_up])  # the most popular rows first
-        _, block, sizes = np.unique(negated_counts, return_inverse=True, return_counts=True)
-        lookups = np.bincount(block[: len(ranking)], lookups_to_fit, minlength=len(sizes))
-        return cls(np.cumsum(sizes), lookups.astype(np.int64))
+        # Negated, because the most popular rows come first.
+        negated_counts, block, sizes = np.unique(-ranking, return_inverse=True, return_counts=True)
+        lookups = np.bincount(block, lookups_to_fit, minlength=len(sizes)).astype(np.int64)
+        num_unused = rows - len(ranking)  # may be far more than fit into memory
+        if num_unused > 0 and len(sizes) and negated_counts[-1] == 0:
+            sizes[-1] += num_unused
+        elif num_unused > 0:
+            sizes, lookups = np.append(sizes, num_unused), np.append(lookups, 0)
+        return cls(np.cumsum(sizes), lookups)
 
 
 def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:

@@ -131,6 +131,14 @@ def test_too_little_to_fit() -> None:
     assert trace_analysis.fit(np.array([3, 1]), np.array([2, 2]), 2) is None
 
 
+def test_blocks_of_a_table_far_larger_than_memory() -> None:
+    for unused, last in (([], [2, 3, 10**14]), ([0, 0], [2, 3, 10**14])):
+        counts = np.array([7, 2, 7, *unused])
+        blocks = trace_analysis.Blocks.of(counts, counts, 10**14)
+        assert blocks.last.tolist() == last
+        assert blocks.lookups.tolist() == [14, 2, 0]
+
+
 def test_masses_of_blocks_are_the_law() -> None:
     last = np.array([1, 5, 200, 300, 4000, 100_000])
     blocks = trace_analysis.Blocks(last, np.ones(6, np.int64))
