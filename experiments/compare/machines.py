@@ -22,7 +22,7 @@ from experiments.config.schema import AXES, UsageError
 from experiments.config.sweep import SWEEP
 from experiments.kinds.base import TIME
 from experiments.machine import ceilings
-from experiments.machine.ceilings import Device, Roofs
+from experiments.machine.ceilings import Device, MeasuredCeilings
 from experiments.report.data import Run
 from experiments.results.metrics import WEIGHT_BYTES
 from experiments.results.store import POINTS, Record, has_records, read_config, runs_in
@@ -60,7 +60,7 @@ class Machine:
     label: str
     run: Run
     device: Device | None
-    roofs: Roofs
+    roofs: MeasuredCeilings
     mode: str
     cells: pd.DataFrame
 
@@ -232,7 +232,8 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
     machines = []
     for label, run in zip(_labels(runs), runs, strict=True):
         mode = (shared or run.modes)[0]
-        device, roofs = ceilings.of_environment(run.environment), Roofs.of(run.environment)
+        device = ceilings.of_environment(run.environment)
+        roofs = MeasuredCeilings.of(run.environment)
         run = run.at(mode)
         machines.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
     return machines

@@ -132,7 +132,11 @@ class Contender(ABC):
 
 
 class OneModule(Contender):
-    """A contender with one module for all features, whose backward updates the rows."""
+    """A contender with one module for all features, whose backward updates the rows.
+
+    Attributes:
+        module: the module; called with ids [L] and offsets [F*B + 1] it returns [B, sum D].
+    """
 
     module: Any
 

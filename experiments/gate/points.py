@@ -17,11 +17,11 @@ from experiments.kinds import expand
 class Point:
     """One phase of one contender on one workload, with one optimizer."""
 
-    name: str
+    name: str  # unique in a run; noise floors and trends find the point by it
     cell: Cell
-    arm: Arm
-    phase: str
-    optimizer: Optimizer
+    arm: Arm  # one of the cell's
+    phase: str  # one of PHASES
+    optimizer: Optimizer  # update rule of a step; a forward has one too, without effect
 
     @property
     def words(self) -> str:

@@ -132,16 +132,15 @@ def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointF
     """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
     build_result = head or base or BuildResult("error", "no reason was given")
-    reason = f"{build_result.status}: {build_result.reason}"
+    state, words = "NEW", "neither side can run it here"
     if head is None:
-        return PointFinding(point.name, point.words, "NEW", f"base cannot run it ({reason})")
-    if head.status in BROKEN and base is not None:
-        return PointFinding(point.name, point.words, "FAILED", f"on both sides ({reason})")
-    if base is None:
-        return PointFinding(
-            point.name, point.words, "MISSING", f"base can run it, head cannot ({reason})"
-        )
-    return PointFinding(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
+        words = "base cannot run it"
+    elif base is None:
+        state, words = "MISSING", "base can run it, head cannot"
+    elif head.status in BROKEN:
+        state, words = "FAILED", "on both sides"
+    reason = f"{words} ({build_result.status}: {build_result.reason})"
+    return PointFinding(point.name, point.words, state, reason)
 
 
 def _verdict_finding(

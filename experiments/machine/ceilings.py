@@ -25,7 +25,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class Roofs:
+class MeasuredCeilings:
     """The measured ceilings of a run; bandwidth is in GB/s, read plus written.
 
     Attributes:
@@ -41,7 +41,7 @@ class Roofs:
     gather_by: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, environment: Mapping[str, Any]) -> Roofs:
+    def of(cls, environment: Mapping[str, Any]) -> MeasuredCeilings:
         """Read the ceilings from environment.json; early runs have the copy bandwidth only."""
         measured = environment.get("bandwidth") or {}
         copied = measured.get("copy_gb_s") or environment.get("copy_gb_s")

@@ -67,7 +67,7 @@ class Session:
         run_id: name of the run's directory.
         replicate: number of the process among those of the cell.
         order: position of the job in the run.
-        identity: entries of every record, such as point_key and context_id.
+        identity: entries of every record: point_key, context_id and cell_number in a run.
         note: function that is called with "arm|activity".
         sync: synchronisation with the other ranks of the cell.
     """

@@ -16,6 +16,7 @@ from experiments.quality.methods import METHODS, NETWORK_RATE, Method, MethodTas
 
 HIDDEN = 64  # width of the network's hidden layer
 CHUNK_SIZE = 8192  # samples per prediction
+SEED_STEP = 1000  # difference of the seeds of two plans; larger than any number of epochs
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TrainingPlan:
     """The training of a model.
 
     Attributes:
-        dim: dim of rows.
+        dim: columns of a row.
         batch: samples per step.
         epochs: maximum number of epochs; the one with the least validation loss counts.
         rates: learning rates of tables; the one with the least validation loss counts.
@@ -62,6 +63,13 @@ class Model(nn.Module):
     """A DLRM: rows and a projection of the numbers, products of all pairs, a network on top.
 
     A method stores the large tables; the others are plain.
+
+    Attributes:
+        rows: method of the large tables.
+        large: fields of the large tables.
+        small: fields of the other tables.
+        others: plain tables of these; None without any.
+        optimizers: optimizers of everything that backward does not update.
     """
 
     pairs: Tensor
@@ -155,7 +163,7 @@ def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> Tr
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
     """Yield the samples of each step of an epoch, which depend on the seed only."""
-    generator = torch.Generator().manual_seed(1000 * plan.seed + epoch)
+    generator = torch.Generator().manual_seed(SEED_STEP * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=generator)
     yield from order.split(plan.batch)
 

@@ -16,7 +16,7 @@ import pandas as pd
 from experiments.config.sweep import SWEEP, label_of
 from experiments.contenders import registry
 from experiments.machine import ceilings
-from experiments.machine.ceilings import Roofs
+from experiments.machine.ceilings import MeasuredCeilings
 from experiments.report import ratios, text
 from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
 from experiments.report.data import AXIS_NAMES, Run, select
@@ -202,7 +202,7 @@ CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmi
 
 def roofline_figures(run: Run) -> list[Figure]:
     """Return achieved bandwidth against the memory's: a dot per contender and cell, twice."""
-    rows, roofs = select(run.table, status="ok"), Roofs.of(run.environment)
+    rows, roofs = select(run.table, status="ok"), MeasuredCeilings.of(run.environment)
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
@@ -231,7 +231,7 @@ def roofline_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing:
+def _roofline(rows: pd.DataFrame, roofs: MeasuredCeilings, theory: float | None) -> Drawing:
     """Draw GB/s against bytes per row, with the ceilings of the machine."""
     rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())

@@ -6,7 +6,7 @@ from collections import Counter
 
 from experiments.config.schema import PHASES, Mode
 from experiments.kinds.base import Compared
-from experiments.machine.ceilings import Roofs
+from experiments.machine.ceilings import MeasuredCeilings
 from experiments.machine.flags import MINOR, explain
 from experiments.report import text
 from experiments.report.data import Run
@@ -92,7 +92,7 @@ def how_to_read(run: Run) -> list[str]:
     notes += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
     notes += [PRODUCTION] if "production" in ids else []
     notes += [REPLAYED] if "trace" in ids else []
-    roofs = Roofs.of(run.environment)
+    roofs = MeasuredCeilings.of(run.environment)
     notes += [f"'of gather' divides by {roofs.gather_method}."] if roofs.gather_gb_s else []
     notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.config.sweep import SWEEP
-from experiments.machine.ceilings import Roofs
+from experiments.machine.ceilings import MeasuredCeilings
 from experiments.machine.flags import explain, remedy
 from experiments.report import notes, text
 from experiments.report.answer import sweep_point
@@ -31,7 +31,7 @@ def section_table(run: Run, section: str) -> Table:
     The run must be of one mode.
     """
     rows = run.of(section)
-    roofs, is_sweep = Roofs.of(run.environment), section == SWEEP
+    roofs, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}

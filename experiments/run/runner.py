@@ -139,6 +139,8 @@ class JobRunner:
         fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
         process_s: seconds of the last process of each cell.
         outcomes: number of records by status.
+        jobs: number of jobs with records, of which `reused` are those of earlier runs.
+        left_out: number of jobs without time.
         remaining: further processes of each cell that was begun.
         not_begun: cells without time.
     """

@@ -97,7 +97,7 @@ def warm_up(
 def _pass(
     phases: Mapping[str, Phase], clock: Clock, pool: int, key: str, max_seconds: float
 ) -> tuple[bool, float, dict[str, float]]:
-    """Run every phase on every batch, until the time is used up but at least on the first.
+    """Run every phase on every batch, until `max_seconds` are used up but at least on the first.
 
     Return whether all batches were run, the cost in seconds, and the median of each phase.
     """

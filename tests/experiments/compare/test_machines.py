@@ -23,7 +23,7 @@ from experiments.compare.confounders import Weight
 from experiments.compare.machines import Comparison, NotComparable
 from experiments.compare.pages import machines_table, points_table
 from experiments.machine import ceilings
-from experiments.machine.ceilings import Roofs
+from experiments.machine.ceilings import MeasuredCeilings
 from experiments.paths import REFERENCE
 from tests.experiments import FIRST_SCHEMA, command_line
 from tests.experiments.chromium import browser, executable
@@ -95,12 +95,12 @@ def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
 
 
 def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
-    roofs = Roofs.of({"bandwidth": BANDWIDTH})
+    roofs = MeasuredCeilings.of({"bandwidth": BANDWIDTH})
     assert roofs.gather(64) == 800.0
     assert roofs.gather(65) == roofs.gather(256) == 2000.0  # the next size
     assert roofs.gather(4096) == 2400.0
-    assert math.isnan(Roofs.of({"copy_gb_s": 10.0}).gather(64))
-    assert Roofs.of({"copy_gb_s": 10.0}).copy_gb_s == 10.0
+    assert math.isnan(MeasuredCeilings.of({"copy_gb_s": 10.0}).gather(64))
+    assert MeasuredCeilings.of({"copy_gb_s": 10.0}).copy_gb_s == 10.0
 
 
 def test_bandwidths_are_divided_only_where_both_are_known(gpu: Path) -> None:
