@@ -49,7 +49,9 @@ EMB_HD float steps_between(float previous, float now) {
 
 // The row-wise states, in the order in which an optimizer has them: the sum of mean squared
 // gradients, the step of the last update (see encode_step), and how often the row occurred.
-enum RowwiseState : int { kSum, kLastStep, kCounter };
+struct RowwiseState {
+  enum Number : int { kSum, kLastStep, kCounter };
+};
 
 // Row-wise Adagrad without variations.
 struct RowwiseAdagrad {
@@ -67,8 +69,8 @@ struct RowwiseAdagrad {
     sums[0] += g * g;
   }
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[kSum] += sums[0] / dim;
-    return {adagrad_scale(lr, states[kSum], eps), 1.0f};
+    states[RowwiseState::kSum] += sums[0] / dim;
+    return {adagrad_scale(lr, states[RowwiseState::kSum], eps), 1.0f};
   }
   EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
     return w - factors.gradient * g;
@@ -128,8 +130,8 @@ struct RowwiseAdagradMaxNorm : RowwiseNorms {
 
   using RowwiseNorms::RowwiseNorms;
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[kSum] += sums[0] / dim;
-    return limit_norm({adagrad_scale(lr, states[kSum], eps), 1.0f}, sums);
+    states[RowwiseState::kSum] += sums[0] / dim;
+    return limit_norm({adagrad_scale(lr, states[RowwiseState::kSum], eps), 1.0f}, sums);
   }
 };
 
@@ -158,17 +160,18 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
         decay_now(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[kRate])),
         has_started(hyper[Hyper::kStep] >= hyper[kFirstStep]) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[kSum] += sums[0] / dim;
+    states[RowwiseState::kSum] += sums[0] / dim;
     float catch_up = 1.0f;
     if (has_started) {
-      if (states[kLastStep] != 0.0f && now != states[kLastStep]) {
-        const float steps = steps_between(states[kLastStep], now);
+      if (states[RowwiseState::kLastStep] != 0.0f && now != states[RowwiseState::kLastStep]) {
+        const float steps = steps_between(states[RowwiseState::kLastStep], now);
         catch_up = expf((steps - 1.0f) * log_factor);
         catch_up = fminf(1.0f, catch_up > min_factor ? catch_up : min_factor);
       }
-      states[kLastStep] = now;
+      states[RowwiseState::kLastStep] = now;
     }
-    return limit_norm({adagrad_scale(lr, states[kSum], eps), catch_up * decay_now}, sums);
+    return limit_norm({adagrad_scale(lr, states[RowwiseState::kSum], eps), catch_up * decay_now},
+                      sums);
   }
 };
 
@@ -213,15 +216,16 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
         coefficient(as_float(hyper[kCoefficient])),
         lower_bound(as_float(hyper[kLowerBound])) {}
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[kSum] += sums[0] / dim;
-    states[kCounter] = count(states[kCounter], states[kLastStep]);
-    states[kLastStep] = now;
+    states[RowwiseState::kSum] += sums[0] / dim;
+    states[RowwiseState::kCounter] =
+        count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]);
+    states[RowwiseState::kLastStep] = now;
     const float allowed = coefficient * sqrtf(sums[2]);
     const float max_norm_of_grad =
-        states[kCounter] * (allowed > lower_bound ? allowed : lower_bound);
+        states[RowwiseState::kCounter] * (allowed > lower_bound ? allowed : lower_bound);
     const float norm = sqrtf(sums[0]);
     const float clip = norm > max_norm_of_grad ? max_norm_of_grad / norm : 1.0f;
-    return limit_norm({clip * adagrad_scale(lr, states[kSum], eps), 1.0f}, sums);
+    return limit_norm({clip * adagrad_scale(lr, states[RowwiseState::kSum], eps), 1.0f}, sums);
   }
 };
 
@@ -270,11 +274,12 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
     float squares = sums[0];
     if (decay == kCoupled) squares += rate * (2.0f * sums[1] + rate * sums[2]);
-    states[kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
-    const float counter = count(states[kCounter], states[kLastStep]), previous = states[kLastStep];
-    const float plain = adagrad_scale(lr, states[kSum], eps);
-    states[kCounter] = counter;
-    states[kLastStep] = now;
+    states[RowwiseState::kSum] += (squares > 0.0f ? squares : 0.0f) / dim;
+    const float counter = count(states[RowwiseState::kCounter], states[RowwiseState::kLastStep]),
+                previous = states[RowwiseState::kLastStep];
+    const float plain = adagrad_scale(lr, states[RowwiseState::kSum], eps);
+    states[RowwiseState::kCounter] = counter;
+    states[RowwiseState::kLastStep] = now;
     RowFactors factors{plain, 1.0f};
     if (!adjusts) return limit_norm(factors, sums);
     if (tail_rate != kPlainRate && counter > threshold)
@@ -285,8 +290,8 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     if (decay == kAdagradW) {
       if (halflife == -1.0f) factors.gradient = plain * sqrtf(counter);
       if (halflife == -2.0f) {
-        factors.gradient =
-            adagrad_scale(lr * counter < bound ? lr * counter : bound, states[kSum], eps);
+        factors.gradient = adagrad_scale(lr * counter < bound ? lr * counter : bound,
+                                         states[RowwiseState::kSum], eps);
       }
       const float steps = steps_since(previous);
       const float missed_steps = (steps < steps_since_start ? steps : steps_since_start) - 1.0f;

@@ -15,10 +15,12 @@ namespace emb {
 
 // The rule that chooses the block of an id: by the range of rows that has it, by a hash of the id,
 // or by range for ids of the table and by remainder for larger ones.
-enum RouteRule : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
+struct RouteRule {
+  enum Code : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
+};
 
 // A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows;
-// `rule` is a RouteRule.
+// `rule` is a RouteRule::Code.
 struct RouteFeature {
   int64_t first_block, num_blocks, rows, rule;
 };
@@ -67,8 +69,8 @@ struct RoutedId {
 
 // Return the destination of an id of a feature; `blocks` are those of the feature, at least one.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
-  if (feature.rule == kByKey) return {block_of_key(id, feature.num_blocks), id};
-  if (feature.rule == kByRangeElseSpread && id >= feature.rows) {
+  if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
+  if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.rows) {
     return {id % feature.num_blocks, id / feature.num_blocks};
   }
   const int64_t row = repair_index(id, feature.rows);

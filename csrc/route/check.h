@@ -194,8 +194,8 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
   STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
                       feature.num_blocks <= routing.num_blocks &&
                       feature.first_block <= routing.num_blocks - feature.num_blocks &&
-                      (feature.rule == kByRange || feature.rule == kByKey ||
-                       feature.rule == kByRangeElseSpread),
+                      (feature.rule == RouteRule::kByRange || feature.rule == RouteRule::kByKey ||
+                       feature.rule == RouteRule::kByRangeElseSpread),
                   op, ": feature ", f, " must name blocks in [0, ", routing.num_blocks,
                   "), rows >= 0 and rule 0, 1 or 2");
   const RouteBlock* blocks = routing.blocks + feature.first_block;
@@ -206,7 +206,7 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
                     op, ": block ", feature.first_block + k, " must name copies in [0, ",
                     routing.num_copies, ")");
     const int64_t before = k == 0 ? 0 : blocks[k - 1].first_row;
-    STD_TORCH_CHECK(feature.rule == kByKey ||
+    STD_TORCH_CHECK(feature.rule == RouteRule::kByKey ||
                         (blocks[k].first_row >= before && blocks[k].first_row <= feature.rows &&
                          (k > 0 || blocks[k].first_row == 0)),
                     op, ": the blocks of feature ", f,

@@ -51,7 +51,7 @@ struct FeatureRoute {
         routing(all),
         begin(first - all.first_bags[f]),
         end(last - all.first_bags[f]),
-        step(has_few_blocks() || feature.rule == kByKey || feature.rows > kMaxExactRows
+        step(has_few_blocks() || feature.rule == RouteRule::kByKey || feature.rows > kMaxExactRows
                  ? 0
                  : blocks[1].first_row) {
     for (int64_t k = 2; k < feature.num_blocks && step > 0; ++k) {
@@ -61,7 +61,9 @@ struct FeatureRoute {
   }
 
   // Return whether ids are compared with the start of every block.
-  bool has_few_blocks() const { return feature.rule != kByKey && feature.num_blocks <= kFewBlocks; }
+  bool has_few_blocks() const {
+    return feature.rule != RouteRule::kByKey && feature.num_blocks <= kFewBlocks;
+  }
   // Return the first of the range's bags in the output, for copy `copy` of block k.
   int64_t bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
@@ -170,7 +172,7 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
 template <class I>
 void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const RouteFeature& feature = route.feature;
-  if (feature.rule == kByRangeElseSpread && count_from(ids, n, feature.rows) > 0) {
+  if (feature.rule == RouteRule::kByRangeElseSpread && count_from(ids, n, feature.rows) > 0) {
     find_many(route, ids, n, block, local);
   } else if (route.has_few_blocks()) {
     find_few(route, ids, n, block, local);
@@ -254,7 +256,7 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
   const bool bag_by_bag =
       num_blocks == 1 ||
-      (route.has_few_blocks() && route.feature.rule == kByRange && n >= kLongBag * bags);
+      (route.has_few_blocks() && route.feature.rule == RouteRule::kByRange && n >= kLongBag * bags);
   if (!bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
       if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));
@@ -332,7 +334,7 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
   const int64_t to = cursors.cursor[0];
   const I* ids = static_cast<const I*>(args.ids) + first;
   I* out = static_cast<I*>(args.out) + to;
-  if (route.feature.rule == kByKey) {
+  if (route.feature.rule == RouteRule::kByKey) {
     __builtin_memcpy(out, ids, n * sizeof(I));
   } else {
     I block[kChunk];
