@@ -360,7 +360,7 @@ def sharded_sequences(rec: Any) -> None:
         ctx = sharded.create_context()
         assert isinstance(ctx, rec.EmbeddingCollectionContext)
         received = sharded.input_dist(ctx, features).wait().wait()
-        assert received[0].ids.numel() == (3 if dedup else 6)
+        assert received.batches[0].ids.numel() == (3 if dedup else 6)
         found = sharded.compute_and_output_dist(ctx, received).wait()
         assert found["b"].lengths().tolist() == [0, 3]
         assert all(torch.equal(found[key].values(), expected[key]) for key in expected)
