@@ -124,7 +124,7 @@ class HashIndex(nn.Module):
     read the device wait for it.
 
     `version` counts the calls after which slots may have changed: insertions, removals, restores.
-    Code that changes `tensors()` otherwise adds 1 to it.
+    Code that changes `tensors()` otherwise calls `mark_changed`.
 
     `has_left` tells an object that was registered by `watch` which keys have left since. For this
     the index stores the version at which each slot got its key, 8 bytes per slot, but lazily: the
@@ -177,8 +177,7 @@ class HashIndex(nn.Module):
         self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
         self._emptied_at = [0] * len(self.specs)  # the last version in which a table was emptied
         self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
-        # A memory budget sets `grant(table, buckets)`, which raises the table's limit towards
-        # `buckets`, and returns how many of them the table may use.
+        # Set by a memory budget: raises a table's limit towards some buckets, and returns it.
         self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
@@ -224,7 +223,7 @@ class HashIndex(nn.Module):
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
-        self.version += 1
+        self.mark_changed()
         self._emptied_at = [self.version] * len(self.specs)
         self._last_insertion = self._inserted_at = self._inserted_at_layout = None
         for t, spec in enumerate(self.specs):
@@ -260,7 +259,7 @@ class HashIndex(nn.Module):
             table: number of the table.
             hash_key: the new hash key; None keeps the current one.
         """
-        self.version += 1
+        self.mark_changed()
         self._emptied_at[table] = self.version
         self.forget_queues(table)
         self.table_tags(table).zero_()
@@ -292,15 +291,14 @@ class HashIndex(nn.Module):
         use with `before` slots and are with `now` slots.
         """
         first_slot = self._first_slots[table]
-        # Each tensor has `elements` per `slots` slots.
+        # Each tensor has `num` elements per `slots` slots.
         tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
             tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
         if self._inserted_at is not None:
             tensors.append((self._inserted_at, 1, 1))
-        for tensor, elements, slots in tensors:
-            first, *counts = (n * elements // slots for n in (first_slot, before, now))
-            yield tensor, first, counts[0], counts[1]
+        for tensor, num, slots in tensors:
+            yield tensor, first_slot * num // slots, before * num // slots, now * num // slots
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -371,13 +369,17 @@ class HashIndex(nn.Module):
         if not effects.is_next_made:
             if self._last_insertion is not None:
                 self._settle_last()
-            self.version += 1
+            self.mark_changed()
 
     def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
         """Keep an insertion with misses for watchers, and return it."""
         if self._watchers:
             self._last_insertion = LastInsertion(self.version, keys, inserted)
         return inserted
+
+    def mark_changed(self) -> None:
+        """Count a change after which slots may have other keys."""
+        self.__dict__["version"] += 1  # `nn.Module.__setattr__` is slow, and every batch comes here
 
     def watch(self, watcher: object) -> None:
         """Enable `has_left` from this version on, as long as `watcher` (a weak reference) lives."""
@@ -513,7 +515,7 @@ class HashIndex(nn.Module):
 
         A memory budget may grant less. `rows` move with their entries; None if there are none.
         """
-        self.version += 1
+        self.mark_changed()
         device = self.tags.device
         num_new = max(0, keys - self.size(table))
         if not self.tags.is_cuda:
@@ -527,7 +529,7 @@ class HashIndex(nn.Module):
 
     def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""
-        self.version += 1
+        self.mark_changed()
         effects = Effects() if effects is None else effects
         freed: Tensor = effects.once(hash.hash_erase_, self.tensors(), *keys)
         return freed
@@ -545,7 +547,7 @@ class HashIndex(nn.Module):
         Returns:
             The removed keys, int64 `[N]` (waits for the device).
         """
-        self.version += 1
+        self.mark_changed()
         first_bucket = min(first_bucket, self.limits[table])
         rest = self.limits[table] - first_bucket
         num_buckets = rest if num_buckets is None else min(num_buckets, rest)

@@ -62,13 +62,14 @@ def as_keys(keys: Tensor) -> Tensor:
             f"keys must be a tensor of int64, uint64 or int32, got {type(keys).__name__}; "
             "torch.tensor(keys) makes one of ints"
         )
-    if keys.dtype == torch.uint64:
+    dtype = keys.dtype
+    if dtype == torch.int64:
+        return keys
+    if dtype == torch.uint64:
         return keys.view(torch.int64)
-    if keys.dtype == torch.int32:
+    if dtype == torch.int32:
         return keys.to(torch.int64)
-    if keys.dtype != torch.int64:
-        raise TypeError(f"keys must be int64, uint64 or int32, got {keys.dtype}")
-    return keys
+    raise TypeError(f"keys must be int64, uint64 or int32, got {dtype}")
 
 
 class KeyStatus(IntEnum):

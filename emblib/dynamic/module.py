@@ -344,25 +344,21 @@ class DynamicEmbeddingBags(FusedTables):
         if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
             return None
         ids = ids.contiguous()
-        inserted = training.insert_at_once(
-            state, calls.row_buffers, self.features, ids, offsets, self.feature_table
-        )
+        inserted = training.insert_at_once(state, calls.insertion, ids, offsets)
         if inserted is None:
             return None
         slots = inserted.slots
         update = state.update_of(inserted.keys, slots, BatchReads(slots))
         update.groups = inserted.groups
-        batch = autograd.Lookup(
-            features=self.features,
-            indices=slots,
-            offsets=inserted.offsets,
-            bag_layout=None,
-            pooling=self.pooling,
-            total_rows=self.total_rows,
-            output_dim=self.output_dim,
-            repaired=True,
+        return look_up(
+            calls.grad_anchor,
+            calls,
+            update,
+            inserted.offsets,
+            sample_weights,
+            self.output_dtype,
+            True,
         )
-        return look_up(self.grad_anchor, calls, batch, update, sample_weights, self.output_dtype)
 
     def _make_batch(
         self,
@@ -438,11 +434,20 @@ class DynamicEmbeddingBags(FusedTables):
         if is_replicated:
             training.check_replicas(self.state.index.tags, self.weights)
         update = training.insert_or_repeat(self.state, keys, counts, running)
-        batch, memory, dtype = update.reads.put_into(batch), calls.tiers, self.output_dtype
+        memory, dtype = calls.tiers, self.output_dtype
+        if torch.is_grad_enabled() and calls.can_serve(batch, sample_weights):
+            return look_up(
+                self.grad_anchor,
+                calls,
+                update,
+                batch.offsets,
+                sample_weights,
+                dtype,
+                batch.repaired,
+            )
+        batch = update.reads.put_into(batch)
         if not torch.is_grad_enabled():  # the repetition by checkpointing has gradients
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
-        if calls.can_serve(batch, sample_weights):
-            return look_up(self.grad_anchor, calls, batch, update, sample_weights, dtype)
         update.weighted = sample_weights is not None and sample_weights.requires_grad
         update.batch = batch  # without the update, which would be a cycle
         batch = batch._replace(hooks=update)
@@ -460,7 +465,8 @@ class DynamicEmbeddingBags(FusedTables):
         """Make the shared arguments of calls from the module's current tensors and options."""
         if self._updates_in_backward:
             self._check_in_place([self.weights])
-        self._calls = KeyedCalls(self, self._tiers())
+        insertion = training.InsertionArguments.of(self.state, self.features, self.feature_table)
+        self._calls = KeyedCalls(self, self._tiers(), insertion)
         return self._calls
 
     def _trains(self, running: recomputation.RunningForward | None) -> bool:

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.dynamic.rows import TrainingUpdate
+from emblib.dynamic.rows import BatchReads, TrainingUpdate
 from emblib.dynamic.state import DynamicState
-from emblib.dynamic.training import inserts_at_once
-from emblib.ops import autograd, codes
+from emblib.dynamic.training import InsertionArguments, inserts_at_once
+from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
+from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
 from emblib.tables import recomputation
 from emblib.tables.base import FusedTables
 from emblib.tables.short_calls import is_plain_call, update_in_one_op
+
+_lookup = native(tbe.tbe_lookup)
 
 
 class KeyedCalls:
@@ -36,22 +39,28 @@ class KeyedCalls:
     Args:
         module: the tables, all in the memory of their device.
         tiers: weights, optimizer states and hyperparameters of the tables.
+        insertion: the arguments of insertions in one op.
 
     Attributes:
         tiers: the same.
         rule: how the optimizer changes rows.
-        row_buffers: weights, then optimizer states.
+        insertion: the same.
+        grad_anchor: scalar of the module that makes autograd call backward.
     """
 
-    def __init__(self, module: FusedTables, tiers: autograd.Tiers) -> None:
+    def __init__(
+        self, module: FusedTables, tiers: autograd.Tiers, insertion: InsertionArguments
+    ) -> None:
         self._optimizer, self._buffers = module.optimizer, tuple(module._buffers.values())
         self._weights = module.weights
         self._address = module.weights.data_ptr()
         self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
         self._code = codes.OPTIMIZER.get(self.rule.name)  # None if no op has the optimizer
         self._updates = self.rule.gradient is None
-        self._num_features = module.features.shape[0]
-        self.row_buffers = [*tiers.weights, *tiers.states]
+        self._features, self._num_features = module.features, module.features.shape[0]
+        self._pooling = codes.POOLING[module.pooling.value]
+        self._total_rows, self._output_dim = module.total_rows, module.output_dim
+        self.insertion, self.grad_anchor = insertion, module.grad_anchor
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -100,38 +109,64 @@ class KeyedCalls:
             and not autograd.is_for_update()
         )
 
+    def look_up(
+        self,
+        reads: BatchReads,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        """Pool the rows of a batch: `[B, output_dim]` of `output_dtype`, or `[L, dim]` for NONE.
+
+        `offsets`, `[F * B + 1]`, must be valid.
+        """
+        output: Tensor = _lookup(
+            autograd.with_default_rows(self.tiers.weights, reads.default_rows),
+            self._features,
+            reads.indices,
+            offsets,
+            reads.slots,
+            None,  # bag layout
+            sample_weights,
+            self._pooling,
+            self._output_dim,
+            output_dtype,
+        )
+        return output
+
     def update(
         self,
         grad: Tensor,
-        batch: autograd.Lookup,
         slots: Tensor,
         offsets: Tensor,
         sample_weights: Tensor | None,
         is_finite: Tensor | None,
         groups: list[Tensor] | None,
+        *,
+        are_repaired: bool,
     ) -> None:
         """Apply one optimizer step to the rows at `slots`; none if `is_finite` is false.
 
         Args:
             grad: the gradient of the output.
-            batch: batch that was looked up, with placeholders for its tensors.
             slots: int64 `[L]`, current slots of the rows; -1 for none.
             offsets: the offsets of the bags.
             sample_weights: float32 `[L]`, the factor of the gradient of each row.
             is_finite: bool, whether a scaled gradient is finite; None if it is not scaled.
             groups: the lookups by row, the fields of `tbe.Groups`; None has the op group them.
+            are_repaired: whether `offsets` have passed a bounds check, so that the op makes none.
         """
         update_in_one_op(
             self.tiers,
             self._code,
             self.rule.descent(autograd.clip_gradient(grad, self.rule)),
-            batch.features,
+            self._features,
             slots,
             offsets,
             sample_weights,
-            codes.POOLING[batch.pooling.value],
-            batch.total_rows,
-            batch.repaired,
+            self._pooling,
+            self._total_rows,
+            are_repaired,
             is_finite,
             groups,
         )
@@ -145,21 +180,19 @@ class KeyedLookup(torch.autograd.Function):
         ctx: Any,
         grad_anchor: Tensor,
         calls: KeyedCalls,
-        batch: autograd.Lookup,
         update: TrainingUpdate,
+        offsets: Tensor,
         sample_weights: Tensor | None,
         output_dtype: torch.dtype,
+        are_repaired: bool,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE, in `output_dtype`.
 
-        `grad_anchor` makes autograd call backward; `batch` and `update` are those of one lookup.
+        `grad_anchor` makes autograd call backward; `offsets` and `update` are those of one lookup.
         """
-        ctx.calls, ctx.update = calls, update
-        ctx.batch = batch._replace(
-            indices=batch.features, offsets=batch.features, slots=None, default_rows=None
-        )
-        ctx.save_for_backward(batch.offsets, sample_weights)
-        return autograd.lookup_no_grad(calls.tiers.weights, batch, sample_weights, output_dtype)
+        ctx.calls, ctx.update, ctx.are_repaired = calls, update, are_repaired
+        ctx.save_for_backward(offsets, sample_weights)
+        return calls.look_up(update.reads, offsets, sample_weights, output_dtype)
 
     @staticmethod
     @once_differentiable
@@ -175,8 +208,17 @@ class KeyedLookup(torch.autograd.Function):
             grad, is_finite = divided = unscaled(grad, scale)
             anchor_grad = divided.overflow()
         slots, groups = ctx.update.slots_to_update()
-        ctx.calls.update(grad, ctx.batch, slots, offsets, sample_weights, is_finite, groups)
-        return anchor_grad, None, None, None, None, None
+        calls: KeyedCalls = ctx.calls
+        calls.update(
+            grad,
+            slots,
+            offsets,
+            sample_weights,
+            is_finite,
+            groups,
+            are_repaired=ctx.are_repaired,
+        )
+        return anchor_grad, None, None, None, None, None, None
 
 
 # Without the unwrapping that `Function.apply` does for functorch, whose transforms never come here.

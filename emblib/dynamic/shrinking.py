@@ -156,7 +156,7 @@ class _TableShrink:
         counters = self._counters.clone()
         counters[HashCounter.EVICTED] += len(leaving.keys)
         index.counters[table] = counters
-        index.version += 1
+        index.mark_changed()
         self._hand_over(leaving)
         release_rows(state, table, self._rows_before, self._buckets * SLOTS)
         return len(leaving.keys)

@@ -4,6 +4,8 @@ An insertion happens completely or not at all, wherever an exception interrupts 
 defines the order in which index, rows and backing store change, and how it is resumed.
 """
 
+from __future__ import annotations
+
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -121,24 +123,48 @@ def inserts_at_once(state: DynamicState) -> bool:
     )
 
 
-@without_gradients
+class InsertionArguments(NamedTuple):
+    """Arguments of `hash_insert_batch_` that all batches share, until tensors are replaced.
+
+    Attributes:
+        row_buffers: weights and optimizer states of a state, flat.
+        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
+        tables: int64 `[F]`, the table of each feature.
+        codes: numbers of the eviction order and of the insert policy, see `emblib.ops.codes`.
+        initial_values: layout, rules and seed of new rows, see `RowInitializer.arguments`.
+    """
+
+    row_buffers: list[Tensor]
+    features: Tensor
+    tables: Tensor
+    codes: tuple[int, int]
+    initial_values: tuple[Tensor, Tensor, int]
+
+    @classmethod
+    def of(cls, state: DynamicState, features: Tensor, tables: Tensor) -> InsertionArguments:
+        """Return the arguments of a state for batches of these features."""
+        index = state.index
+        return cls(
+            state.row_buffers,
+            features,
+            tables,
+            (codes.HASH_ORDER[index.order], codes.INSERT_POLICY[index.insert_policy]),
+            state.row_initializer.arguments(),
+        )
+
+
 def insert_at_once(
-    state: DynamicState,
-    row_buffers: list[Tensor],
-    features: Tensor,
-    ids: Tensor,
-    offsets: Tensor,
-    tables: Tensor,
+    state: DynamicState, arguments: InsertionArguments, ids: Tensor, offsets: Tensor
 ) -> BatchAtOnce | None:
     """Insert a training batch in one op; None, with nothing changed, if it does not serve it.
 
+    No tensor that it reads or writes has gradients.
+
     Args:
         state: the tables, whose lock this thread holds, and which `inserts_at_once`.
-        row_buffers: those of the state.
-        features: int64 `[F, 8]`, see `emblib.ops.tbe`.
+        arguments: those of the state.
         ids: int64 `[L]`, contiguous.
         offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
-        tables: int64 `[F]`, the table of each feature.
 
     Raises:
         RuntimeError: a table has no score for its keys; nothing is changed.
@@ -160,22 +186,21 @@ def insert_at_once(
         results = effects.once(
             op,
             index.tensors(),
-            row_buffers,
-            features,
+            arguments.row_buffers,
+            arguments.features,
             ids,
             offsets,
-            tables,
+            arguments.tables,
             scores,
-            codes.HASH_ORDER[index.order],
-            codes.INSERT_POLICY[index.insert_policy],
-            *state.row_initializer.arguments(),
+            *arguments.codes,
+            *arguments.initial_values,
             *store_arguments,
         )
         if not results:
             return None
         repaired, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
         of_misses = results[_NUM_RESULTS_OF_HITS:]
-        keys = Keys(ids, starts, tables)
+        keys = Keys(ids, starts, arguments.tables)
         inserted = InsertedBatch(slots)
         if of_misses and backing is None:
             inserted = inserted._replace(status=of_misses[0])

@@ -653,7 +653,7 @@ def lookup_no_grad(
     `weights` are as in `Tiers`; the output is that of `FusedLookup.forward`, of `output_dtype`.
     """
     return tbe.tbe_lookup(
-        _readable(weights, batch),
+        with_default_rows(weights, batch.default_rows),
         batch.features,
         batch.indices,
         batch.offsets,
@@ -719,13 +719,13 @@ def _may_move(hyper: Tensor) -> bool:
     return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
 
 
-def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
-    """Return the tiers that a lookup reads, with `default_rows` as the cache tier."""
-    if batch.default_rows is None:
+def with_default_rows(weights: Sequence[Tensor], default_rows: Tensor | None) -> Sequence[Tensor]:
+    """Return the tiers that a lookup reads, with the default rows, if any, as the cache tier."""
+    if default_rows is None:
         return weights
-    no_values = batch.default_rows.new_empty(0)
+    no_values = default_rows.new_empty(0)
     empty_tiers = [no_values] * (Tier.CACHE - len(weights))
-    return [*weights, *empty_tiers, batch.default_rows]
+    return [*weights, *empty_tiers, default_rows]
 
 
 def _update_call(
@@ -759,7 +759,7 @@ def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) 
     """Return the gradients of sample weights, float32 `[L]`: row times gradient of its bag."""
     return tbe.tbe_sample_weight_grad(
         grad,
-        _readable(weights, batch),
+        with_default_rows(weights, batch.default_rows),
         batch.features,
         batch.indices,
         batch.offsets,

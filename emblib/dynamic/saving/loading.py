@@ -464,7 +464,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     tick = index.tick
 
     def write() -> None:
-        index.version += 1
+        index.mark_changed()
         index.forget_queues(table)
         for view, values in zip(views, rows, strict=True):
             view[goal] = values
@@ -481,7 +481,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
     """Insert missing keys; return their slots, int64 on the CPU, and how many were evicted."""
-    index.version += 1
+    index.mark_changed()
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
     offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
