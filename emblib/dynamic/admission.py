@@ -314,8 +314,8 @@ class _Sketches(nn.Module):
         """Halve the counters whose turn it is, and count the batch."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, per_batch in self._fading:
-            first = batches * per_batch % (per_batch * math.ceil(size / per_batch))
-            cells = first + torch.arange(per_batch, device=first.device)
+            first_cell = batches * per_batch % (per_batch * math.ceil(size / per_batch))
+            cells = first_cell + torch.arange(per_batch, device=first_cell.device)
             cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
             halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved

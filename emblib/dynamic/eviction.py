@@ -273,14 +273,14 @@ class Expiry(nn.Module):
         for table, ttl in self._shortest_lifetimes().items():
             max_buckets = self._max_buckets[table]
             if isinstance(ttl, timedelta):
-                first, _, num_buckets = self._due_buckets(table, ttl)
+                first_bucket, _, num_buckets = self._due_buckets(table, ttl)
             else:
                 num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
-                first = step % math.ceil(max_buckets / num_buckets) * num_buckets
-                num_buckets = min(num_buckets, max_buckets - first)
-            to_end = min(num_buckets, max_buckets - first)
+                first_bucket = step % math.ceil(max_buckets / num_buckets) * num_buckets
+                num_buckets = min(num_buckets, max_buckets - first_bucket)
+            to_end = min(num_buckets, max_buckets - first_bucket)
             # After the last bucket the search goes on with the first.
-            for begin, count in ((first, to_end), (0, num_buckets - to_end)):
+            for begin, count in ((first_bucket, to_end), (0, num_buckets - to_end)):
                 if count:
                     sweeps.append(Sweep(table, begin, count, self.before(table, step)))
         return sweeps
@@ -297,22 +297,22 @@ class Expiry(nn.Module):
         for table, ttl in self._shortest_lifetimes().items():
             if not isinstance(ttl, timedelta):
                 continue
-            first, at, num_buckets = self._due_buckets(table, ttl)
+            first_bucket, at, num_buckets = self._due_buckets(table, ttl)
             max_buckets = self._max_buckets[table]
             if num_buckets == max_buckets:
                 at = self.now
             else:  # the time by which these buckets were due
                 at += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
-            self._progress[table] = (first + num_buckets) % max_buckets, at
+            self._progress[table] = (first_bucket + num_buckets) % max_buckets, at
         self.record(step)
 
     def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
         """Return the next bucket to search, the time up to it, and how many buckets are due."""
-        first, at = self._progress.get(table, (0, self.now))
+        first_bucket, at = self._progress.get(table, (0, self.now))
         at = min(at, self.now)
         max_buckets = self._max_buckets[table]
         due = (self.now - at) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
-        return first, at, min(due, max_buckets)
+        return first_bucket, at, min(due, max_buckets)
 
     def record(self, tick: int) -> None:
         """Note that keys with stamps up to `tick` were used no later than now."""

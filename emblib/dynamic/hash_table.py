@@ -146,6 +146,7 @@ class HashTable(nn.Module):
         return RowBuffers([self.values], layout, self._use)
 
     def _batch(self, keys: Tensor) -> Keys:
+        """Return checked keys as a batch, see the class for the errors."""
         keys = as_keys(keys)
         device = self.values.device
         if keys.dim() != 1:

@@ -105,8 +105,8 @@ class LastUses:
         """Note the uses of an inserted batch at the index's clock; repeating it changes nothing."""
         tables, levels = tables_of(keys), self._levels[features_of(keys)]
         slots = inserted.slots
-        first, width = self._table_ranges[tables].unbind(1)
-        at, spare = first + slots * width, self.buffer.numel() - 1
+        first_element, width = self._table_ranges[tables].unbind(1)
+        at, spare = first_element + slots * width, self.buffer.numel() - 1
         is_new = torch.zeros_like(slots, dtype=torch.bool)
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0

@@ -414,6 +414,7 @@ class DynamicEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
+        """Look up a checked batch: train, repeat a checkpointed forward, or change nothing."""
         if torch.compiler.is_exporting():
             return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
@@ -591,6 +592,7 @@ class DynamicEmbeddingBags(FusedTables):
         return self
 
     def _move(self, fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Move the module to another device with `fn`, a function of `nn.Module._apply`."""
         state = self.state
         if state.budget is not None:
             raise RuntimeError(
@@ -610,6 +612,7 @@ class DynamicEmbeddingBags(FusedTables):
         self.rows.restore(buffers, rows)
 
     def _set_row_buffers(self, buffers: Sequence[Tensor]) -> None:
+        """Replace the memory of weights and optimizer states by flat buffers."""
         weights, *states = buffers
         if self.weights.dim() == 2:
             dim = self.weights.shape[1]

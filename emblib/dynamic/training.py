@@ -292,6 +292,7 @@ class BatchInsertion:
         return inserted
 
     def _insert(self) -> InsertedBatch:
+        """Make step 1, the index."""
         state = self._state
         chooses = state.admission is not None or state.backing is not None
         self._effects.restart()
@@ -325,6 +326,7 @@ class BatchInsertion:
         return admitted
 
     def _write_rows(self, inserted: InsertedBatch) -> None:
+        """Make steps 2 and 3, the rows of evicted and of new keys, and call `on_new_rows`."""
         state, keys = self._state, self._keys
         assert inserted.result is not None
         slots: Tensor | None = inserted.result.slots
@@ -348,6 +350,7 @@ class BatchInsertion:
                 function(rows)
 
     def _expire(self, expiry: Expiry) -> None:
+        """Remove the keys that expired in the buckets that are due."""
         state = self._state
         tick = state.index.tick
         if self._expiry_effects is None:

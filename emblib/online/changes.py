@@ -91,10 +91,10 @@ class LookupHook:
         """Replace the recorded batches by the distinct rows of each table."""
         parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
-            ends = repair_offsets(offsets, ids.numel())
-            bags = (ends.numel() - 1) // len(self.tables)
+            repaired = repair_offsets(offsets, ids.numel())
+            bags = (repaired.numel() - 1) // len(self.tables)
             sizes = [sum(s) for s in batch_sizes] if batch_sizes else [bags] * len(self.tables)
-            begins = ends[[0, *accumulate(sizes)]].tolist()
+            begins = repaired[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
                 rows = as_keys(ids[begin:end])
                 if not table.is_keyed:

@@ -189,17 +189,20 @@ class LogFollower:
         return min(set.intersection(*keys), default=None)
 
     def _begin_at_base(self) -> None:
-        """Find the generation of the base, once all logs have records."""
-        first = [log.pending[0] for log in self._logs if log.pending]
-        if len(first) < len(self._logs) or self._step is None:
+        """Find the generation of the base, once all logs have records.
+
+        If changes after the base are missing, a snapshot is needed instead.
+        """
+        heads = [log.pending[0] for log in self._logs if log.pending]
+        if len(heads) < len(self._logs) or self._step is None:
             return
-        begins = [record for record in first if record.is_whole or record.sequence == 1]
+        begins = [record for record in heads if record.is_whole or record.sequence == 1]
         if any(record.step > self._step for record in begins):
             self._has_base = False  # entries after the base were dropped, or never made
             for log in self._logs:
                 log.restart()
         else:
-            self._key = max(record.generation for record in first), self._step
+            self._key = max(record.generation for record in heads), self._step
 
     def _check_ranks(self) -> None:
         """Raise LogError unless the logs are of different ranks, one of each, of one trainer."""
@@ -213,20 +216,32 @@ class LogFollower:
                 )
 
     def _apply(self, key: Key) -> None:
-        """Write all records up to one boundary while no reader is inside."""
-        by_log = [log.up_to(key) for log in self._logs]
-        is_whole = self._key is None or any(r[-1].kind is RecordKind.SNAPSHOT for r in by_log)
-        if is_whole:
-            by_log = [[r for r in rs if r.is_whole and r.key == key][-1:] for rs in by_log]
-            is_mixed = not all(by_log)
+        """Write all records up to one boundary while no reader is inside.
+
+        An exception while tables are written leaves them at no boundary: the logs are read again
+        from their oldest records, and the next boundary replaces the tables.
+        """
+        records_by_log = [log.up_to(key) for log in self._logs]  # none is empty
+        is_whole = self._key is None or any(
+            records[-1].kind is RecordKind.SNAPSHOT for records in records_by_log
+        )
+        if is_whole:  # the last record with all rows of each log replaces all before it
+            records_by_log = [
+                [r for r in records if r.is_whole and r.key == key][-1:]
+                for records in records_by_log
+            ]
+            is_mixed = not all(records_by_log)
         else:
-            is_mixed = any(r.kind is RecordKind.SNAPSHOT for rs in by_log for r in rs)
+            is_mixed = any(
+                r.kind is RecordKind.SNAPSHOT for records in records_by_log for r in records
+            )
         if is_mixed:
             raise LogError(
                 f"step {key[1]} is a snapshot in some logs only: have all ranks call "
                 "snapshot(step) with the same step"
             )
-        writes = self._prepare([r for records in by_log for r in records], is_whole=is_whole)
+        all_records = [record for records in records_by_log for record in records]
+        writes = self._prepare(all_records, is_whole=is_whole)
         with self._lock.writing():
             try:
                 for write in writes:
@@ -242,7 +257,11 @@ class LogFollower:
             log.has_gap = False
 
     def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
-        """Check and convert the records of a boundary; return the functions that write them."""
+        """Check and convert the records of a boundary; return the functions that write them.
+
+        With `is_whole` these are the records with all rows, else those with changes: a compaction
+        has the rows that the changes before it lead to.
+        """
         changes: dict[str, list[TableChange]] = {}
         for record in records:
             if record.is_whole is is_whole:

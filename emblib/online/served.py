@@ -517,12 +517,12 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     for change in changes:
         blocks.setdefault(change.first_column, []).append(change)
     shards = [_newest(block_changes) for _, block_changes in sorted(blocks.items())]
-    first, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
-    if any(not torch.equal(shard.keys, first.keys) for shard in shards):
+    left, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
+    if any(not torch.equal(shard.keys, left.keys) for shard in shards):
         raise LogError("the shards of a table by columns have logged different rows")
-    if weight.size(1) != first.dim:
-        raise LogError(f"the log has {weight.size(1)} of the {first.dim} columns of a table")
-    return [first._replace(weight=weight, first_column=0)]
+    if weight.size(1) != left.dim:
+        raise LogError(f"the log has {weight.size(1)} of the {left.dim} columns of a table")
+    return [left._replace(weight=weight, first_column=0)]
 
 
 def _newest(changes: Sequence[TableChange]) -> TableChange:

@@ -137,6 +137,7 @@ def _append_offset(offsets: Tensor, end: int) -> Tensor:
 def _read_embedding(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the ids of a call of `nn.Embedding`, one bag per element of dimension 0."""
     assert isinstance(module, nn.Embedding)
     ids = _argument(args, kwargs, 0, "input")
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
@@ -146,6 +147,7 @@ def _read_embedding(
 def _read_tensor_train(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the bags of a call of `TTEmbeddingBag`."""
     assert isinstance(module, TTEmbeddingBag)
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     spec = module.spec
@@ -158,6 +160,7 @@ def _read_tensor_train(
 def _read_batched(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the bags of a call of a table-batched module of emblib, feature by feature."""
     assert isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags)
     features = []
     for f, t in enumerate(module.feature_tables):
@@ -170,6 +173,7 @@ def _read_batched(
 def _read_fbgemm(
     name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the bags of a call of a table-batched module of FBGEMM, feature by feature."""
     features = []
     for f, t in enumerate(module.feature_table_map):
         rows, dim = (int(n) for n in module.embedding_specs[t][:2])

@@ -375,7 +375,7 @@ def _owned(state: Mapping[str, Tensor], stem: str, key: str, rank: int, world_si
 
 def _elementwise_max(tensors: Iterable[Tensor]) -> Tensor:
     """Return the element-wise maximum of tensors of equal shapes."""
-    first, *other_tensors = tensors
+    maximum, *other_tensors = tensors
     for other in other_tensors:
-        first = torch.maximum(first.to(other.device), other)
-    return first
+        maximum = torch.maximum(maximum.to(other.device), other)
+    return maximum

@@ -687,11 +687,11 @@ class BackingTier:
         entries = self.fast.index.export(table)
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
         columns = (entries.keys, entries.stamps, scores, entries.slots)
-        for keys, stamps, some, slots in zip(*(c.split(BATCH) for c in columns), strict=True):
-            if keys.numel():
-                yield StoredRows(
-                    keys.cpu(), stamps.cpu(), some.cpu(), self._fast_rows.gather(table, slots)
-                )
+        for block in zip(*(column.split(BATCH) for column in columns), strict=True):
+            keys, stamps, block_scores, slots = block
+            if slots.numel():
+                values = self._fast_rows.gather(table, slots)
+                yield StoredRows(keys.cpu(), stamps.cpu(), block_scores.cpu(), values)
 
     @without_gradients
     def flush(self) -> None:
