@@ -11,8 +11,6 @@ from typing import Any
 
 import yaml
 
-from experiments.paths import ROOT
-
 # OmegaConf reads with the parser in Python: 7 % of the processor time of these tests.
 if yaml.__with_libyaml__:
     yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
@@ -42,34 +40,6 @@ for words in json.loads(sys.argv[1]):
         status = cli.main(words)
     print(json.dumps([status, text.getvalue()]))
 """
-
-
-# Runs a command line whose children are forked by a server that has emblib and the harness loaded.
-_WITH_LOADED_CHILDREN = """
-import sys
-from multiprocessing import forkserver
-from experiments import cli
-from experiments.measure import process
-from tests.experiments.smoke_host import PRELOADED
-process._context()
-server = forkserver._forkserver
-server.set_forkserver_preload([*server._preload_modules, PRELOADED])
-server.ensure_running()
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def run_with_loaded_children(
-    words: Sequence[str], variables: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run `run.py WORDS` with environment variables that its children see too."""
-    return subprocess.run(
-        [sys.executable, "-c", _WITH_LOADED_CHILDREN, *words],
-        cwd=ROOT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-    )
 
 
 def in_one_process(harness: Path, *commands: Sequence[str]) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ import pytest
 from experiments import configure
 from experiments.measure import process
 from tests import nightly
-from tests.experiments.smoke_host import PRELOADED, SmokeHost, render_once
+from tests.experiments.smoke_host import SmokeHost, render_once
 
 # As run.py does, before anything loads OpenMP or starts the fork server.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -95,16 +95,21 @@ def figures_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded_fork_server() -> Iterator[None]:
-    """Start children from a server that has emblib and the harness loaded.
+def loaded_fork_server(smoke_host: SmokeHost) -> Iterator[None]:
+    """Start children from the server of the smoke runs, which has emblib and the harness loaded.
 
     Else each child of a run imports both: most of the time of a small one. Only for files in which
-    all children load this emblib; the server ends with the file.
+    all children load this emblib.
     """
     server: Any = forkserver._forkserver
-    server._stop()
     process._context()
-    server.set_forkserver_preload([*server._preload_modules, PRELOADED])
-    server.ensure_running()
+    former = dict(vars(server))
+    alive_read, alive_write = os.pipe()  # it ends with those who started it
+    vars(server).update(smoke_host.loaded_fork_server())
+    server._forkserver_alive_fd = alive_write
+    server.ensure_running = lambda: None
     yield
-    server._stop()
+    vars(server).clear()
+    vars(server).update(former)
+    os.close(alive_read)
+    os.close(alive_write)

@@ -9,14 +9,16 @@ forks one process per command line, and ends when the last of its clients has cl
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import gc
 import importlib
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -24,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments import cli, configure
+from experiments.config.schema import Config
 from experiments.measure import process
 from experiments.paths import ROOT
 from tests import nightly
 
 PRELOADED = "tests.experiments.preloaded"  # by the server that forks the children of runs
+# What a client of a fork server knows of it; the key is of newer versions of Python.
+_SERVER_FACTS = ("_forkserver_address", "_forkserver_authkey")
 _without_emblib: Any = forkserver.ForkServer()  # the children of its clients choose their emblib
 
 
@@ -44,27 +49,29 @@ class SmokeHost:
         self._connection: Connection | None = None
         self._ended: dict[int, int] = {}
 
-    def start(self, words: list[str], folder: Path) -> int:
-        """Start `run.py WORDS`, its output in `folder`; return the id of its process."""
-        message = (words, folder / "output.txt", folder / "errors.txt")
-        if self._connection is None:
-            self._connection = self._connect()
-        try:
-            self._connection.send(message)
-            return self._receive(None)
-        except (EOFError, OSError):
-            self._connection = self._connect()
-            self._connection.send(message)
-            return self._receive(None)
+    def start(self, words: list[str], folder: Path, variables: Mapping[str, str] = {}) -> int:
+        """Start `run.py WORDS`, its output in `folder`; return the id of its process.
+
+        Its environment, and that of its children, has `variables` too.
+        """
+        return int(
+            self._ask((words, folder / "output.txt", folder / "errors.txt", dict(variables)))
+        )
+
+    def loaded_fork_server(self) -> dict[str, Any]:
+        """Return what a client of the fork server with loaded children knows of it."""
+        return dict(self._ask(None))
 
     def wait(self, pid: int) -> int:
         """Return the exit status of a process, negative for a signal."""
         return self._receive(pid)
 
-    def run(self, words: list[str], folder: Path) -> tuple[int, str, str]:
-        """Return exit status, output and errors of `run.py WORDS`."""
+    def run(
+        self, words: list[str], folder: Path, variables: Mapping[str, str] = {}
+    ) -> tuple[int, str, str]:
+        """Return exit status, output and errors of `run.py WORDS`; see `start`."""
         try:
-            status = self.wait(self.start(words, folder))
+            status = self.wait(self.start(words, folder, variables))
         except (EOFError, OSError):
             return 1, "", "the host of the smoke runs died"
         output, errors = folder / "output.txt", folder / "errors.txt"
@@ -75,13 +82,25 @@ class SmokeHost:
         if self._connection is not None:
             self._connection.close()
 
-    def _receive(self, pid: int | None) -> int:
-        """Return the id of a new process (None), or the exit status of process `pid`."""
+    def _ask(self, message: object) -> Any:
+        """Send a message and return its answer; to another process where the first has died."""
+        if self._connection is None:
+            self._connection = self._connect()
+        try:
+            self._connection.send(message)
+            return self._receive(None)
+        except (EOFError, OSError):
+            self._connection = self._connect()
+            self._connection.send(message)
+            return self._receive(None)
+
+    def _receive(self, pid: int | None) -> Any:
+        """Return the answer to a message (None), or the exit status of process `pid`."""
         assert self._connection is not None
         while pid not in self._ended:
             found, status = self._connection.recv()
             if status is None:
-                return int(found)
+                return found
             self._ended[found] = status
         return self._ended.pop(pid)
 
@@ -129,7 +148,7 @@ def render_once() -> Callable[..., list[str]]:
     return once
 
 
-def _run(words: list[str], output: Path, errors: Path) -> None:
+def _run(words: list[str], output: Path, errors: Path, variables: Mapping[str, str]) -> None:
     from experiments.report import style
 
     for path, standard in (output, 1), (errors, 2):
@@ -137,12 +156,44 @@ def _run(words: list[str], output: Path, errors: Path) -> None:
             os.dup2(file.fileno(), standard)
     if not nightly.IS_NIGHTLY:
         style.draw = render_once()
+    os.environ.update(variables)
     server: Any = forkserver._forkserver
-    if configure.load(words).kind in ("gate", "noise", "power"):
+    if _load_once(words).kind in ("gate", "noise", "power"):
         vars(server).update(vars(_without_emblib))
+    elif variables:
+        _fork_server(server)
     # Not started by this process, and it serves it as it does the one that started it.
     server.ensure_running = lambda: None
     sys.exit(cli.main(words))
+
+
+def _load_once(words: list[str]) -> Config:
+    """Return the configuration of `words`, and return it to the next who asks for it."""
+    load, config = configure.load, configure.load(words)
+
+    def loaded(others: Sequence[str]) -> Config:
+        return copy.deepcopy(config) if others == words else load(others)
+
+    configure.load = loaded
+    return config
+
+
+def _fork_server(server: Any) -> None:
+    """Start a fork server with the environment of this process, and all that it has loaded."""
+    alive_read, alive_write = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # Linux chooses an abstract address
+        listener.listen()
+        if os.fork() == 0:
+            try:
+                os.close(alive_write)
+                importlib.import_module(PRELOADED)
+                forkserver.main(listener.detach(), alive_read, [])
+            finally:
+                os._exit(0)
+        os.close(alive_read)
+        server._forkserver_address = listener.getsockname()
+        server._forkserver_alive_fd = alive_write
 
 
 def serve(folder: Path) -> None:
@@ -191,6 +242,10 @@ def _serve(listener: Any) -> None:
                     clients.remove(ready)
                     continue
                 _ensure_fork_servers()
+                if asked is None:
+                    facts = vars(forkserver._forkserver)
+                    ready.send(({k: facts[k] for k in _SERVER_FACTS if k in facts}, None))
+                    continue
                 run = multiprocessing.get_context("fork").Process(target=_run, args=asked)
                 run.start()
                 runs[run.sentinel] = run, ready

@@ -24,7 +24,7 @@ from experiments.run import ranks as ranks_module
 from experiments.run.ranks import FailedElsewhere, Peers, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.race import Measured, Race
-from tests.experiments import run_with_loaded_children
+from tests.experiments.smoke_host import SmokeHost
 
 RANKS = 3
 TIMING = TimingConfig(
@@ -394,15 +394,16 @@ def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_of_a_run(tmp_path: Path) -> None:
+def test_two_ranks_of_a_run(tmp_path: Path, smoke_host: SmokeHost) -> None:
     """A failure and a death on rank 1 are rows; the rest is measured on both ranks."""
     (tmp_path / "harmful.py").write_text(CONTENDERS)
     (tmp_path / "contenders.yaml").write_text(TABLE)
     words = ["+experiment=tbe_vs_torch", "timing=smoke", "device=cpu", "device.ranks=2"]
     words += ["timing.max_cells=1", "contenders=[tbe,fails_in_step,dies]"]
     words += ["report=tables", f"report.folder={tmp_path}/runs"]
-    done = run_with_loaded_children(words, {"EMBLIB_CONTENDERS": str(tmp_path)})
-    assert done.returncode == 5, done.stdout + done.stderr
+    variables = {"EMBLIB_CONTENDERS": str(tmp_path)}
+    status, output, errors = smoke_host.run(words, tmp_path, variables)
+    assert status == 5, output + errors
     (points,) = (tmp_path / "runs").glob("*/*/points.jsonl")
     by_arm = {r["arm"]: r for r in read_records(points.parent)}
     assert by_arm["dies"]["status"] == "oom"
