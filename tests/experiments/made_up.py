@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import configure
+from experiments.config.schema import Config
 from experiments.config.sweep import Arm, Cell
 from experiments.kinds import expand
 from experiments.results.store import RunStore
@@ -38,10 +40,14 @@ class Recipe:
     status: str = "finished"
 
 
+@functools.cache
+def _load(words: tuple[str, ...]) -> Config:
+    return configure.load(words)
+
+
 def make_run(path: Path, recipe: Recipe) -> Path:
     """A run directory as the harness leaves it, of its timed cells and without its report."""
-    words = [*recipe.words, "device=cpu", f"timing.replicates={recipe.replicates}"]
-    config = configure.load(words)
+    config = _load((*recipe.words, "device=cpu", f"timing.replicates={recipe.replicates}"))
     cells = [cell for cell in expand(config) if cell.kind == "time"]
     store = RunStore(path)
     store.write_config(config)

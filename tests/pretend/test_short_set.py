@@ -2,14 +2,13 @@
 
 import re
 import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 
 from tests.pretend.library import FOLDER, ROOT, build
-from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes
+from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes, run_short
 from tests.pretend.torch_cuda import Settings
 
 # A kernel is 10 to 120 kB of code per architecture: raise this number where a new one pays.
@@ -20,10 +19,10 @@ KERNEL = re.compile(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the plugin is off where a GPU is")
-def test_short_set_passes() -> None:
-    command = [sys.executable, "-m", "tests.pretend.session", "short"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+def test_short_set_passes(capfd: pytest.CaptureFixture[str]) -> None:
+    status = run_short([], {})
+    output, errors = capfd.readouterr()
+    assert status == 0, output[-20_000:] + errors[-2_000:]
 
 
 def test_every_kernel_is_compiled_once() -> None:
