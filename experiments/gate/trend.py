@@ -280,27 +280,23 @@ def sentences(trend: Trend) -> list[str]:
     """Return what moved, and the points that are farthest from where they began."""
     commits, moves = trend.commits, trend.moves()
     first, last = commits[0], commits[-1]
-    range_words = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
+    moved = "nothing moved"
     if moves:
         points = len({move.finding["point"] for move in moves})
         heads = len({move.run.head for move in moves})
-        headline = (
-            f"{range_words}: {text.count(points, 'point')} moved at {text.count(heads, 'commit')}."
-        )
-    else:
-        headline = f"{range_words}: nothing moved."
-    answer = [headline]
-    for name, (label, _, _) in QUANTITIES.items():
-        ends = {}
+        moved = f"{text.count(points, 'point')} moved at {text.count(heads, 'commit')}"
+    commit_words = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
+    answer = [f"{commit_words}: {moved}."]
+    for name in (TIME, TOTAL):
+        last_levels: dict[str, Level] = {}
         for point in trend.points:
-            levels = [
-                level for (_, quantity), level in trend.levels(point).items() if quantity == name
-            ]
-            if levels:
-                ends[point] = levels[-1]
-        if ends and name != NATIVE:
-            worst = max(ends, key=lambda point: ends[point].log)
-            answer.append(f"Largest level of {label}: {worst}, {ends[worst].ratio:.3f}.")
+            for (_, quantity), level in trend.levels(point).items():
+                if quantity == name:
+                    last_levels[point] = level
+        if last_levels:
+            worst = max(last_levels, key=lambda point: last_levels[point].log)
+            label, _, _ = QUANTITIES[name]
+            answer.append(f"Largest level of {label}: {worst}, {last_levels[worst].ratio:.3f}.")
     return answer
 
 

@@ -113,7 +113,7 @@ _FIELDS, _CLUSTERS, _LATENT, _PAIRS, _NUMBERS = 10, 64, 8, 12, 4
 _SKEW = 1.05  # exponent of the Zipf distribution of ids
 _PLANTED = 100_000  # samples by default
 # Of the log-odds: mean, and factors of numbers, biases and products. Of a vector: its distance from
-# its centre. Chosen so that every part matters, not measured on real data.
+# its centre. Chosen by hand, not measured on real data.
 _MEAN, _OF_NUMBERS, _OF_BIASES, _OF_PRODUCTS, _DISTANCE = -1.0, 0.3, 0.25, 0.45, 0.45
 
 

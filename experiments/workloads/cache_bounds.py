@@ -19,8 +19,8 @@ import pandas as pd
 from experiments.workloads.distributions import Ids, Reals
 
 NEVER = np.iinfo(np.int64).max  # position of the next access to a row that has none
-# Subgradient steps of `max_lookup_hits`: step k moves by FIRST_STEP / (1 + k / DECAY) of Polyak's
-# length; chosen by trial, any values give a valid bound.
+# Subgradient step k of `max_lookup_hits` is FIRST_STEP / (1 + k / DECAY) × bound ÷ norm long.
+# Any values give a valid bound; how tight it is with others was not measured.
 FIRST_STEP, DECAY = 0.05, 20
 
 
