@@ -34,6 +34,10 @@ class ShardParameters(nn.Module):
 
     The second shard of a table on this rank is listed as `<table>#1`, and so on. The table modules
     own the memory and move it between devices. The collection makes the state dicts.
+
+    Args:
+        handles: the shards of this rank, replicas included.
+        ranks: the processes that share the collection.
     """
 
     def __init__(self, handles: Sequence[ShardHandle], ranks: RankGroup) -> None:
@@ -99,6 +103,7 @@ def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
 
 
 def _mark(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
+    """Mark this rank's share of a gradient for `keyed.clip_grad_norm_`; one rank needs no mark."""
     if ranks.size > 1:
         keyed.mark_gradient(parameter, share, _RankPeers(ranks))
 

@@ -29,7 +29,10 @@ class SharedTableShards:
     def shard_of(
         self, table_slice: TableSlice, make: Callable[[TableSlice], SharedTable]
     ) -> SharedTable:
-        """Return the shard with the rows and columns of `table_slice`; `make` makes it once."""
+        """Return the shard with the rows and columns of `table_slice`.
+
+        `make` makes it at the first call; later ones return the same object.
+        """
         key = SliceKey.of(table_slice)
         if key not in self._shards:
             self._shards[key] = make(table_slice)

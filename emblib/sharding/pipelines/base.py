@@ -138,7 +138,10 @@ class TrainPipelineBase:
             yield output
 
     def _next(self) -> Slot | None:
-        """Remove and return the slot to train, after reading ahead; None if drained."""
+        """Remove and return the slot to train, after reading ahead; None if drained.
+
+        Waits until the numbers of all ranks for this slot have come.
+        """
         while True:
             while len(self._slots) <= self.ahead:
                 self._slots.append(self._loader.fetch())
@@ -197,7 +200,7 @@ def _ranks_of(model: nn.Module) -> RankGroup:
 
 
 def _backward(loss: Any) -> None:
-    """Run backward from a loss; raise TypeError for another value."""
+    """Run backward from the sum of a loss; raise TypeError unless it is a tensor."""
     if not isinstance(loss, Tensor):
         raise TypeError(
             "the forward of a pipeline must give (loss, output), or a loss, to train with; got "

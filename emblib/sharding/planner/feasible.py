@@ -26,6 +26,7 @@ from emblib.storage import Dense, MemoryBytes
 _MAX_STEPS = 200_000  # placements of the search for any plan, to bound its time; not measured
 _MAX_UNITS = 400  # with more units there is no such search, which is for few large tables
 _FLOAT_BYTES = 4
+_ROW_OVERHEAD_FLOATS = 4  # counted per received row, a guess on the safe side
 
 
 def any_plan(problem: Problem) -> Plan:
@@ -241,7 +242,8 @@ def _cut_into_blocks(
         return rank_costs.free_memory[rank][0] - max(used)
 
     # An upper bound of the memory of every rank for a table cut into `world` blocks, without its
-    # rows. A rank receives at most one row per bag and block, with 4 floats of bookkeeping.
+    # rows. A rank receives at most one row per bag and block; `_ROW_OVERHEAD_FLOATS` allows for its
+    # ids, lengths and indices.
     equal_cost = problem.model.common_cost(
         workload, [ShardShape(shape.columns, 1.0 / world, False)] * world
     )
@@ -249,7 +251,7 @@ def _cut_into_blocks(
         lookup.batch_size * max(lookup.num_features, lookup.ids_per_example)
         for lookup in workload.by_reader
     )
-    received_nbytes = world * rows_sent * (shape.columns + 4) * _FLOAT_BYTES
+    received_nbytes = world * rows_sent * (shape.columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
     common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
     # The bytes of a shard are nearly linear in its rows: estimate the rows, then correct them.
     unit_nbytes, table_nbytes = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
