@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import HashEntryColumn
-from emblib.dynamic.hash_index import MAX_TICK, InsertedBatch
+from emblib.dynamic.hash_index import MAX_TICK
 from emblib.ops import hash
 from emblib.ops.effects import Effects
+from emblib.ops.hash import InsertedBatch
 from emblib.specs import DynamicSpec, Eviction
 from emblib.tables import state_dicts
 

@@ -6,7 +6,6 @@ same call completes an interrupted insertion. `emblib.ops.hash` defines tensors 
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,20 +15,18 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic.saving import dumps
+from emblib.dynamic.slot_versions import SlotVersions
 from emblib.ops import codes, hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import (
     COUNTERS,
-    EVICTING,
-    HIT,
-    NEW,
     QUEUE_WORDS,
     SCORED,
     TABLE_FIELDS,
+    InsertedBatch,
     InsertResult,
     Keys,
     Misses,
-    tables_of,
 )
 from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
@@ -55,56 +52,6 @@ class RowBuffers(NamedTuple):
     on_grow: Callable[[int, int, int], None] | None = None
 
 
-class InsertedBatch(NamedTuple):
-    """The slots of a batch after its insertion.
-
-    Attributes:
-        slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if all hit, or where they are
-            not needed.
-        result: slots and status of the misses; None if `misses` is.
-        status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
-            may change `result` later, but not this.
-    """
-
-    slots: Tensor
-    misses: Misses | None = None
-    result: InsertResult | None = None
-    status: Tensor | None = None
-
-
-class LastInsertion(NamedTuple):
-    """The last insertion while its versions are not in `HashIndex._inserted_at` yet.
-
-    Attributes:
-        version: version of the index after the insertion.
-        keys: the batch.
-        inserted: result of the insertion: of its misses or, if they are None, by position.
-    """
-
-    version: int
-    keys: Keys
-    inserted: InsertedBatch
-
-    def changed(self) -> tuple[Tensor, Tensor]:
-        """Return which positions have a new key, and which a key that was missing; bool `[L]`."""
-        misses, result, status = self.inserted[1:]
-        if misses is None or result is None:
-            assert status is not None
-            is_new = (status == NEW) | (status == EVICTING)
-            return is_new, is_new
-        status = result.status[misses.groups.clamp(min=0).long()]
-        is_new = (status == NEW) | (status == EVICTING)
-        # Rows promoted from a backing store have status HIT: their keys never left.
-        return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
-
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that `changed` reads."""
-        misses, result, status = self.inserted[1:]
-        parts = (status, None if misses is None else misses.groups, result and result.status)
-        return [*self.keys, *(part for part in parts if part is not None)]
-
-
 class ExportedEntries(NamedTuple):
     """Copies of entries of one table by ascending slot, int64 `[N]` each, on the index's device.
 
@@ -123,13 +70,7 @@ class HashIndex(nn.Module):
     The index has no lock: the module that owns it holds its own lock around every call. Calls that
     read the device wait for it.
 
-    `version` counts the calls after which slots may have changed: insertions, removals, restores.
-    Code that changes `tensors()` otherwise calls `mark_changed`.
-
-    `has_left` tells an object that was registered by `watch` which keys have left since. For this
-    the index stores the version at which each slot got its key, 8 bytes per slot, but lazily: the
-    last insertion is kept until the next one, and its versions are stored only if an earlier
-    watcher is still alive. So training steps that do not overlap cost nothing.
+    Code that changes `tensors()` without its methods calls `versions.advance()`.
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
@@ -168,14 +109,6 @@ class HashIndex(nn.Module):
                 f"{', '.join(words)}; make one module for each"
             )
         self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
-        self.version = 0
-        self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last_insertion: LastInsertion | None = None  # not yet in `_inserted_at`
-        # int64 `[S + 1]`: the version at which the key of each slot was inserted, then a spare
-        # entry, which stays 0. None until a watcher needs it.
-        self._inserted_at: Tensor | None = None
-        self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
-        self._emptied_at = [0] * len(self.specs)  # the last version in which a table was emptied
         self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
         # Set by a memory budget: raises a table's limit towards some buckets, and returns it.
         self.grant: Callable[[int, int], int] | None = None
@@ -190,6 +123,7 @@ class HashIndex(nn.Module):
         self._first_slots = [0]
         for spec in self.specs:
             self._first_slots.append(self._first_slots[-1] + spec.rows)
+        self.versions = SlotVersions(self._first_slots)
         words = 3 if self.order in SCORED else 2
         used = sum(spec.buckets for spec in self.specs) * SLOTS / max(slots, 1)
         entries = memory.reserve(slots * words, torch.int64, device, used).view(slots, words)
@@ -223,9 +157,7 @@ class HashIndex(nn.Module):
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
-        self.mark_changed()
-        self._emptied_at = [self.version] * len(self.specs)
-        self._last_insertion = self._inserted_at = self._inserted_at_layout = None
+        self.versions.forget()
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
@@ -259,8 +191,7 @@ class HashIndex(nn.Module):
             table: number of the table.
             hash_key: the new hash key; None keeps the current one.
         """
-        self.mark_changed()
-        self._emptied_at[table] = self.version
+        self.versions.note_emptied(table)
         self.forget_queues(table)
         self.table_tags(table).zero_()
         self.tables[table, HashTableColumn.SIZE] = 0
@@ -295,8 +226,8 @@ class HashIndex(nn.Module):
         tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
             tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
-        if self._inserted_at is not None:
-            tensors.append((self._inserted_at, 1, 1))
+        if self.versions.by_slot is not None:
+            tensors.append((self.versions.by_slot, 1, 1))
         for tensor, num, slots in tensors:
             yield tensor, first_slot * num // slots, before * num // slots, now * num // slots
 
@@ -367,90 +298,13 @@ class HashIndex(nn.Module):
     def begin_insertion(self, effects: Effects) -> None:
         """Begin an insertion, unless `effects` are of an interrupted one that is completed."""
         if not effects.is_next_made:
-            if self._last_insertion is not None:
-                self._settle_last()
-            self.mark_changed()
+            self.versions.settle(self)
+            self.versions.advance()
 
     def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
         """Keep an insertion with misses for watchers, and return it."""
-        if self._watchers:
-            self._last_insertion = LastInsertion(self.version, keys, inserted)
+        self.versions.note_batch(keys, inserted)
         return inserted
-
-    def mark_changed(self) -> None:
-        """Count a change after which slots may have other keys."""
-        self.__dict__["version"] += 1  # `nn.Module.__setattr__` is slow, and every batch comes here
-
-    def watch(self, watcher: object) -> None:
-        """Enable `has_left` from this version on, as long as `watcher` (a weak reference) lives."""
-        self._watchers[watcher] = self.version
-
-    def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
-        """Return which keys have left since `version`, even if they returned; bool `[L]`.
-
-        Args:
-            keys: a batch.
-            slots: the present slots of its keys. For -1, and for overflow rows, the answer is
-                whether the table was emptied.
-            version: version of the index at which a living watcher was registered.
-        """
-        self._settle_last()
-        was_emptied = [emptied_at > version for emptied_at in self._emptied_at]
-        has_left = torch.full_like(slots, all(was_emptied), dtype=torch.bool)
-        if any(was_emptied) and not all(was_emptied):
-            has_left |= torch.tensor(was_emptied, device=slots.device)[tables_of(keys)]
-        if self._inserted_at is not None:
-            has_left |= self._inserted_at[self._positions(keys, slots)] > version
-        return has_left
-
-    def note_inserted(self, table: int, slots: Tensor) -> None:
-        """Note that a call other than `insert` put keys into these slots; -1 for none."""
-        self._settle_last()
-        if self._watchers:
-            at = slots[slots >= 0].to(self.tags.device) + self._first_slots[table]
-            self._versions_by_slot()[at] = self.version
-
-    def _settle_last(self) -> None:
-        """Store the last insertion's version per slot if a watcher needs it, then forget it."""
-        insertion = self._last_insertion
-        if insertion is None:
-            return
-        oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
-        if oldest < insertion.version and insertion.keys.ids.numel():
-            self._store_versions(insertion)
-            if self.tags.is_cuda:  # the insertion may have been on another stream
-                stream = torch.cuda.current_stream(self.tags.device)
-                for tensor in insertion.tensors():
-                    tensor.record_stream(stream)
-        self._last_insertion = None  # not before: an interruption leaves it to the next call
-
-    def _store_versions(self, insertion: LastInsertion) -> None:
-        keys, (is_new, was_missing) = insertion.keys, insertion.changed()
-        at = self._positions(keys, torch.where(was_missing, self.find(keys), -1))
-        versions = self._versions_by_slot()
-        # A promoted key was missing but never left its table: 0 replaces its slot's old version.
-        versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
-        versions[-1:].zero_()  # positions that were not missing wrote to the spare entry
-
-    def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
-        """Return the index of each slot in `_inserted_at`; -1 maps to the spare last entry."""
-        tables = tables_of(keys)
-        rows = self.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
-        at = self.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
-        return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
-
-    def _versions_by_slot(self) -> Tensor:
-        """Return `_inserted_at`, allocated with zeros at first use."""
-        if self._inserted_at is None:
-            device = self.tags.device
-            versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
-            size = versions.itemsize
-            layout = [[[first * size, size]] for first in self._first_slots[:-1]]
-            for t, first in enumerate(self._first_slots[:-1]):
-                memory.advise_growth(versions, first, 0, self.capacity(t))
-            self._inserted_at_layout = torch.tensor(layout, device=device)
-            self._inserted_at = versions
-        return self._inserted_at
 
     def _grow(
         self,
@@ -486,9 +340,10 @@ class HashIndex(nn.Module):
             layout = torch.zeros((len(self.specs), 0, 2), dtype=torch.int64, device=slots.device)
         else:
             layout = rows.layout
-        if self._inserted_at is not None and self._inserted_at_layout is not None:
-            buffers = [*buffers, self._inserted_at]
-            layout = torch.cat([layout, self._inserted_at_layout], 1)
+        versions = self.versions
+        if versions.by_slot is not None and versions.layout is not None:
+            buffers = [*buffers, versions.by_slot]
+            layout = torch.cat([layout, versions.layout], 1)
         index = self.tensors()
         effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
@@ -515,7 +370,7 @@ class HashIndex(nn.Module):
 
         A memory budget may grant less. `rows` move with their entries; None if there are none.
         """
-        self.mark_changed()
+        self.versions.advance()
         device = self.tags.device
         num_new = max(0, keys - self.size(table))
         if not self.tags.is_cuda:
@@ -529,7 +384,7 @@ class HashIndex(nn.Module):
 
     def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
         """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""
-        self.mark_changed()
+        self.versions.advance()
         effects = Effects() if effects is None else effects
         freed: Tensor = effects.once(hash.hash_erase_, self.tensors(), *keys)
         return freed
@@ -547,7 +402,7 @@ class HashIndex(nn.Module):
         Returns:
             The removed keys, int64 `[N]` (waits for the device).
         """
-        self.mark_changed()
+        self.versions.advance()
         first_bucket = min(first_bucket, self.limits[table])
         rest = self.limits[table] - first_bucket
         num_buckets = rest if num_buckets is None else min(num_buckets, rest)
@@ -604,11 +459,12 @@ class HashIndex(nn.Module):
 
     def views_by_slot(self, table: int) -> list[Tensor]:
         """Return views of the entries in use and, if there are any, of the versions by slot."""
-        self._settle_last()
+        self.versions.settle(self)
         first_slot = self._first_slots[table]
         views = [self.table_entries(table)]
-        if self._inserted_at is not None:
-            views.append(self._inserted_at[first_slot : first_slot + self.capacity(table)])
+        versions = self.versions.by_slot
+        if versions is not None:
+            views.append(versions[first_slot : first_slot + self.capacity(table)])
         return views
 
     def buckets(self, table: int) -> int:
@@ -666,7 +522,7 @@ class HashIndex(nn.Module):
     def nbytes(self) -> int:
         """Return the bytes of the slots in use."""
         slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        words = self.entries.shape[1] + (self._inserted_at is not None)
+        words = self.entries.shape[1] + (self.versions.by_slot is not None)
         queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
         return slots + (slots * words + queues) * self.entries.itemsize
 
@@ -759,17 +615,17 @@ class HashIndex(nn.Module):
         """Return a copy on another device; slots on this one are stale in it."""
         copied = HashIndex(self.specs, device)
         copied.restore(self.snapshot())
-        copied.version = self.version + 1
+        copied.versions.current = self.versions.current + 1
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
         copied = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
         copied.restore(self.snapshot())
-        copied.version = self.version
+        copied.versions.current = self.versions.current
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.version)
+        return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.versions.current)
 
     def extra_repr(self) -> str:
         """Return capacities and eviction."""
@@ -789,5 +645,5 @@ def _rebuild(
 ) -> HashIndex:
     index = HashIndex(specs, device)
     index.restore(snapshot)
-    index.version = version
+    index.versions.current = version
     return index

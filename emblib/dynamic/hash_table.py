@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from emblib import ops
 from emblib.columns import HashEntryColumn
-from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, InsertedBatch, RowBuffers
+from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash
 from emblib.ops.effects import Effects
-from emblib.ops.hash import Keys, Misses, initial_rows_, rule_of
+from emblib.ops.hash import InsertedBatch, Keys, Misses, initial_rows_, rule_of
 from emblib.ops.primitives import group
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
-from emblib.ops.hash import Keys
+from emblib.ops.hash import InsertedBatch, Keys
 from emblib.ops.primitives import new_seed
 from emblib.reference.random import mix, unmix
 from emblib.specs import check_count

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from emblib.columns import HashCounter, HashEntryColumn
-from emblib.dynamic.hash_index import HashIndex, InsertedBatch
+from emblib.dynamic.hash_index import HashIndex
 from emblib.ops.effects import Effects
-from emblib.ops.hash import Keys, tables_of
+from emblib.ops.hash import InsertedBatch, Keys, tables_of
 from emblib.specs import DynamicSpec, PerFeature
 from emblib.tables import memory
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import FeatureRow, InitialLayoutColumn
-from emblib.dynamic.hash_index import HashIndex, InsertedBatch
+from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import range_of
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.init import Constant
 from emblib.ops import autograd, hash
-from emblib.ops.hash import Keys, tables_of
+from emblib.ops.hash import InsertedBatch, Keys, tables_of
 from emblib.optim import State
 from emblib.specs import SLOTS, DynamicSpec, Precision
 from emblib.tables import memory
@@ -522,11 +522,11 @@ class TrainingUpdate:
     ) -> None:
         self.lock = lock
         self._index, self._keys, self._slots, self.reads = index, keys, slots, reads
-        self._version, self._dropped_updates = index.version, dropped_updates
+        self._version, self._dropped_updates = index.versions.current, dropped_updates
         # Weak, so that the graph of an output does not keep a deleted module's store open.
         self._backing = None if backing is None else weakref.ref(backing)
         self._generation = 0 if backing is None else backing.generation
-        index.watch(self)
+        index.versions.watch(self)
         self.batch: autograd.Lookup | None = None
         # The lookups by row, the fields of `tbe.Groups`, if the insertion of the batch made them.
         self.groups: list[Tensor] | None = None
@@ -581,7 +581,7 @@ class TrainingUpdate:
 
     def is_stale(self) -> bool:
         """Return whether rows may have moved since the forward."""
-        if self._index.version != self._version:
+        if self._index.versions.current != self._version:
             return True
         return self._backing is not None and self._backing_tier().generation != self._generation
 
@@ -632,7 +632,9 @@ class TrainingUpdate:
             current_slots = self._backing_tier().search(self._keys)
         if self.reads.is_fallback is not None:
             current_slots = torch.where(self.reads.is_fallback, self._slots, current_slots)
-        has_left = self._index.has_left(self._keys, current_slots, self._version)
+        has_left = self._index.versions.has_left(
+            self._index, self._keys, current_slots, self._version
+        )
         slots = torch.where((self._slots < 0) | has_left, -1, current_slots)
         is_lost = (self._slots >= 0) & (slots < 0)
         if self.reads.slots is not None:

@@ -156,7 +156,7 @@ class _TableShrink:
         counters = self._counters.clone()
         counters[HashCounter.EVICTED] += len(leaving.keys)
         index.counters[table] = counters
-        index.mark_changed()
+        index.versions.advance()
         self._hand_over(leaving)
         release_rows(state, table, self._rows_before, self._buckets * SLOTS)
         return len(leaving.keys)

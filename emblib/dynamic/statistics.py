@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.tiers.store import TierStats
 from emblib.ops import hash
 from emblib.ops.effects import Effects
-from emblib.ops.hash import Keys, tables_of
+from emblib.ops.hash import InsertedBatch, Keys, tables_of
 from emblib.specs import check_count
 
 AGE_BOUNDS = tuple(1 << power for power in range(32))

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.eviction import Expiry, Sweep
-from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
@@ -27,7 +26,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import codes, hash, tiers
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
-from emblib.ops.hash import Keys, Misses, tables_of
+from emblib.ops.hash import InsertedBatch, Keys, Misses, tables_of
 from emblib.ops.tbe import Groups
 from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief

@@ -193,6 +193,24 @@ class InsertResult(NamedTuple):
     evicted: Tensor
 
 
+class InsertedBatch(NamedTuple):
+    """The slots of a batch after its insertion.
+
+    Attributes:
+        slots: int64 `[L]`, -1 for keys that were not inserted.
+        misses: the keys that were not in their table before; None if all hit, or where they are
+            not needed.
+        result: slots and status of the misses; None if `misses` is.
+        status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
+            may change `result` later, but not this.
+    """
+
+    slots: Tensor
+    misses: Misses | None = None
+    result: InsertResult | None = None
+    status: Tensor | None = None
+
+
 MISS, HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = map(int, InsertStatus)
 
 hash_find = torch.ops.emblib.hash_find.default

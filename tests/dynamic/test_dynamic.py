@@ -22,10 +22,11 @@ from emblib import (
     optim,
 )
 from emblib.checkpoints import table_entries
-from emblib.dynamic.hash_index import HashIndex, LastInsertion
+from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_key_of
 from emblib.dynamic.saving import loading
 from emblib.dynamic.saving.checkpoint import target_of
+from emblib.dynamic.slot_versions import LastInsertion
 from emblib.init import Constant, KeyModulo, Normal
 from emblib.ops.hash import Keys
 from tests.hash_cases import crowd

@@ -94,9 +94,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(batch=batches)
     def find(self, batch: Batch) -> None:
-        version = self.index.version
+        version = self.index.versions.current
         assert self.index.find(Keys(*batch.keys)).tolist() == self.model.find(batch.positions)
-        assert self.index.version == version
+        assert self.index.versions.current == version
 
     @rule(
         batch=batches,

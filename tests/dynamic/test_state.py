@@ -8,11 +8,10 @@ import torch
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
 from emblib.dynamic import KeyStatus, state, training
-from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.saving import checkpoint, snapshots, table_dumps
 from emblib.dynamic.state import DynamicState
 from emblib.init import Constant
-from emblib.ops.hash import Keys
+from emblib.ops.hash import InsertedBatch, Keys
 
 
 def make_state(**options: object) -> DynamicState:

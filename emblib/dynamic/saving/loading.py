@@ -418,7 +418,7 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     displaced = 0
     for block in missing_entries.split(_KEYS_PER_CALL):
         slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")[0]
-        index.note_inserted(table, slots[block])
+        index.versions.note_inserted(index, table, slots[block])
     refused = missing_entries[slots[missing_entries] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
         displaced = _rearrange(target, entries.keys[refused])
@@ -426,7 +426,7 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         refused = refused[slots[refused] < 0]
     for block in refused.split(_KEYS_PER_CALL) if index.order != "none" else ():
         placed, number = _insert_block(index, table, entries.keys[block].to(device), index.order)
-        index.note_inserted(table, placed)
+        index.versions.note_inserted(index, table, placed)
         slots[block], displaced = placed, displaced + number
     if displaced:  # entries whose slots were found above may be displaced
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
@@ -464,7 +464,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     tick = index.tick
 
     def write() -> None:
-        index.mark_changed()
+        index.versions.advance()
         index.forget_queues(table)
         for view, values in zip(views, rows, strict=True):
             view[goal] = values
@@ -473,7 +473,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
         entries[at, HashEntryColumn.STAMP] = tick
         index.tables[table, HashTableColumn.SIZE] = placed.numel()
-        index.note_inserted(table, at)
+        index.versions.note_inserted(index, table, at)
 
     target.complete(write)
     return int((slots_after[:num_slots] < 0).sum())
@@ -481,7 +481,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
     """Insert missing keys; return their slots, int64 on the CPU, and how many were evicted."""
-    index.mark_changed()
+    index.versions.advance()
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
     offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)

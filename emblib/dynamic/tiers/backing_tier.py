@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRows, best_first
 from emblib.dynamic.saving.loading import Loaded
@@ -46,7 +45,7 @@ from emblib.dynamic.tiers.store import (
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash, tiers
 from emblib.ops.effects import Effects
-from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
+from emblib.ops.hash import InsertedBatch, InsertResult, Keys, Misses, tables_of
 from emblib.ops.tiers import InsertedMisses, SwappedMisses
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")

@@ -170,7 +170,7 @@ class HostRows:
     ) -> tuple[Tensor, Tensor]:
         """Remove `lifted`, then put rows; return entries and values of the dropped rows."""
         index = self._indices[table]
-        index.mark_changed()  # since the op changes the index without its methods
+        index.versions.advance()  # since the op changes the index without its methods
         order = codes.HASH_ORDER[index.order]
         dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
             index.tensors(), self._records[table], lifted, entries, values, order

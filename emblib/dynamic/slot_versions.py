@@ -1,0 +1,189 @@
+"""SlotVersions: the version of a hash index, and which keys have left it since an earlier one.
+
+A backward pass finds the rows of its batch again by their slots. Between its forward and itself
+other batches may have evicted keys, and even inserted the same keys again, with new rows. So the
+index counts its changes, and can tell for each key of a batch whether it has left since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from emblib.columns import HashTableColumn
+from emblib.ops.hash import EVICTING, HIT, NEW, InsertedBatch, Keys, tables_of
+from emblib.specs import SLOTS
+from emblib.tables import memory
+
+
+class VersionedIndex(Protocol):
+    """The index whose slots have versions."""
+
+    tags: Tensor  # uint8 `[S]`, by slot
+    tables: Tensor  # int64 `[T, 6]`, see `HashTableColumn`
+
+    def find(self, keys: Keys) -> Tensor:
+        """Return the slots of a batch, int64 `[L]`, -1 for none."""
+
+    def capacity(self, table: int) -> int:
+        """Return the number of slots in use of a table."""
+
+
+class LastInsertion(NamedTuple):
+    """The last insertion, while its versions are not stored by slot yet.
+
+    Attributes:
+        version: version of the index after the insertion.
+        keys: the batch.
+        inserted: result of the insertion: of its misses or, if they are None, by position.
+    """
+
+    version: int
+    keys: Keys
+    inserted: InsertedBatch
+
+    def changed(self) -> tuple[Tensor, Tensor]:
+        """Return which positions have a new key, and which a key that was missing; bool `[L]`."""
+        misses, result, status = self.inserted[1:]
+        if misses is None or result is None:
+            assert status is not None
+            is_new = (status == NEW) | (status == EVICTING)
+            return is_new, is_new
+        status = result.status[misses.groups.clamp(min=0).long()]
+        is_new = (status == NEW) | (status == EVICTING)
+        # Rows promoted from a backing store have status HIT: their keys never left.
+        return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that `changed` reads."""
+        misses, result, status = self.inserted[1:]
+        parts = (status, None if misses is None else misses.groups, result and result.status)
+        return [*self.keys, *(part for part in parts if part is not None)]
+
+
+class SlotVersions:
+    """The version of an index, which each change of slots advances, and those of its slots.
+
+    `has_left` tells an object that was registered by `watch` which keys have left since. For this
+    the version at which each slot got its key is stored, 8 bytes per slot, but lazily: the last
+    insertion is kept until the next one, and its versions are stored only if an earlier watcher is
+    still alive. So training steps that do not overlap cost nothing.
+
+    Methods take the index, because a reference to it would be a cycle. They have no lock of their
+    own: the owner of the index holds its lock.
+
+    Args:
+        first_slots: the first slot of each table, then the number of all slots S.
+
+    Attributes:
+        current: number of changes after which slots may have other keys: insertions, removals,
+            restores.
+        by_slot: int64 `[S + 1]`, the version at which the key of each slot was inserted, then a
+            spare entry, which is 0 between calls. None until a watcher needs it.
+        layout: layout of `by_slot` as a buffer of `RowBuffers`; None if it is.
+    """
+
+    def __init__(self, first_slots: Sequence[int]) -> None:
+        self._first_slots = first_slots
+        self.current = 0
+        self.by_slot: Tensor | None = None
+        self.layout: Tensor | None = None
+        self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._last_insertion: LastInsertion | None = None  # not yet in `by_slot`
+        self._emptied_at = [0] * (len(first_slots) - 1)  # the last version that emptied each table
+
+    def advance(self) -> None:
+        """Count a change."""
+        self.current += 1
+
+    def forget(self) -> None:
+        """Count a change that empties all tables, and drop the versions by slot."""
+        self.current += 1
+        self._emptied_at = [self.current] * len(self._emptied_at)
+        self._last_insertion = self.by_slot = self.layout = None
+
+    def note_emptied(self, table: int) -> None:
+        """Count a change that empties a table."""
+        self.current += 1
+        self._emptied_at[table] = self.current
+
+    def watch(self, watcher: object) -> None:
+        """Enable `has_left` from this version on, as long as `watcher` (a weak reference) lives."""
+        self._watchers[watcher] = self.current
+
+    def has_left(self, index: VersionedIndex, keys: Keys, slots: Tensor, version: int) -> Tensor:
+        """Return which keys have left since `version`, even if they returned; bool `[L]`.
+
+        Args:
+            index: the index.
+            keys: a batch.
+            slots: the present slots of its keys. For -1, and for overflow rows, the answer is
+                whether the table was emptied.
+            version: version at which a living watcher was registered.
+        """
+        self.settle(index)
+        was_emptied = [emptied_at > version for emptied_at in self._emptied_at]
+        has_left = torch.full_like(slots, all(was_emptied), dtype=torch.bool)
+        if any(was_emptied) and not all(was_emptied):
+            has_left |= torch.tensor(was_emptied, device=slots.device)[tables_of(keys)]
+        if self.by_slot is not None:
+            has_left |= self.by_slot[self._positions(index, keys, slots)] > version
+        return has_left
+
+    def note_batch(self, keys: Keys, inserted: InsertedBatch) -> None:
+        """Keep the insertion of a batch with misses, if anything watches."""
+        if self._watchers:
+            self._last_insertion = LastInsertion(self.current, keys, inserted)
+
+    def note_inserted(self, index: VersionedIndex, table: int, slots: Tensor) -> None:
+        """Note that keys of a table were put into these slots, int64; -1 for none."""
+        self.settle(index)
+        if self._watchers:
+            at = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
+            self._allocated(index)[at] = self.current
+
+    def settle(self, index: VersionedIndex) -> None:
+        """Store the last insertion's version by slot if a watcher needs it, then forget it."""
+        insertion = self._last_insertion
+        if insertion is None:
+            return
+        oldest = next(iter(self._watchers.values()), self.current)  # the first one registered
+        if oldest < insertion.version and insertion.keys.ids.numel():
+            self._store(index, insertion)
+            if index.tags.is_cuda:  # the insertion may have been on another stream
+                stream = torch.cuda.current_stream(index.tags.device)
+                for tensor in insertion.tensors():
+                    tensor.record_stream(stream)
+        self._last_insertion = None  # not before: an interruption leaves it to the next call
+
+    def _store(self, index: VersionedIndex, insertion: LastInsertion) -> None:
+        keys, (is_new, was_missing) = insertion.keys, insertion.changed()
+        at = self._positions(index, keys, torch.where(was_missing, index.find(keys), -1))
+        versions = self._allocated(index)
+        # A promoted key was missing but never left its table: 0 replaces its slot's old version.
+        versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
+        versions[-1:].zero_()  # positions that were not missing wrote to the spare entry
+
+    def _positions(self, index: VersionedIndex, keys: Keys, slots: Tensor) -> Tensor:
+        """Return the element of `by_slot` of each slot; -1 maps to the spare last entry."""
+        tables = tables_of(keys)
+        rows = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
+        at = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
+        return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
+
+    def _allocated(self, index: VersionedIndex) -> Tensor:
+        """Return `by_slot`, allocated with zeros at first use."""
+        if self.by_slot is None:
+            device = index.tags.device
+            versions = memory.reserve(self._first_slots[-1] + 1, torch.int64, device)
+            size = versions.itemsize
+            layout = [[[first * size, size]] for first in self._first_slots[:-1]]
+            for t, first in enumerate(self._first_slots[:-1]):
+                memory.advise_growth(versions, first, 0, index.capacity(t))
+            self.layout = torch.tensor(layout, device=device)
+            self.by_slot = versions
+        return self.by_slot
