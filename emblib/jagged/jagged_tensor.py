@@ -276,10 +276,19 @@ class JaggedTensor(metaclass=TracedClass):
         """Overwrite every tensor with that of `other`, of equal sizes; return self.
 
         Raises:
-            ValueError: weights in only one of them.
+            ValueError: weights in only one of them, or other sizes; nothing is changed.
         """
-        if self._weights is None and other._weights is not None:
-            raise ValueError("other has weights and this JaggedTensor has none: make it with some")
+        if (self._weights is None) != (other._weights is None):
+            owner, rest = ("other", "self") if self._weights is None else ("self", "other")
+            raise ValueError(
+                f"copy_: {owner} has weights and {rest} has none: both or none need them"
+            )
+        size, other_size = ((tuple(x._values.shape), x._num_bags()) for x in (self, other))
+        if size != other_size:
+            raise ValueError(
+                f"copy_ needs values of shape {size[0]} in {size[1]} bags, got {other_size[0]} in "
+                f"{other_size[1]}"
+            )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
             self._weights.copy_(other.weights(), non_blocking=non_blocking)
@@ -288,6 +297,12 @@ class JaggedTensor(metaclass=TracedClass):
         if self._offsets is not None:
             self._offsets.copy_(other.offsets(), non_blocking=non_blocking)
         return self
+
+    def _num_bags(self) -> int:
+        if self._lengths is not None:
+            return self._lengths.numel()
+        assert self._offsets is not None
+        return self._offsets.numel() - 1
 
     def _tensors(self) -> list[Tensor]:
         optional_tensors = (self._values, self._weights, self._lengths, self._offsets)

@@ -106,8 +106,27 @@ def test_moves_whole() -> None:
         example().record_stream("a stream")
     assert seen == [VALUES.data_ptr(), OFFSETS.data_ptr()]
     assert example().size_in_bytes() == 8 * 4 + 7 * 8
-    with pytest.raises(ValueError, match="has weights and this JaggedTensor has none"):
-        example().copy_(jagged)
+
+
+@pytest.mark.parametrize(
+    ("weighted", "other", "message"),
+    [
+        (False, example(weighted=True), "other has weights and self has none"),
+        (True, example(), "self has weights and other has none"),
+        (False, JaggedTensor(-VALUES, lengths=torch.tensor([8])), "in 6 bags, got .* in 1"),
+    ],
+)
+def test_copy_changes_nothing_where_it_refuses(
+    weighted: bool, other: JaggedTensor, message: str
+) -> None:
+    target = JaggedTensor(
+        torch.zeros(8),
+        torch.zeros(8) if weighted else None,
+        lengths=torch.zeros(6, dtype=torch.int64),
+    )
+    with pytest.raises(ValueError, match=message):
+        target.copy_(other)
+    assert not target.values().any()
 
 
 def test_wrong_ones_are_refused() -> None:
