@@ -4,18 +4,20 @@ The name of a file ends in a digest of what it is made of: the source and all he
 repository that it includes, however deep; flags; the versions of the compiler and of torch. Paths
 are relative to the repository, so that another checkout finds the same files. They are in
 $XDG_CACHE_HOME/emblib-tests, or ~/.cache/emblib-tests; those that no test has used for two weeks
-are removed. Files of Inductor are there too (conftest.py); they are removed after two weeks.
+are removed. Files of Inductor are there too (conftest.py), a folder per version of torch, which is
+removed when that version is not used for two weeks.
 """
 
 import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +77,17 @@ def kept(stem: str, suffix: str, words: Iterable[str], files: Iterable[Path]) ->
     return target
 
 
+def inductor_folder() -> Path:
+    """Return the folder for what Inductor compiles, after removing those of unused versions."""
+    folder = FOLDER / f"inductor-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    os.utime(folder)
+    for other in FOLDER.glob("inductor*"):
+        if other.is_dir() and other.stat().st_mtime < _oldest():
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
 def files_of(path: Path, folders: Sequence[Path]) -> list[Path]:
     """Return a source and the headers in `folders` that it includes, directly or not."""
     found = {path}
@@ -127,12 +140,14 @@ def _locked(name: str) -> Iterator[None]:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / f"{name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        oldest = time.time() - _DAYS * 86_400
-        for path in FOLDER.rglob("*"):
-            with suppress(FileNotFoundError):  # another process has removed it
-                if path.is_file() and path.suffix != ".lock" and path.stat().st_mtime < oldest:
-                    path.unlink()
+        for path in FOLDER.iterdir():
+            if path.is_file() and path.suffix != ".lock" and path.stat().st_mtime < _oldest():
+                path.unlink(missing_ok=True)
         yield
+
+
+def _oldest() -> float:
+    return time.time() - _DAYS * 86_400
 
 
 def _run(command: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from tests import compile_cache, nightly
 
 # Keep what Inductor compiles by content: its first kernel takes ten seconds of processor time. Its
 # caches of graphs are off, because their digests leave out the code of emblib.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache.FOLDER / "inductor"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache.inductor_folder()))
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
 

@@ -497,8 +497,8 @@ class TrainingUpdate:
     were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
     long as the autograd graph exists, since backward may run more than once.
 
-    Forward sets `batch`, and `groups` and `weighted` where they apply. The callers of methods hold
-    `lock`.
+    A forward through `emblib.ops.autograd` sets `batch` and `weighted`, one through `KeyedLookup`
+    may set `groups`. The callers of methods hold `lock`.
 
     Args:
         lock: lock of the tables, which backward takes around the update.

@@ -112,7 +112,7 @@ class SlotVersions:
         self._emptied_at[table] = self.current
 
     def watch(self, watcher: object) -> None:
-        """Enable `has_left` from this version on, as long as `watcher` (a weak reference) lives."""
+        """Enable `has_left` from this version on, as long as `watcher`, held weakly, lives."""
         self._watchers[watcher] = self.current
 
     def has_left(self, index: VersionedIndex, keys: Keys, slots: Tensor, version: int) -> Tensor:

@@ -157,7 +157,7 @@ def insert_at_once(
 ) -> BatchAtOnce | None:
     """Insert a training batch in one op; None, with nothing changed, if it does not serve it.
 
-    No tensor that it reads or writes has gradients.
+    Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
 
     Args:
         state: the tables, whose lock this thread holds, and which `inserts_at_once`.

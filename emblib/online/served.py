@@ -235,7 +235,7 @@ class IndexedRows:
 
     def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
         self._name, self._served, self._table = name, served, table
-        # int64: rows that never had a key, None before the first change; rows of removed keys.
+        # int64: rows without a key at the first change, None before it; rows of keys removed since.
         self._unused_rows: Tensor | None = None
         self._freed_rows = torch.empty(0, dtype=torch.int64)
         self._removed_row = -1  # row of the entries of removed keys; -1: not allocated yet

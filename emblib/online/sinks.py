@@ -54,8 +54,9 @@ class Sink(Protocol):
     def read(self, after: str | None = None) -> Iterator[Stored]:
         """Yield the complete records behind a position, in order; None begins with the oldest.
 
-        A position whose records were removed, or that is of an older log, begins there too. The
-        iterator ends at the newest record.
+        A position whose records were removed, or that lies behind the end of the log, begins there
+        too. The caller must not pass a position of another log, which is not noticed wherever this
+        log is longer. The iterator ends at the newest record.
         """
 
     def trim(self, before: str) -> None:

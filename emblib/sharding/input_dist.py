@@ -38,9 +38,8 @@ from emblib.sharding.ranks import RankGroup, sums_in_nodes
 _MAX_MERGED_NBYTES = 1 << 19
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
 _FLOAT_BYTES = 4
-_MIN_SAVED_ELEMENTS = (
-    1 << 16
-)  # elements of rows; dropping fewer costs more work on indices than it saves
+# Elements of rows: dropping fewer costs more work on indices than it saves.
+_MIN_SAVED_ELEMENTS = 1 << 16
 
 
 class _Header(IntEnum):

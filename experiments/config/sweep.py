@@ -232,8 +232,9 @@ def swept_cells(
         sizes = config.cache.fractions
         for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
-            is_excluded = any(rule(values) for rule in exclude_rules)
-            if not is_excluded and all(rule(values) for rule in where_rules):
+            # `exclude` last: `where` may keep its rules from dividing by zero.
+            is_included = all(rule(values) for rule in where_rules)
+            if is_included and not any(rule(values) for rule in exclude_rules):
                 arms.append(arm)
         cell = Cell(SWEEP, title_of(workload), workload, tuple(arms), config.tt)
         cell = replace(cell, cache=config.cache, kind=kind, keys=config.keys)
@@ -272,7 +273,8 @@ def compile_rule(text: str) -> Rule:
     """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
 
     Returns:
-        Function of the values of AXES and rank: whether they meet the rule.
+        Function of the values of AXES and rank: whether they meet the rule. It raises UsageError
+        where the rule divides by zero or overflows.
 
     Raises:
         UsageError: the rule is no expression of axes and numbers.
@@ -293,4 +295,11 @@ def compile_rule(text: str) -> Rule:
         raise UsageError(
             f"where, exclude: cannot read '{text}' ({error}); it may use {', '.join(names)}"
         ) from error
-    return lambda values: bool(eval(code, {"__builtins__": {}}, values))
+
+    def meets(values: dict[str, Any]) -> bool:
+        try:
+            return bool(eval(code, {"__builtins__": {}}, values))
+        except ArithmeticError as error:
+            raise UsageError(f"where, exclude: '{text}' of {values}: {error}") from error
+
+    return meets

@@ -89,6 +89,17 @@ def test_long_path_where_more_is_asked(device: torch.device) -> None:
     assert not is_short(external(ids, offsets))
 
 
+def test_an_insertion_writes_detached_rows(device: torch.device) -> None:
+    """The op of a training forward runs with gradients enabled."""
+    module = make(device, optim.SGD(1.0))
+    ids, offsets = torch.arange(6, device=device), torch.tensor([0, 3, 6], device=device)
+    assert module(ids, offsets).requires_grad
+    assert module._calls is not None
+    buffers = module._calls.insertion.row_buffers
+    assert buffers[0].data_ptr() == module.weights.data_ptr()
+    assert not any(buffer.requires_grad for buffer in buffers)
+
+
 def test_calls_follow_the_module(device: torch.device) -> None:
     """Another rate, clipping, sign, dtype of output or memory, from the next forward on."""
     module = make(device, optim.SGD(1.0))

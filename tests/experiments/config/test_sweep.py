@@ -166,6 +166,13 @@ def test_exclude_leaves_out_what_meets_any_rule() -> None:
     assert [(c.workload.D, c.workload.B) for c in expand(config)] == [(32, 8)]
 
 
+def test_where_guards_exclude_from_dividing_by_zero() -> None:
+    guarded = config(where=["rank > 0"], exclude=["D / rank > 2"])
+    assert {a.key for c in expand(guarded) for a in c.arms} == {"tt-16", "tt-32"}
+    with pytest.raises(UsageError, match=r"'D / rank > 2' of .*'rank': 0.*: division by zero"):
+        expand(config(exclude=["D / rank > 2"]))
+
+
 def test_points_that_a_cap_makes_equal_are_one() -> None:
     timing = TimingConfig(max_batch=4)
     cells = expand(config(sweep=SweepConfig(B=[8, 64], D=[32]), timing=timing))
