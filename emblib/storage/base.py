@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from emblib.storage.handles import TableHandle
 
 Span = tuple[int, int]  # a range (begin, end), without its end
+KeyBlock = tuple[int, int]  # (number, count): block `number` of `count` blocks of keys, by hash
 Spec = TableSpec | TTSpec | DynamicSpec
 
 
@@ -71,7 +72,7 @@ class TableDescription(Protocol):
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Return the optimizer of this table; None for that of its collection."""
+        """Return the optimizer of this table; None uses the optimizer of its collection."""
 
     @property
     def storage(self) -> Storage:
@@ -357,8 +358,8 @@ class Storage:
 
         Args:
             table_slice: slice of a table.
-            number: number of the slice among those of this rank. A key with it is unique, so the
-                slice gets a module of its own.
+            number: index of the slice among the slices of this rank. A key that contains it is
+                unique, so the slice gets a module of its own.
             optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
@@ -418,23 +419,27 @@ class Storage:
         table_slice: TableSlice,
         source: TableHandle,
         target: TableHandle,
-        key_block: Span | None,
+        key_block: KeyBlock | None,
     ) -> None:
-        """Copy the slice `table_slice` of the whole table `source` into `target`.
+        """Copy a slice of the whole table `source`, and its optimizer states, into `target`.
+
+        Only parameters and states that both tables have are copied.
 
         Args:
             table_slice: the slice that `target` has.
             source: the whole table, of the same storage.
             target: the table to write.
-            key_block: (number, count) of the block of keys that `target` owns; only for keyed
-                storage.
+            key_block: block of keys that `target` owns, for keyed storage; None for other storage.
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
             targets[name].copy_(table_slice.part_of(views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether `target` has opened rows of an earlier process that `source` lacks."""
+        """Return whether `target` has opened rows of an earlier process that `source` lacks.
+
+        Then nothing is copied to `target`. By default no storage opens such rows.
+        """
         return False
 
     # Checkpoints
@@ -547,9 +552,10 @@ def is_fused(optimizer: Optimizer | None) -> bool:
 
 
 def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int) -> int:
-    """Return the bytes of the optimizer states of rows, or of their dense gradient instead.
+    """Return the bytes of the optimizer states of rows.
 
-    `itemsize` are the bytes of a weight and of its gradient.
+    Without an optimizer, or with one that gets dense gradients, return the bytes of the dense
+    gradient instead. `itemsize` is the bytes of a weight and of its gradient.
     """
     if optimizer is None or _has_dense_gradient(optimizer):
         return rows * dim * itemsize
@@ -560,7 +566,10 @@ def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int)
 
 
 def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
-    """Return the bytes of a row and its optimizer state, which an update reads and writes."""
+    """Return the bytes that the update of a row reads and writes.
+
+    With a fused optimizer these are the row and its optimizer states, otherwise the row alone.
+    """
     return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
 
 

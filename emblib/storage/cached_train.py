@@ -206,7 +206,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
         """Replace the counts of a table by the result of `lookup_counts` at clock `tick`.
 
-        The tensors may be on any device.
+        The clock of all tables becomes at least `tick`. The tensors may be on any device.
         """
         tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
         self._forget_counts(table)
@@ -311,7 +311,10 @@ class CachedTTPlaceholder(nn.Module):
 
 
 def views(module: Any) -> list[dict[str, Tensor]]:
-    """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states."""
+    """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states.
+
+    The row cache on the device, if there is one, is flushed and emptied first.
+    """
     module.rows.settle()
     views_of_rows = module.rows.table_views()
     return [
@@ -328,8 +331,8 @@ class CachedTTHandle(TTHandle):
 
     Its state dict also has `cache.keys` (the id of each stored row, -1 for free rows),
     `cache.<state>` (optimizer states of stored rows) and `counts` (lookups per id). It loads into a
-    table with another number of stored rows, if the saved rows fit. A state dict without
-    `cache.keys` empties the cache.
+    table with another number of stored rows, if the saved rows fit. A state dict with cores but
+    without `cache.keys` empties the cache.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
@@ -384,7 +387,7 @@ class CachedTTHandle(TTHandle):
         return [self.cache]
 
     def fused_modules(self) -> list[Any]:
-        """Return the module of the cores and that of the stored rows."""
+        """Return the module of the cores and the module of the stored rows."""
         return [self.module, self._train.rows]
 
     def views(self) -> dict[str, Tensor]:
@@ -428,7 +431,10 @@ class CachedTTHandle(TTHandle):
     # Copies and state dicts
 
     def adopt(self, other: TTHandle) -> None:
-        """Take over the parameters of another handle, and copy ids of stored rows and counts."""
+        """Take over the parameters of another handle, and copy its cache unless one is on meta.
+
+        The ids of the stored rows, the counts of lookups and the statistics are copied.
+        """
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)

@@ -28,6 +28,7 @@ from emblib.optim import Gradient, Optimizer
 from emblib.specs import BoundsCheck, Choice, Pooling, brief
 from emblib.storage.base import (
     CutUnits,
+    KeyBlock,
     MemoryBytes,
     Rates,
     Span,
@@ -103,7 +104,10 @@ class ComposedStorage(Storage):
         raise NotImplementedError
 
     def mapping_numbers(self) -> tuple[int, ...]:
-        """Return the integers that parametrise `rows_read`, as many for every table of a kind."""
+        """Return the integers that parametrise `rows_read`.
+
+        All tables of one kind of storage must have the same number of integers; not checked.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -212,7 +216,7 @@ class ComposedStorage(Storage):
         table_slice: TableSlice,
         source: TableHandle,
         target: TableHandle,
-        key_block: Span | None,
+        key_block: KeyBlock | None,
     ) -> None:
         """Copy the columns of the slice of every component."""
         views = source.views()
@@ -222,7 +226,7 @@ class ComposedStorage(Storage):
             view.copy_(source_view[:, slice(*table_slice.columns)] if cut else source_view)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
-        """Return the components: every shard has all rows of them."""
+        """Return the layouts of the components; every shard has all their rows."""
         width = self.stored_width(table.embedding_dim)
         is_cut = self.cut_units(table).columns == 1
         return {
@@ -318,8 +322,8 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
 class ComposedModule(nn.Module):
     """Module of composed tables of one kind; its child `dense` has all their components.
 
-    Bounds are checked once, before ids are mapped: invalid ids are counted and read the rows of
-    id 0, and invalid offsets are repaired.
+    Bounds are checked once, before ids are mapped; `bounds_check` selects whether violations are
+    counted and repaired, or raise. In every mode invalid ids read the rows of id 0.
     """
 
     bounds_check = BoundsCheck.WARNING
@@ -431,7 +435,10 @@ class ComposedModule(nn.Module):
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        """Map ids to `_rows_per_id` tensors of rows `[L]`; -1 stays, other bad ids become 0."""
+        """Map ids to `_rows_per_id` tensors of rows `[L]`.
+
+        Id -1 stays -1, and other invalid ids read the rows of id 0.
+        """
         if not self._reads:
             return [ids] * self._rows_per_id
         if self._has_one_mapping:
@@ -527,7 +534,10 @@ class ComposedModule(nn.Module):
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Look up two rows a and b per id, and pool the products (1 + a) * b."""
+        """Look up two rows a and b per id, and pool the products (1 + a) * b.
+
+        For pooling NONE the products are the result; weights then raise ValueError.
+        """
         sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if updates_only else contextlib.nullcontext():
@@ -568,7 +578,10 @@ class ComposedModule(nn.Module):
         return self._storage_of(table_slice).layout_entry(table_slice.config.num_embeddings)
 
     def views(self) -> list[dict[str, Tensor]]:
-        """Return per table the views of its components and their optimizer states."""
+        """Return per table the views of its components and their optimizer states.
+
+        A row cache is flushed and emptied first.
+        """
         self.dense.settle()
         table_views = self.dense.table_views()
         return [

@@ -2,8 +2,8 @@
 
 Tables of one dtype, placement, cache and optimizer share a `DenseModule`, a
 `TableBatchedEmbeddingBags` whose flat `weights` has all of them. A `DenseHandle` shows one table as
-the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer backward updates
-the memory in place; otherwise gradients arrive at the parameters.
+the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer that is not
+deferred, backward updates the memory in place; otherwise gradients arrive at the parameters.
 """
 
 from __future__ import annotations
@@ -299,7 +299,10 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     @atomic
     def view_of(self, table: int) -> dict[str, Tensor]:
-        """Return views of a table: `weight` and optimizer states; rows in a cache may be newer."""
+        """Return views of a table: `weight` and optimizer states; rows in a cache may be newer.
+
+        All pages of DISK tables are verified first.
+        """
         self._memory.verify()  # the caller may read the views at any time
         return self._memory.view(table, self.weights.detach(), self._states())
 
@@ -323,7 +326,10 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.reset_parameters()
 
     def commit(self) -> None:
-        """Commit writes to the views, if the tables are on disk."""
+        """Commit writes to the views, if the tables are on disk.
+
+        The caller must have called `settle`: rows that are in the cache are dropped, not written.
+        """
         with self.overwriting():
             pass
 
@@ -357,7 +363,7 @@ class DenseHandle(TableHandle):
             module.table_parameters[number] = getattr(self, name)
 
     def is_trained(self, name: str) -> bool:
-        """Return whether backward updates the table of a parameter."""
+        """Return whether the table of a parameter is trained; False if it is frozen."""
         return self._tables[name] not in self.module.untrained
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -395,11 +401,14 @@ class DenseHandle(TableHandle):
         }
 
     def commit(self) -> None:
-        """Commit writes to the views, if the table is on disk."""
+        """Commit writes to the views, if the table is on disk; `views` emptied the cache before."""
         self.module.commit()
 
     def adopt(self, other: DenseHandle) -> None:
-        """Copy the rows of another handle, and take over its parameter objects."""
+        """Copy the rows of another handle, and take over its parameter objects.
+
+        Optimizer states are not copied, and gradients of the parameters are dropped.
+        """
         views = other.views()
         with self.module.overwriting():
             for name, number in self._tables.items():

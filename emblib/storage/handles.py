@@ -35,10 +35,10 @@ def handle_of(parameter: nn.Parameter) -> TableHandle | None:
 class TableHandle(nn.Module):
     """One table of a collection, with its parameters and their names.
 
-    The module owns the memory and moves it between devices; the parameters are views. With a fused
-    optimizer they require gradients but never get one, because backward updates the table directly.
-    Their attribute `_in_backward_optimizers` says so to code that collects parameters for an
-    optimizer.
+    The module owns the memory and moves it between devices; the parameters are usually views of it.
+    If backward updates the table, they require gradients but never get one. A deferred optimizer
+    gets gradients and applies them in its own step. In both cases the attribute
+    `_in_backward_optimizers` tells code that collects parameters to leave them to that optimizer.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
@@ -75,7 +75,10 @@ class TableHandle(nn.Module):
         return self.index not in getattr(self.module, "_untrained", ())
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train or freeze the table, from the next forward on."""
+        """Train or freeze the table, from the next forward on.
+
+        Does nothing if backward leaves gradients: autograd then uses `requires_grad` itself.
+        """
         if autograd.updates_in_backward(self.module.optimizer):
             module: Any = self.module
             module.set_table_trained(self.index, trained=trained)
@@ -116,11 +119,14 @@ class TableHandle(nn.Module):
         return self.views()["weight"]
 
     def dense_blocks(self) -> Iterator[Tensor]:
-        """Yield `dense_rows` in blocks of rows, in order, to limit memory."""
+        """Yield `dense_rows` in blocks of rows, in order.
+
+        A storage that computes rows computes one block at a time, to limit memory.
+        """
         yield from self.dense_rows().split(_BLOCK_ROWS)
 
     def commit(self) -> None:
-        """Commit writes to the views, if the table is on disk."""
+        """Commit writes to the views, if the table is on disk; the cache must be empty."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name if a fused optimizer updates them, else nothing."""
@@ -161,7 +167,14 @@ class TableHandle(nn.Module):
 
 
 def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> None:
-    """Make the parameter `name` of a handle a view; keep the parameter object if torch can."""
+    """Make the parameter `name` of a handle a view, and mark it for the optimizer.
+
+    The parameter object stays, unless the device or the kind of tensor changes.
+
+    Raises:
+        RuntimeError: torch's `_apply_optimizer_in_backward` was applied to an object that cannot
+            stay.
+    """
     parameter = handle._parameters.get(name)
     if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
         parameters.set_data(parameter, view)

@@ -47,9 +47,9 @@ from emblib.specs import (
 )
 from emblib.storage.base import (
     CutUnits,
+    KeyBlock,
     MemoryBytes,
     Rates,
-    Span,
     Storage,
     TableDescription,
     TableModule,
@@ -72,13 +72,15 @@ _HOST_ROW_OVERHEAD = 1 + 4 * _WORD_BYTES
 
 @dataclass(frozen=True)
 class Hash(Storage):
-    """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
+    """A hash table of rows by key; `num_embeddings` is its capacity.
+
+    Fields that are not listed here are options of `DynamicSpec`.
 
     Args:
         backing: store of rows that the device evicts, e.g. `BackingStore(DiskRows(directory))`;
             `num_embeddings` is then the device's capacity over all ranks. It is a template: every
             shard makes its own store, with a share of the capacity of host memory, or files named
-            after table and shard. None loses evicted rows.
+            after table and shard. With None, evicted rows are lost.
         seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. If untrusted
             users choose the keys, set a seed that they do not know. Tables with different seeds do
             not share a module. None uses seed 0 for initial values, and hashes keys by a seed that
@@ -183,7 +185,11 @@ class Hash(Storage):
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that is equal for tables that can share a module."""
+        """Return a key that is equal for tables that can share a module.
+
+        A table never shares one if it has admission, a backing store, a time to live or assigned
+        scores, or if its optimizer leaves gradients.
+        """
         dim = table_slice.dim if pooling is Pooling.NONE else 0
         # A module has one admission counter, store, clock and set of assigned scores, and an
         # optimizer of torch one state for its parameter.
@@ -230,7 +236,11 @@ class Hash(Storage):
     def _with_store(
         self, make: Callable[..., TableModule], table_slice: TableSlice, seed: int
     ) -> TableModule:
-        """Return the module of one slice with a store of its own."""
+        """Return the module of one slice with a store of its own.
+
+        Raises:
+            BlockingIOError: the store is open in another module or process.
+        """
         assert self.backing is not None
         backing = self.backing.for_shard(
             StoreShard(table_slice.config.name, table_slice.shard, seed)
@@ -251,11 +261,15 @@ class Hash(Storage):
         return isinstance(module, MetaPlaceholder)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
-        """Return the handle of a table, which has the parameter `weight`."""
+        """Return the handle of a table, which has the parameter `weight` by slot."""
         return HashHandle(self, module, index)
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
-        """Return `weight` and the optimizer states of each table, by slot."""
+        """Return `weight` and the optimizer states of each table, by slot.
+
+        Raises:
+            RuntimeError: the module is on meta, where hash tables have no memory.
+        """
         if self.is_placeholder(module):
             raise RuntimeError(
                 "hash tables have no memory on meta: move the module with to_empty(device=...)"
@@ -263,12 +277,19 @@ class Hash(Storage):
         return [module.table_rows(t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Remove all keys; reset optimizer state, step and learning rate."""
+        """Remove all keys; reset optimizer state, step and learning rate.
+
+        `seeds` are not used: an initial value follows from the key and the seed of the module. Does
+        nothing on meta.
+        """
         if not self.is_placeholder(module):
             module.reset_parameters()
 
     def check_copied(self, table: TableDescription) -> None:
-        """Raise ValueError for a table with a backing store, which has one owner."""
+        """Raise ValueError for a table with a backing store, whose files or memory have one owner.
+
+        Callers are about to make a second table with the same rows.
+        """
         if self.backing is not None:
             raise ValueError(
                 f"table {table.name!r} has a backing store, which has one owner, and this makes "
@@ -279,7 +300,10 @@ class Hash(Storage):
     # Sharding and checkpoints
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether the store of `target` has rows but `source`, the whole table, has none."""
+        """Return whether the store of `target` has rows but `source`, the whole table, has none.
+
+        That is the case if an earlier process left the rows in the files of the store.
+        """
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         if self.backing is None or not target.module.size(target.index):
@@ -295,9 +319,13 @@ class Hash(Storage):
         table_slice: TableSlice,
         source: TableHandle,
         target: TableHandle,
-        key_block: Span | None,
+        key_block: KeyBlock | None,
     ) -> None:
-        """Copy the keys of `key_block`, with their rows."""
+        """Replace the keys of `target` by those of `source` in `key_block`; None copies all keys.
+
+        Rows, optimizer states, scores and times are copied with the keys, and so are the fallback
+        rows and the clock.
+        """
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         number, count = key_block or (0, 1)
@@ -397,9 +425,10 @@ class MetaPlaceholder(nn.Module):
 class HashHandle(TableHandle):
     """Handle of a hash table: `weight` `[slots, dim]`; its state dict has rows by key.
 
-    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and the scores and counters of
-    eviction and admission, as in a state dict of `DynamicEmbeddingBags`. Optimizer states are saved
-    here, not with the optimizer: without the keys they have no meaning.
+    Entries are `keys`, `stamps`, `weight`, `<optimizer state>`, `clock`, `index.hash_keys` (the
+    hash key of this table), and where the table has them `fallback.*` and the scores and counters
+    of eviction and admission. Optimizer states are saved here, not with the optimizer: without the
+    keys they have no meaning. On meta there is only `weight`.
     """
 
     weight: nn.Parameter
@@ -410,7 +439,11 @@ class HashHandle(TableHandle):
         return self._storage.is_placeholder(self.module)
 
     def bind(self) -> None:
-        """Make `weight` the view of the rows, by slot."""
+        """Make `weight` the view of the table's rows, by slot.
+
+        If backward leaves gradients, `weight` is the parameter of the module itself. On meta it
+        has no memory.
+        """
         module: Any = self.module
         if self._is_placeholder:
             view = torch.empty(module.shapes[self.index], device="meta")
@@ -424,12 +457,18 @@ class HashHandle(TableHandle):
         bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train or freeze the table; RuntimeError on meta."""
+        """Train or freeze the table, from the next forward on.
+
+        Does nothing on meta: the module that `to_empty` makes is trained.
+        """
         if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)
 
     def check_replaced(self) -> None:
-        """Raise ValueError for a table in a memory budget, which a new module would not be in."""
+        """Raise ValueError for a table in a memory budget.
+
+        Callers are about to make a new module for the table, which would be in no budget.
+        """
         if not self._is_placeholder and self.module.state.budget is not None:
             raise ValueError(
                 f"table {self.module.table_names[self.index]!r} is in a memory budget, and this "
@@ -438,7 +477,11 @@ class HashHandle(TableHandle):
             )
 
     def adopt(self, other: HashHandle) -> None:
-        """Copy the keys and rows of another handle, and take over its parameter object."""
+        """Copy the keys and rows of another handle, and take over its parameter object.
+
+        Optimizer states are not copied, and the gradient of the parameter is dropped. On meta only
+        the parameter object is taken over.
+        """
         if self._is_placeholder:
             self._parameters["weight"] = other.weight
             return
@@ -482,7 +525,7 @@ class HashHandle(TableHandle):
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace all keys, with their rows, states and scores."""
+        """Replace all keys, with their rows, states and scores; on meta, load nothing."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return

@@ -55,6 +55,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
 
     An element has the same value however the table is sharded. `init_fn` writes the whole table,
     `ByRows` each block that the slice overlaps; torch's generators are seeded before each call.
+    Does nothing on meta or inside `skip_initial_values`.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():

@@ -14,9 +14,9 @@ from emblib.ops import quant
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import Pooling
 from emblib.storage.base import (
+    KeyBlock,
     MemoryBytes,
     Rates,
-    Span,
     Storage,
     TableDescription,
     TableModule,
@@ -29,7 +29,8 @@ from emblib.storage.initial_values import draw, skips_initial_values
 from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
-_BLOCK_ROWS = 1 << 16  # rows that exist as floats at a time while initial values are drawn
+# Rows that exist as floats at a time while initial values are drawn; with an `init_fn` all do.
+_BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Quantized(Storage):
         table_slice: TableSlice,
         source: TableHandle,
         target: TableHandle,
-        key_block: Span | None,
+        key_block: KeyBlock | None,
     ) -> None:
         """Copy the rows of a slice of the whole table `source` into `target`."""
         begin, end = table_slice.rows
@@ -160,7 +161,7 @@ class QuantizedModule(QuantizedEmbeddingBags):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of all tables."""
+        """Draw the initial values of all tables, unless on meta or in `skip_initial_values`."""
         super().reset_parameters()
         if self.packed.is_meta or skips_initial_values():
             return
@@ -195,7 +196,7 @@ class QuantizedHandle(TableHandle):
         return {**super().__getstate__(), "_buffers": {}}
 
     def adopt(self, other: QuantizedHandle) -> None:
-        """Copy the rows."""
+        """Copy the rows of another handle of the same bits."""
         views = other.views()
         for name, view in self.views().items():
             view.copy_(views[name])

@@ -23,6 +23,7 @@ from emblib.specs import IdOrder, MatmulPrecision, Pooling, TTSpec, check_count
 from emblib.storage import cached_train
 from emblib.storage.base import (
     CutUnits,
+    KeyBlock,
     MemoryBytes,
     Rates,
     Span,
@@ -244,10 +245,11 @@ class TensorTrain(Storage):
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that is equal for whole tables with one optimizer, dtype and cache rule.
+        """Return a key that is equal for tables that can share a module.
 
-        A shard has a module of its own: it sums gradients of cores with other shards, which may be
-        on the same rank.
+        Whole tables share one if optimizer, dtype, `matmul` and cache rule are equal, and without
+        pooling the dims. A shard has a module of its own: it sums gradients of cores with other
+        shards, which may be on the same rank.
         """
         if not table_slice.is_whole:
             return ("tensor_train", number)
@@ -297,7 +299,7 @@ class TensorTrain(Storage):
         return [core_views(module, t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Draw the cores again, and empty the cache."""
+        """Draw the cores again, and empty the cache; do nothing for a placeholder on meta."""
         if not self.is_placeholder(module):
             module.redraw(seeds)
 
@@ -308,9 +310,12 @@ class TensorTrain(Storage):
         table_slice: TableSlice,
         source: TableHandle,
         target: TableHandle,
-        key_block: Span | None,
+        key_block: KeyBlock | None,
     ) -> None:
-        """Copy the slice's part of the cores of `source` and of their optimizer states."""
+        """Copy the slice's part of the cores of `source` and of their optimizer states.
+
+        Neither table may have a cache of rows; not checked.
+        """
         views, targets = source.views(), target.views()
         # `cores.0`, `cores.1`, ... and the states `<state>.0`, ... are cut alike.
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}

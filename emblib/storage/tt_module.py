@@ -72,7 +72,10 @@ class TTModule(TableBatchedTTEmbeddingBags):
             core.grad = None
 
     def restore_trained(self, table: int, cores: Cores) -> None:
-        """Make the cores of a table require gradients, unless the table is frozen."""
+        """Make the cores of a table require gradients, unless the table is frozen.
+
+        Does nothing if backward leaves gradients: `requires_grad` of the cores is then the state.
+        """
         if autograd.updates_in_backward(self.optimizer):
             for k, core in zip(self.core_numbers(table), cores, strict=True):
                 core.requires_grad_(k not in self.frozen_cores)
@@ -82,7 +85,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
         self._mark_parameters()
 
     def _all_cores(self) -> list[nn.Parameter]:
-        """Return the cores of all tables, once each has a handle those of the handles."""
+        """Return the cores of all tables, from the handles once every table has one."""
         if len(self._cores_of_handles) < len(self.tables):
             return super()._all_cores()
         return [
@@ -96,7 +99,10 @@ class TTModule(TableBatchedTTEmbeddingBags):
             check_ranks(table_spec.ranks, table_spec.row_factors, table_spec.dim_factors)
 
     def _draw(self, table: int) -> Sequence[Tensor]:
-        """Draw the initial cores of the whole table, and return those of the slice."""
+        """Draw the initial cores of the whole table, and return the cores of the slice.
+
+        On meta nothing is drawn, and the cores of the module are returned.
+        """
         table_slice, device = self._slices[table], self.features.device
         if device.type == "meta":
             return self.table_cores(table)
@@ -148,7 +154,7 @@ class TTHandle(TableHandle):
         yield from self.module.dense_blocks(self.index)
 
     def adopt(self, other: TTHandle) -> None:
-        """Take over the cores of another handle."""
+        """Take over the cores of another handle, and drop their gradients."""
         self.cores = other.cores
         self.module.replace_cores(self.index, other.cores)
 

@@ -63,7 +63,7 @@ class SpecKind(NamedTuple):
 
 
 class FusedTables(nn.Module):
-    """Base of modules of T tables that F features read, with a fused optimizer.
+    """Base of modules of T tables that F features read, usually with a fused optimizer.
 
     The constructor checks the common arguments, which `TableBatchedEmbeddingBags` documents; the
     subclass then locates the tables, sets `_layout` with `_feature_rows` and registers its memory.
@@ -81,7 +81,7 @@ class FusedTables(nn.Module):
     which backward mutates in place, stay out of it.
     """
 
-    weights: nn.Parameter  # memory of the tables of the first tier, flat
+    weights: nn.Parameter  # memory of the device tier, see `_register_row_buffers`
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`; `[3 F, 8]` of tensor trains
     grad_anchor: Tensor  # scalar, see above
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
@@ -99,9 +99,9 @@ class FusedTables(nn.Module):
     """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]  # the values of `features`
     _frozen: bool = False
-    """Whether `requires_grad_(False)` was called on the weights: nothing is updated."""
+    """Whether all tables are frozen: nothing is updated, and no step is counted."""
     _untrained: frozenset[int] = frozenset()
-    """The frozen tables, if each table has its own parameter."""
+    """The frozen tables, if each table has its own parameter; empty in other modules."""
 
     def __init__(
         self,
@@ -285,7 +285,11 @@ class FusedTables(nn.Module):
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next backward on."""
+        """Set the learning rate, from the next backward on.
+
+        Raises:
+            RuntimeError: the tables leave gradients for another optimizer.
+        """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError(
                 "these tables leave gradients for your own optimizer: set its learning rate"
@@ -303,6 +307,7 @@ class FusedTables(nn.Module):
         learning rate that is not among the changes. The kind of the optimizer cannot change.
 
         Raises:
+            RuntimeError: the tables leave gradients for another optimizer.
             TypeError: no such field.
             ValueError: a value out of range, or one that makes it another kind of optimizer.
         """
@@ -408,7 +413,11 @@ class FusedTables(nn.Module):
         self._restore()
 
     def _restore(self) -> None:
-        """Recompute buffers that depend only on constructor arguments, after a move from meta."""
+        """Recompute buffers that depend only on constructor arguments, after a move or a load.
+
+        On the same device they keep their memory, which captured graphs read. After a move the
+        count of violations starts from zero.
+        """
         self._mark_parameters()
         device = self.hyperparams.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
@@ -596,7 +605,7 @@ def check_bounds(
         Tensor: the offsets themselves in mode NONE, else int32 in their shape.
 
     Raises:
-        RuntimeError: the batch is on another device than the module; out of bounds in mode FATAL
+        RuntimeError: the batch is not on the module's device; out of bounds in mode FATAL
             (on CUDA a device assert, see `BoundsCheck`); in mode WARNING on the CPU, offsets that
             would skip ids or a bag, also in compiled graphs.
     """

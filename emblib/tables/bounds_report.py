@@ -202,7 +202,7 @@ def report_of(module: object) -> BoundsReport:
 def report_bounds_violations(model: nn.Module) -> None:
     """Warn of violations on a GPU that no warning has reported yet (reads the device).
 
-    With `BoundsCheck.WARNING` a lookup on a GPU does not wait for its bounds check: one of the next
+    With `BoundsCheck.WARNING` a lookup on a GPU does not wait for its bounds check: a later lookup
     warns. Call this where the host waits anyway, for example once per epoch.
 
     Args:

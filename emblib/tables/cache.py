@@ -93,7 +93,7 @@ class _Ticket(weakref.ref["InFlight"]):
     finaliser could be interrupted, and would swallow the interrupt.
     """
 
-    number = 0  # of the batch; 0 is the number of none
+    number = 0  # number of the batch; batches are numbered from 1
     stream: torch.cuda.Stream | None = None
 
 
@@ -220,7 +220,7 @@ class _Prefetched(NamedTuple):
 
 
 class _LastWork:
-    """Event and stream of the last work of a kind, for other streams to wait for.
+    """Event and stream of the last work of one kind, so that other streams can wait for it.
 
     The stream is stored before the work and the event after it. If an interrupt comes between the
     two, `wait` waits for everything on that stream.
@@ -253,7 +253,7 @@ class _LastWork:
         return self._event
 
     def wait(self) -> None:
-        """Make the current stream wait."""
+        """Make the current stream wait for the last work; do nothing if there was none."""
         if self._event is not None:
             _wait_for(self._event)
         if self._stream is not None and not torch.cuda.is_current_stream_capturing():
@@ -302,7 +302,11 @@ class Prefetcher:
         return self.options.passes is None and self.memory.disk is None
 
     def is_on_one_stream(self) -> bool:
-        """Return whether all work of the cache so far is on the current stream."""
+        """Return whether all work of the cache so far is on the current stream; True on the CPU.
+
+        The current stream is noted as one that has work, except during a capture. When it is the
+        second one, events and tickets of all earlier work are recorded on the first stream.
+        """
         if not self.cache.weights.is_cuda:
             return True
         if len(self._streams) > 1:
@@ -523,7 +527,11 @@ class Prefetcher:
         ]
 
     def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
-        """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows."""
+        """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows.
+
+        Rows that an update of an earlier batch in flight may still write are listed in `_later`
+        instead, if the cache is on a GPU.
+        """
         disk, first_row = self.memory.disk, self.memory.layout.first_disk_row
         later: list[LaterFetches] = []
         tiers = self.moved_tiers(tiers)
@@ -577,7 +585,10 @@ class Prefetcher:
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
-        """Locate rows for an update: in the cache where they are in it, else in their tables."""
+        """Locate rows for an update, in the cache or in their tables; journal rows on disk.
+
+        The caller must call `end_use` after the update; not checked.
+        """
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
         locations = autograd.RowLocations(groups, self.find(groups))
@@ -603,7 +614,7 @@ class Prefetcher:
             self._fetches_until_probe = _FETCHES_PER_PROBE
 
     def _missing_on_disk(self, groups: tbe.Groups, rows: Tensor) -> Tensor:
-        """Return those of `rows` of a batch that are on disk and not in the cache."""
+        """Return which of `rows` are on disk and not in the cache, counted from the first there."""
         count = torch.full_like(groups.count, rows.numel())
         slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=count))
         first_row = self.memory.layout.first_disk_row
@@ -701,7 +712,7 @@ class Prefetcher:
         self.fetch_later(self.cache.last_ticket)
 
     def reset(self) -> None:
-        """Empty the cache and forget prefetched batches; nothing is written back."""
+        """Empty the cache and forget prefetched batches; updates that it holds are dropped."""
         with self.lock:
             self._queue.clear()
             self._later.clear()
@@ -727,7 +738,7 @@ def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream 
 
 
 def _sub_batch(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
-    """Return lookups [start, end) of a batch."""
+    """Return lookups [start, end) of a batch; `end` may exceed the batch."""
     end = min(end, batch.indices.numel())
     offsets = batch.offsets.clamp(start, end) - start
     return batch._replace(indices=batch.indices[start:end], offsets=offsets)
@@ -745,6 +756,9 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _wait_for(event: torch.cuda.Event) -> None:
-    """Make the current stream wait for an event; a capture needs no wait."""
+    """Make the current stream wait for an event; during a capture, do nothing.
+
+    Code that captures several streams must join them itself.
+    """
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(event.device).wait_event(event)

@@ -53,7 +53,7 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
 
     def __init__(self) -> None:
         super().__init__()
-        self._unfinished: list[Change[Any]] = []  # each is a part of the one before it
+        self._unfinished: list[Change[Any]] = []  # each is nested in the change before it
 
     def complete(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> _R:
         """Run a change, see `Change`, while this thread holds the lock; changes may be nested.

@@ -86,11 +86,12 @@ class DiskStore:
     """Weights and optimizer states of tables, mapped from the files of a directory.
 
     Opening restores, bit for bit, the state of the last completed `commit`, no matter when or how
-    the previous process ended. A writing process calls `protect` first; its writes since the last
-    commit are undone unless it commits again.
+    the previous process ended, or raises. The caller must call `protect` before it writes rows, or
+    write inside `writing_everything`; not checked. Writes since the last commit are undone unless
+    it commits again.
 
-    Calls must come from one thread at a time. In a forked process the store is closed: only its
-    tensors can be read there.
+    Calls must come from one thread at a time; not checked. In a forked process the store is closed:
+    only its tensors can be read there.
 
     Args:
         directory: directory of the files, created with its parents if it is missing; must be empty
@@ -102,7 +103,7 @@ class DiskStore:
         verify: time at which pages are verified against their checksums, see `Verify`.
 
     Attributes:
-        created: whether the store is new, all zeros; true until its first commit.
+        created: whether the store had no commit when it was opened: then all values were zeros.
         weights: `[sum rows * dim]`.
         states: optimizer states in the order given, `[sum rows]` if `per_row`, else as long as the
             weights.
@@ -267,7 +268,7 @@ class DiskStore:
         return is_any_read
 
     def touch(self, rows: Tensor) -> None:
-        """Verify the pages of rows that are about to be read, unless verified before.
+        """Verify the pages of rows that the caller is about to read, unless verified before.
 
         Args:
             rows: rows as `protect` takes them.

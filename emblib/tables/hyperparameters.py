@@ -82,7 +82,9 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
 
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
-    """Change fields of the optimizer of a module; step and learning rate stay.
+    """Change fields of the optimizer of a module, and notify its followers.
+
+    The step stays, and so does a learning rate that is not among the changes.
 
     Raises:
         TypeError: no such field.
@@ -105,8 +107,8 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
     """Set the optimizer of a module and its followers to saved `hyperparams`.
 
     `values` is float64, with the entries of `Hyper`; the tensor of the module does not change. The
-    host waits for a GPU that has `values`. Values without numbers, and those of `External`, change
-    nothing.
+    host waits for a GPU that has `values`. Nothing changes if `values` is on meta or fake, or if
+    the optimizer is `External`.
 
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -122,7 +124,7 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
 # Entries of groups of torch.optim that select an implementation, not a result, or have an effect
 # only when the optimizer of torch is constructed.
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
-# Entries that tables do not support, with the value that has no effect; None has none in any case.
+# Entries that tables do not support, with the value that has no effect; None never has an effect.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,

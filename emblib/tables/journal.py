@@ -102,8 +102,8 @@ class Journal:
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
         """Record the old bytes of rows, int64 `[n]` within a block; yield the rows of each record.
 
-        `begin` was called for this epoch. A row may be overwritten once it was yielded. Rows that
-        are not consumed are not recorded.
+        The caller must have called `begin` for this epoch; not checked. A row may be overwritten
+        once it was yielded. If the caller stops the iteration, the remaining rows are not recorded.
         """
         max_rows = max(_MAX_BODY_BYTES // self.blocks[block].row_bytes, 1)
         for row_block in rows.split(max_rows):

@@ -11,7 +11,9 @@ its device is replaced by the GPU, and it is imported again:
     pinned memory <- ends with <- Mapping <- frombuffer <- capsule <- CUDA tensor and its views
 
 Torch's allocator reuses freed pinned memory at once, because it does not know of kernels that use
-the memory in place. So a `Mapping`, which ends after the last view, waits for the GPU at its end.
+the memory in place. So a `Mapping`, which ends after the last view, waits for the GPU before the
+memory is freed. During a graph capture, which a wait would end, it keeps the memory; the next
+`Mapping` that ends outside a capture frees it.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-_ended: deque[tuple[Tensor, torch.device]] = deque()  # mappings that no wait has followed yet
+_ended: deque[tuple[Tensor, torch.device]] = deque()  # ended mappings, not yet waited for
 
 
 class _DLTensor(ctypes.Structure):
@@ -43,7 +45,10 @@ class _DLTensor(ctypes.Structure):
 
 
 class Mapping:
-    """The use of pinned memory by a GPU; its end waits for the kernels of the GPU."""
+    """The use of pinned memory by a GPU, which ends when this object is deleted.
+
+    Its memory is freed after a wait for the GPU, at once or by a later mapping.
+    """
 
     def __init__(self, pinned: Tensor, device: torch.device) -> None:
         self._pinned = pinned
@@ -58,7 +63,10 @@ class Mapping:
 
 
 def _free_ended() -> None:
-    """Wait for the kernels that may use ended mappings, and free their memory."""
+    """Wait for the kernels that may use ended mappings, and free the memory of the mappings.
+
+    Does nothing while a graph is captured.
+    """
     if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
         return
     taken = []  # its tensors are freed on return, after the waits
@@ -70,12 +78,15 @@ def _free_ended() -> None:
 
 
 def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor `[N]` on a GPU over the memory of a contiguous pinned tensor `[N]`.
+    """Return a tensor `[N]` on a GPU over the memory of a pinned tensor `[N]`.
 
-    The result keeps the memory alive. Its last view waits for the GPU when it is deleted.
+    `pinned` must be contiguous; not checked. The result and its views keep the memory alive. When
+    the last of them is deleted, the host waits for the GPU and frees the memory; during a graph
+    capture the memory is kept until the next mapping ends outside of one. An empty tensor is
+    neither checked nor mapped.
 
     Raises:
-        ValueError: the tensor is not pinned.
+        ValueError: the tensor is not empty and not pinned.
         RuntimeError: this torch has another version of DLPack.
     """
     if pinned.numel() == 0:

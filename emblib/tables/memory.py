@@ -253,7 +253,10 @@ class Memory:
         return weights, states
 
     def move_host_tier(self, device: torch.device) -> None:
-        """Make the host tier usable on `device`: pinned and mapped for a GPU."""
+        """Make the host tier usable on `device`: pinned and mapped for a GPU.
+
+        If another GPU has used it, the host waits for that GPU.
+        """
         if self._host is None:
             return
         if self._mapped is not None and self._mapped[0].device != device:
@@ -272,11 +275,10 @@ class Memory:
         return self._mapped
 
     def all_tiers(self, weights: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return weights and states of all tiers but the cache, given those of the device tier.
+        """Return weights and states of all tiers but the cache, tier after tier.
 
-        Unused tiers are empty tensors; trailing ones are omitted.
-
-        `weights` is flat, `states` are flat or `[rows]`; the results have one entry per tier.
+        `weights` and `states` are the tensors of the device tier, flat or `[rows]`. Unused tiers
+        are empty tensors; unused tiers at the end are omitted unless a cache follows them.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in range(Tier.DEVICE + 1, self._last_tier + 1):
@@ -306,7 +308,7 @@ class Memory:
     def view(self, table: int, weights: Tensor, states: list[Tensor]) -> dict[str, Tensor]:
         """Return the `views` of one table.
 
-        `weights` and `states` are those of the device tier, flat or `[rows]`.
+        `weights` and `states` are the tensors of the device tier, flat or `[rows]`.
         """
         offset = self.layout.offsets[table]
         if offset.tier == Tier.DISK and self._disk is not None:
@@ -405,10 +407,13 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, 
 def reserve(
     numel: int, dtype: torch.dtype, device: torch.device, used_share: float = 0.0
 ) -> Tensor:
-    """Reserve zeros for `numel` elements; large tensors on the CPU take no memory yet.
+    """Return zeros for `numel` elements; large tensors on the CPU take no memory yet.
 
     If at least half is used from the start (`used_share`), huge pages are requested for all of it:
     the tables in it may each be smaller than a huge page.
+
+    Raises:
+        MemoryError: the system has no address space for a large tensor on the CPU.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE_BYTES:
@@ -433,9 +438,9 @@ def reserve(
 def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
-    Elements `[first_element, first_element + used_now)` are in use now, the first `used_before` of
-    them were before. Huge pages are requested once a table fills at least one, so that small tables
-    stay small.
+    Elements `[first_element, first_element + used_now)` are in use now; the first `used_before` of
+    them were in use before. Huge pages are requested once a table fills at least one, so that small
+    tables stay small. Does nothing on other devices than the CPU.
     """
     if tensor.device.type != "cpu" or used_now <= used_before:
         return

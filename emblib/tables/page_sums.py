@@ -95,7 +95,10 @@ class PageSums:
         self.all_known = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
-        """Use new mappings of the file and of its checksums, after a change of their size."""
+        """Use new mappings of the file and of its checksums, after a change of their size.
+
+        Flags of pages stay; new pages have none.
+        """
         self._data = self._data[:0] if data is None else torch.frombuffer(data, dtype=torch.uint8)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:

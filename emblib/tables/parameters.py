@@ -69,7 +69,7 @@ def _delete_optimizers(parameter: Any) -> None:
 
 
 class DeferredParameter(nn.Parameter):
-    """A parameter of tables with a gradient, which `FusedOptimizer` applies."""
+    """A parameter of a module with a deferred optimizer, which applies its gradient later."""
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
@@ -81,10 +81,11 @@ if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
 
 
 class TableParameter(nn.Parameter):
-    """A parameter that backward updates: setting `requires_grad` freezes its table or trains it.
+    """A parameter whose `requires_grad` freezes its table or trains it.
 
-    The parameter never has a gradient: a backward in which a gradient arrives raises
-    (`refuse_gradients`).
+    Usually backward updates the table. Then the parameter never has a gradient: a backward in which
+    a gradient arrives raises (`refuse_gradients`). Parameters of collections with another optimizer
+    have this class too, and get gradients.
     """
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
@@ -216,7 +217,7 @@ def _refuses(value: Any) -> bool:
 
 
 class ViewParameter(TableParameter):
-    """A parameter that is a view of one table in the memory of several, which lookups read."""
+    """A parameter that is a view of one table in the memory of a module, which lookups read."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer_classes":  # what torch's _apply_optimizer_in_backward appends to
@@ -357,7 +358,10 @@ def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
 
 
 def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
-    """Convert a parameter in place to `kind`, which notifies `owner`, a weak reference."""
+    """Convert a parameter in place to `kind`, and make it notify `owner` and refuse gradients.
+
+    Only a weak reference to `owner` is stored.
+    """
     if type(parameter) is not kind:
         parameter.__class__ = kind
     _owners[parameter] = weakref.ref(owner)
@@ -381,8 +385,8 @@ def _is_of_bare_module(parameter: Any) -> bool:
 def refuse_gradients(parameter: nn.Parameter) -> None:
     """Make backward raise if a gradient arrives at the parameter of a table that it updates.
 
-    Lookups leave no gradient, so it comes from a penalty on the weights or from another module that
-    uses them, and would be lost silently.
+    Lookups of such a table leave no gradient, so it comes from a penalty on the weights or from
+    another module that uses them, and would be lost silently. A frozen parameter needs no hook.
     """
     hooks = parameter._backward_hooks or {}
     if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
@@ -450,7 +454,8 @@ def registered(modules: Iterable[nn.Module]) -> list[Registered]:
 def check_registered(views: Iterable[Registered]) -> None:
     """Raise RuntimeError where a parameter was replaced, as `torch.func.functional_call` does.
 
-    Lookups read the memory of the old parameter, and would ignore the new one.
+    Lookups read the memory of the old parameter, and would ignore the new one. Compiled graphs do
+    not check.
     """
     if torch.compiler.is_compiling():
         return
@@ -473,6 +478,8 @@ def refuse_replacement(name: str) -> NoReturn:
 
 def check_not_replicated(buffer: Tensor) -> None:
     """Raise RuntimeError where `DistributedDataParallel` replicates tables that backward updates.
+
+    Compiled graphs do not check.
 
     Args:
         buffer: buffer of the module of the tables; DDP broadcasts it unless the module is ignored.
@@ -558,7 +565,10 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether a wrapper has replaced one of these parameters by an ordinary parameter."""
+    """Return whether a wrapper has replaced one of these parameters by an ordinary parameter.
+
+    False in compiled graphs.
+    """
     if torch.compiler.is_compiling():
         return False
     return any(not isinstance(parameter, TableParameter) for parameter in parameters)

@@ -241,7 +241,7 @@ class QuantizedEmbeddingBags(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Zero all rows; also initialises a module that `to_empty` moved from meta."""
+        """Zero all rows and the counts of violations, also after `to_empty` of a module on meta."""
         self.packed.zero_()
         self.bounds_violations.zero_()
 
@@ -252,7 +252,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
         Args:
             rows: rows of each table.
-            device: device of the result; None is that of these tables.
+            device: device of the result; None uses the device of these tables.
         """
         specs = [
             TableSpec(count, spec.dim, spec.name)
@@ -291,11 +291,11 @@ class QuantizedEmbeddingBags(nn.Module):
                 features and pooling are kept; a matrix `[R, D]`, or several by name, which are
                 pooled by SUM; or `FloatTables`.
             bits: bits per integer, 8, 4 or 2; None is 8 unless there are `formats`.
-            output_dtype: dtype of the output; None is that of the source's output, or float32.
+            output_dtype: dtype of the output; None keeps the dtype of a table module, else float32.
             bounds_check: reaction to invalid input, as in the constructor.
-            device: device of the copy; None is that of the source.
-            include_last_offset: form of the offsets, as in the constructor; None is that of a
-                source whose bags are delimited by offsets, else True.
+            device: device of the copy; None uses the device of the source.
+            include_last_offset: form of the offsets, as in the constructor; None keeps the form of
+                the source, and is True for a source without offsets.
             formats: format of the rows of all tables, or of each, instead of `bits`.
 
         Raises:
@@ -356,7 +356,13 @@ class QuantizedEmbeddingBags(nn.Module):
             quant.quantize_rows_(rows, block.to(rows.device).contiguous(), location.format)
 
     def use_memory(self, packed: Tensor) -> None:
-        """Use `packed`, uint8 with the bytes of all rows, as the memory of the module."""
+        """Use `packed`, uint8 `[bytes of all rows]`, as the memory of the module, without a copy.
+
+        The counts of violations start from zero.
+
+        Raises:
+            ValueError: another dtype or size.
+        """
         if packed.dtype != torch.uint8 or tuple(packed.shape) != (self._bytes,):
             raise ValueError(
                 f"packed must be uint8 [{self._bytes}], got {packed.dtype} {list(packed.shape)}"

@@ -151,9 +151,9 @@ class LaterFetches(NamedTuple):
     """The rows of a prefetched batch that are fetched only when it is looked up, on a GPU.
 
     Attributes:
-        rows: int64 `[L]`, linear rows.
-        slots: int32 `[L]`, the slot of each.
-        num_rows: int32 `[1]`.
+        rows: int64 `[L]`, linear rows; the first `num_rows` are valid.
+        slots: int32 `[L]`, slot of each row.
+        num_rows: int32 `[1]`, number of rows.
     """
 
     rows: Tensor
@@ -306,8 +306,10 @@ class RowCache(nn.Module):
     ) -> partial[list[Tensor]]:
         """Return the call that starts a batch and fetches its rows: `enter` and `fetch` in one op.
 
+        The batch counts as in flight already when this method returns.
+
         Args:
-            ticket: ticket of the batch; its rows are not evicted from now on.
+            ticket: number of the batch, from `new_ticket`.
             tiers: the memory of the tables.
             batch: the lookups.
             check: the bounds check that the op makes.
@@ -396,7 +398,10 @@ class RowCache(nn.Module):
         )
 
     def evictions(self, groups: Groups) -> Tensor:
-        """Return the rows that `fetch` would write back for one pass, int64; -1 and -2 are none."""
+        """Return the rows that `fetch` would write back for one pass, int64; only on the CPU.
+
+        Negative entries (-1 and -2) are no rows. Nothing changes.
+        """
         return cache_ops.evictions(*self._plan_arguments(groups))
 
     def _plan_arguments(self, groups: Groups) -> tuple[Any, ...]:
@@ -415,11 +420,11 @@ class RowCache(nn.Module):
         )
 
     def find(self, groups: Groups) -> Tensor:
-        """Return the current slot of each distinct row, int32 `[L]`, as `row_slots` of `plan`."""
+        """Return the current slot of each distinct row, int32 `[L]`; -1 for a row without one."""
         return cache_ops.locate(self.tags, self.table_features, groups.rows, groups.count)
 
     def slots_of_lookups(self, groups: Groups, row_slots: Tensor) -> Tensor:
-        """Return the slot of every lookup, int32 `[L]`, -1 for none."""
+        """Return the slot of every lookup, int32 `[L]`; -1 for a row that is not in the cache."""
         return cache_ops.lookup_slots(row_slots, groups.segments, groups.lookups, groups.count)
 
     def flush(self, tiers: Tiers) -> None:
@@ -429,7 +434,7 @@ class RowCache(nn.Module):
         )
 
     def reset(self) -> None:
-        """Empty the cache, and forget batches in flight and usage counts."""
+        """Empty the cache without writing it back; forget batches in flight and usage counts."""
         word_tensors = (self.tags, self.stamps, self.conflicts)
         empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
         in_one_call(*empty, partial(self.counts.zero_))
@@ -478,7 +483,10 @@ class RowCache(nn.Module):
 
 
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
-    """Return the requested number of sets, on a GPU at most what its free memory takes."""
+    """Return the requested number of sets, at least 1; on a GPU at most what fits its free memory.
+
+    Slots are int32, which limits the number, too.
+    """
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes

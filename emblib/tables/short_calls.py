@@ -138,7 +138,10 @@ LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
 def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
-    """Call `tbe_backward_`; `arguments` follow `hyperparams`. Note the change of weights."""
+    """Call `tbe_backward_`; `arguments` follow `hyperparams`.
+
+    The versions of the weights increase, on the CPU only if the learning rate is not zero.
+    """
     is_cuda = tiers.hyperparams.is_cuda
     if is_cuda:  # first: an interrupt must not omit it
         torch.autograd.graph.increment_version(tiers.weights)
@@ -150,9 +153,9 @@ def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
 class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `is_short` tells whether a call is short: tables are in the memory of their device, and backward
-    updates them. A copy or pickle of this object is None: the copy of a module makes its own. A
-    module makes new calls where `matches` is false; threads may share the calls.
+    `is_short` tells whether the tables and the optimizer allow short calls, see `_is_plain`. A copy
+    or pickle of this object is None: the copy of a module makes its own. A module makes new calls
+    where `matches` is false; threads may share the calls.
 
     In all methods `indices` is int32 or int64 `[L]`, `offsets` `[F * B + 1]`, `sample_weights`
     float32 `[L]` or None, and outputs and their gradients are `[B, output_dim]`, or `[L, dim]` for
@@ -186,7 +189,7 @@ class ShortCalls:
         return type(None), ()
 
     def matches(self, module: ShortCallTables) -> bool:
-        """Return whether a module still has the tensors and options of its last call."""
+        """Return whether a module still has the tensors and options of these calls."""
         tensors = module.call_tensors()
         return (
             self._optimizer is module.optimizer
@@ -206,8 +209,8 @@ class ShortCalls:
     ) -> bool:
         """Return whether a call with these arguments can take this path.
 
-        False if `is_plain_call` is false, tables are frozen one by one or replicated, or the lookup
-        is made only for its backward.
+        False if `is_short` or `is_plain_call` is false, calls are reported, tables are frozen one
+        by one or replicated, or the lookup is made only for its backward.
         """
         return (
             self.is_short
@@ -246,7 +249,8 @@ class ShortCalls:
     ) -> LookedUp:
         """Look up a batch, and report invalid indices and offsets.
 
-        `in_order` matters for cached tables only, see `CachedCalls.look_up`.
+        An invalid batch on the CPU is repaired and looked up again. `in_order` matters for cached
+        tables only, see `CachedCalls.look_up`.
         """
         check = self._check.begin() if self._check.counts else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)

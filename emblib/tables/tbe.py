@@ -41,12 +41,12 @@ from emblib.tables.short_calls import CachedCalls, ShortCalls
 class TableBatchedEmbeddingBags(FusedTables):
     """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
 
-    Backward groups the lookups by row and applies `optimizer` once to every distinct row of the
-    batch; no gradient of the weights is ever stored. Every forward has its own update in backward:
-    two forwards in one loss are two steps, and gradients do not accumulate.
+    With a fused optimizer, backward groups the lookups by row and applies `optimizer` once to every
+    distinct row of the batch, without storing a gradient of the weights. Every forward then has its
+    own update in backward: two forwards in one loss are two steps, and gradients do not accumulate.
     An optimizer with `deferred=True` leaves a sparse gradient on `weights` instead, which
-    `FusedOptimizer.step` applies; `optim.External()` leaves one, sparse or dense, for any optimizer
-    of `torch.optim`.
+    `FusedOptimizer.step` applies. `optim.External()` leaves a sparse or dense gradient for any
+    optimizer of `torch.optim`, and no optimizer leaves a dense one.
 
     Tables may be larger than the device: `TableSpec.placement` selects the memory of each table,
     and `cache` configures the cache of those in slow memory. The location of a row does not change
@@ -266,7 +266,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @property
     def needs_long_calls(self) -> bool:
-        """Return whether calls are reported, or some tables are frozen."""
+        """Return whether calls are reported, or tables are frozen one by one."""
         return self._reporting is not None or bool(self._untrained)
 
     def call_tensors(self) -> tuple[Tensor | None, ...]:
@@ -337,7 +337,10 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
-        """Apply one optimizer step with the summed gradients of several readings of the table."""
+        """Apply one optimizer step with the summed gradients of several readings of the table.
+
+        With a `GradScaler`, the overflow of the gradients is added to `grad_anchor.grad`.
+        """
         table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
         apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
@@ -397,6 +400,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up a batch, reading the rows at `batch.slots` or in their tables.
 
+        Through autograd if a backward follows; otherwise the batch is released after the lookup.
         `sample_weights` is float32 `[L]`; the output is that of `forward`.
         """
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
@@ -541,10 +545,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
-        """Write cached rows and their optimizer state back to their tables.
+        """Write cached rows and their optimizer state back to their tables; they stay in the cache.
 
         DISK tables are committed: after a crash they are restored to their last flush, see
-        docs/placement.md.
+        docs/placement.md. Without a cached table this does nothing.
         """
         if self._prefetcher is not None:
             self._prefetcher.flush(self._tiers())
@@ -654,7 +658,10 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Empty the cache, and allow writes to tables inside this context."""
+        """Empty the cache without writing it back, and allow writes to tables inside this context.
+
+        DISK tables are committed at its end.
+        """
         with self._lock, self._memory.writing_everything(self.hyperparams):
             # After preparing the disk tier, so that a full disk cannot lose cached updates.
             if self._prefetcher is not None:

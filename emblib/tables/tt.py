@@ -80,10 +80,12 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     """Looks up F features in T tensor-train tables at once and pools them into `[B, sum D]`.
 
     Tables may differ in rows, dim, ranks, factors and number of cores. Every distinct row of the
-    batch is computed once from the 2 to 4 small cores of its table. Backward forms the gradients of
-    the cores and applies `optimizer` to every core row that contributed; with `optim.External()` it
-    leaves dense gradients on `cores` instead. A table has the same bits as in a module of its own
-    (except with stochastic rounding, whose random numbers depend on the tables before it).
+    batch is computed once from the 2 to 4 small cores of its table; the CPU divides a large batch
+    into chunks and computes a row once per chunk. Backward forms the gradients of the cores. It
+    applies a fused `optimizer` to every core row that contributed; with `optim.External()`, without
+    an optimizer or with `deferred=True` it leaves dense gradients on `cores` instead. A table has
+    the same bits as in a module of its own (except with stochastic rounding, whose random numbers
+    depend on the tables before it).
 
     Args:
         tables: rows, dim, ranks, factors and name of each table.
@@ -92,7 +94,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
-            rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
+            rows the standard deviation 1/sqrt(3 * rows), which a dense table's initial rows have.
             "positive_uniform", "unscaled_uniform", "unscaled_normal", "saw_tooth" and
             "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to compare runs.
         precision: dtypes of cores (`weights`), output and optimizer state, rounding of updates of
@@ -105,8 +107,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
-    `cores` has the cores of all tables, table after table; `table_cores` those of one. The cores of
-    a table cover `prod(row_factors) >= rows` rows; the surplus is never read, computed or trained.
+    `cores` has the cores of all tables, table after table; `table_cores` returns the cores of one
+    table, which cover `prod(row_factors) >= rows` rows. The surplus is never read, computed or
+    trained.
 
     Tables may be slices of tables whose other slices are in other modules: `shared_gradients` has,
     by table, functions that sum the gradients of cores that slices share in every backward pass.
@@ -610,7 +613,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         `emblib.tables.tt_svd.decompose` returns them.
 
         Args:
-            weight: `[rows, dim]`, of any floating dtype, e.g. that of a trained `nn.EmbeddingBag`.
+            weight: `[rows, dim]`, of any floating dtype, e.g. of a trained `nn.EmbeddingBag`.
             optimizer: optimizer, as the constructor takes it.
             spec: factors of rows and dim; with none of the next three its ranks as well.
             ranks: the inner ranks.

@@ -57,7 +57,7 @@ class TrainBatch(NamedTuple):
 class ShortTrainCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `is_short` is whether calls need nothing but updates of the cores in backward. A copy or pickle
+    `is_short` tells whether the module allows short calls: backward updates the cores. A copy or
     of this object is None: the copy of a module makes its own. A module makes new calls where
     `matches` is false; threads may share the calls.
     """
@@ -96,7 +96,7 @@ class ShortTrainCalls:
         return type(None), ()
 
     def matches(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
-        """Return whether a module still has the tensors and options of its last call."""
+        """Return whether a module still has the tensors and options of these calls."""
         buffers = module._buffers
         return (
             self._optimizer is module.optimizer
@@ -225,10 +225,13 @@ class ShortTrainCalls:
     ) -> None:
         """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
 
-        `is_stale`: the cores have changed since the lookup, so saved values are computed again.
-
-        `grad` has the shape of the output; `saved` are the tensors that the lookup returned after
-        it, `is_finite` is a bool scalar or None.
+        Args:
+            grad: gradient in the shape of the output.
+            batch: the batch, with repaired offsets.
+            saved: tensors that `look_up` returned between the output and the offsets.
+            is_finite: bool scalar on the device; None if the gradient is known to be finite.
+            is_stale: whether the cores have changed since the lookup; then values that it saved
+                are computed again.
         """
         torch.autograd.graph.increment_version(self._cores)  # first: an interrupt must not omit it
         _backward_(

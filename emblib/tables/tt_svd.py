@@ -1,9 +1,9 @@
 """Compute tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
 
-The table is cut at each rank in turn: a matrix with the digits left of the cut as rows and those
-right of it as columns is replaced by its best approximation of that rank (Oseledets, 2011). The
-squared errors of the cuts add up, so the result is within `sqrt(cores - 1)` of the best tensor
-train of these ranks.
+The table is cut between each two cores in turn: the matrix whose rows are the digits left of the
+cut, and whose columns are the digits right of it, is replaced by its best approximation of the rank
+there (Oseledets, 2011). The squared errors of the cuts add up, so the error is at most
+`sqrt(cores - 1)` times the error of the best tensor train of these ranks.
 
 Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the first cut has the
 size of the table, which it reads in chunks; the remainder is smaller by a factor of
@@ -38,7 +38,7 @@ class Decomposition(NamedTuple):
         spec: the table, with the ranks that were chosen.
         cores: cores of the train.
         error: the norm of the difference to the table, relative to the norm of the table.
-        hot_error: the same for the 1% of rows with the most accesses, if there were counts.
+        hot_error: the error of the 1% of rows with the most accesses; None without counts.
     """
 
     spec: TTSpec
@@ -242,9 +242,10 @@ class _TTSVD:
         return matrix @ basis, basis.T.contiguous()
 
     def _basis(self, gram: Tensor, limit: int) -> Tensor:
-        """Return the leading eigenvectors of a Gram matrix, as many as the rank needs.
+        """Return the leading eigenvectors of a Gram matrix, at most `limit`.
 
-        `gram` is float64 `[n, n]`; the result is `[n, rank]`, orthonormal columns.
+        With a maximum error there are as few as it allows, at least 1. `gram` is float64 `[n, n]`;
+        the result is `[n, rank]`, orthonormal columns.
         """
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
@@ -283,8 +284,8 @@ def _chunks(weight: Tensor) -> Iterator[Tensor]:
 def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
     """Yield chunks of n inner rows with all first row digits: (n, values `[p[0] * n, D]`).
 
-    An inner row is a row without its first digit; chunks are in their order.
-    Rows beyond the table, up to the product of the row factors, are zeros.
+    An inner row is a row without its first digit; chunks are in the order of inner rows. Rows
+    beyond the table, up to the product of the row factors, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
     step = max(1, min(inner_rows, _CHUNK_BYTES // (_FLOAT64_BYTES * p0 * spec.dim)))
@@ -303,7 +304,7 @@ def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
 
 
 def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Map ids to rows of the tensor train, int64 `[n]`: permuted if the spec says so."""
+    """Map ids to rows of the tensor train, int64 `[n]`, by the permutation of the spec."""
     multiplier, offset = spec.permutation
     return (multiplier * ids + offset) % spec.rows
 
