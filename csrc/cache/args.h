@@ -1,9 +1,9 @@
 // The software cache in front of tables in slow memory: 32-way set-associative, with the same
 // results on CPU and GPU; emblib/reference/cache.py is the definition, emblib/ops/cache.py has the
-// shapes of the tensors. A batch is processed so: (1) Every distinct row probes its set, and a hit
-// is stamped with the number of the batch. (2) The missing rows of a set, in order, take the ways
-// of the set, in order. (3) Rows that get no way stay in their tier (a *conflict*). No set depends
-// on another, so sets run in parallel in any order.
+// shapes of the tensors. A batch takes three steps: (1) Every distinct row probes its set, and a
+// hit is stamped with the number of the batch. (2) The missing rows of a set, in the order of the
+// policy, take the ways of the set, in the order of way_order. (3) Rows that get no way stay in
+// their tier (a *conflict*). No set depends on another, so sets run in parallel in any order.
 //
 // This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
 // function tables. A *row* is a linear row id; u counts the distinct rows of a batch; a slot is
@@ -26,39 +26,40 @@ inline constexpr int64_t kNoMove = -2;  // in `evicted`: the row does not move
 // tables without a cache do not count.
 struct CacheCounter {
   enum Column : int {
-    kCalls,                 // batches; of a table: those in which it is looked up
+    kCalls,                 // batches; in the row of a table: batches that look up the table
     kLookups,               // lookups of rows
     kUnique,                // distinct rows, summed over batches
     kUniqueMisses,          // distinct rows that were not in the cache when the batch was planned
-    kConflictUniqueMisses,  // those of them that got no way
+    kConflictUniqueMisses,  // distinct rows that got no way
     kConflictMisses,        // lookups of rows that got no way
     kLookupMisses,          // lookups of rows that were not in the cache
-    kWriteBacks,            // rows that were evicted; of a table: its own rows
+    kWriteBacks,            // evicted rows; in the row of a table: evicted rows of this table
   };
 };
 inline constexpr int kCacheCounters = 8;
 
-// Return the set of a linear row, for fewer than 2^32 sets. A multiplication replaces the
+// Return the set of a linear row; `sets` must be in [1, 2^32). A multiplication replaces the
 // remainder, which would cost more than the probe.
 EMB_HD int64_t set_of(int64_t row, int64_t sets) {
   return static_cast<int64_t>(
       (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
-// The usage word of a way. LRU: the number of the batch that used the way last; the lowest is
-// replaced first. LFU: the lookups of its row so far, in the upper 32 bits, and the low 32 bits of
-// that number; the way with the fewest lookups is replaced first, and among equal ones the way that
-// was used last. If batches come again, as in the next epoch, the other rows are needed sooner; if
-// not, it makes no difference. The lookups of a row are counted in the word while the row is
-// cached, else in `counts`, so that neither a probe nor the choice of a way reads other memory.
+// Return the usage word of a way that batch `now` uses. LRU: the number of the batch; the lowest
+// is replaced first. LFU: the lookups of the row so far, in the upper 32 bits, and the low 32 bits
+// of the number of the batch; the way with the fewest lookups is replaced first, and among ways of
+// equally many lookups the way that was used last. If the same batches are repeated, as in the next
+// epoch, the rows that were used earlier are needed sooner; if not, the choice makes no difference.
+// The lookups of a row are counted in the word while the row is cached, else in `counts`, so that
+// neither a hit nor the choice of a way reads `counts`.
 EMB_HD int64_t usage_word(CachePolicy policy, int64_t lookups, int64_t now) {
   return policy == CachePolicy::kLru ? now : lookups << 32 | (now & 0xffffffff);
 }
-// Return the number of the batch in a usage word; of LFU its low 32 bits.
+// Return the number of the batch in a usage word; for LFU only the low 32 bits of the number.
 EMB_HD int64_t batch_of(CachePolicy policy, int64_t word) {
   return policy == CachePolicy::kLru ? word : word & 0xffffffff;
 }
-// Return the lookups in a usage word of LFU.
+// Return the number of lookups in a usage word of LFU.
 EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
 
 // Return the sum of two numbers of lookups, at most the maximum of int32.
@@ -71,7 +72,7 @@ EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
 inline constexpr int64_t kNotFree = INT64_MAX;
 
 // Return a number by which the ways of a set are ordered: they are replaced in ascending order,
-// empty ones first, those with kNotFree never. A way that was used by batch `oldest` or a later one
+// empty ways first, ways of kNotFree never. A way that was used by batch `oldest` or a later batch
 // is in flight and stays.
 EMB_HD int64_t way_order(CachePolicy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
@@ -87,7 +88,8 @@ EMB_HD bool may_replace(CachePolicy policy, int64_t lookups, int64_t order) {
 }
 
 // Return the table of a linear row, or -1 if no table has it. Here and below, `tables` must ascend
-// by row_base, and those with a cache must be the last ones; on the CPU check_tables checks both.
+// by row_base, and the tables with a cache must be the last ones. On the CPU check_tables checks
+// both; on a GPU neither is checked.
 EMB_HD int find_table(const Feature* tables, int num_tables, int64_t row) {
   // [low, high) contains the last table that begins at or before `row`.
   int low = -1, high = num_tables;
@@ -145,7 +147,7 @@ struct Miss {
   uint32_t set;
 };
 
-// A plan on the CPU; contents have been checked.
+// A plan on the CPU. The caller must have checked the contents of all arrays.
 struct CachePlanArgs {
   CacheState cache;
   int64_t now, oldest;      // numbers of this batch, and of the oldest batch in flight
@@ -165,14 +167,17 @@ struct MissGroups {
 
 // The functions of the kernels for one instruction set. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
-  // Write row_slots of rows [begin, end), which must be cached rows: -1 for misses. Unless `misses`
-  // is null, list the misses there; it has room for end - begin. Return the number of misses, 0 if
-  // `misses` is null.
+  // Write row_slots of rows [begin, end), which must be rows of tables with a cache: -1 for misses.
+  // Unless `misses` is null, list the misses there; it must have room for end - begin misses, and
+  // entries after the last miss may be overwritten. Return the number of misses, 0 if `misses` is
+  // null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // Do what `locate` does; also set `evicted` to kNoMove, stamp the hits, and count the lookups (of
-  // misses: only LFU counts them). `misses` must not be null.
+  // Do what `locate` does; also set `evicted` to kNoMove and stamp the hits. For LFU also add the
+  // lookups of the batch, to usage words of hits and to `counts` of misses. `misses` must not be
+  // null.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // Assign ways to the misses of groups [begin, end).
+  // Assign ways to the misses of groups [begin, end): write row_slots and evicted of the misses
+  // that get a way, and the tags, usage words and, for LFU, counts of the replaced ways.
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
 };
 
@@ -223,7 +228,7 @@ EMB_HD RowLocation slot_location(const TierRow& row, int64_t slot) {
   return {kCacheTier, slot * row.stride, slot};
 }
 
-// Return whether there are such a row and such a slot.
+// Return whether the row exists and the slot lies inside the cache.
 EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
   return row.dim > 0 && slot >= 0 && slot < memory.cache_rows &&
          (slot + 1) * row.stride <= memory.cache_elements;
@@ -234,31 +239,32 @@ EMB_HD int64_t entry(const CacheMemory& memory, int tensor, const RowLocation& l
   return memory.is_by_row(tensor) ? location.state_row : location.element;
 }
 
-// Return which random numbers the write-back of a tensor uses.
+// Return the stream of random numbers that the write-back of a tensor uses.
 EMB_HD uint32_t write_back_stream(int tensor) {
   return kRoundWriteBack + static_cast<uint32_t>(tensor);
 }
 
-// The moves of a batch, as `cache_plan_` returns them: row rows[u] goes to slot row_slots[u], and
-// the row evicted[u] in this slot goes back to its table, unless evicted[u] is kNoMove.
+// The moves of a batch, as `cache_plan_` returns them. Unless evicted[u] is kNoMove, row rows[u]
+// moves to slot row_slots[u], and the row evicted[u] of this slot, if any, is written back to its
+// table. Rows must be distinct, and so must the slots of rows that move; neither is checked.
 struct CacheMoves {
   const int64_t* rows;       // [U]
   const int32_t* row_slots;  // [U]
   const int64_t* evicted;    // [U]; null, on a GPU: every row is fetched and none is evicted
 };
 
-// On a GPU: fetches that are postponed while earlier batches are in flight, so that the updates of
-// these need not wait for the prefetch. A row without a way is updated in its table, and its set
-// remembers the batch in `conflicts`. A later row that takes a way of such a set may be that very
-// row, not updated yet. So it is listed in `rows` and `slots` to be fetched by another call after
-// the update; the row that it evicts is written back at once.
+// On a GPU: fetches that are postponed while earlier batches are in flight, so that a prefetch need
+// not wait for the updates of these batches. A row without a way is updated in its table, and
+// `conflicts` of its set records the batch. If a row of a later batch takes a way of this set, it
+// may be the same row, which is not updated yet. So it is listed in `rows` and `slots`, to be
+// fetched by another call after the update; the row that it evicts is written back at once.
 struct PostponedFetches {
-  const int64_t* clock = nullptr;  // [2] of the batch that was planned: its number, the oldest one
+  const int64_t* clock = nullptr;  // [2] number of the planned batch, of the oldest one in flight
   int64_t* conflicts = nullptr;    // [sets] last batch with a row without a way; null: not recorded
   int64_t sets = 0;
   int64_t* rows = nullptr;   // [U], an output
   int32_t* slots = nullptr;  // [U], an output
-  int32_t* count = nullptr;  // [1], 0 before: postponed fetches; null: nothing is postponed
+  int32_t* count = nullptr;  // [1], in and out, 0 before: postponed fetches; null: none postponed
 
   // Return whether the row that gets this slot may be one that a batch in flight updates.
   EMB_HD bool may_be_updated(int64_t slot) const {
@@ -269,11 +275,13 @@ struct PostponedFetches {
 };
 
 // The functions of the CPU kernels of `cache_move_` and `cache_flush_` for one instruction set.
-// Calls for disjoint ranges may run at once.
+// Calls for disjoint ranges may run at once if their rows and slots are distinct (CacheMoves).
 struct CacheMoveTable {
-  // Write back the rows that rows [begin, end) of the batch evict, then fetch rows [begin, end).
+  // Write back the rows that rows [begin, end) of the batch evict, and fetch rows [begin, end).
+  // Entries with kNoMove, and entries whose row or slot does not exist, are skipped.
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);
-  // Write back the rows in slots [begin, end), which `tags`, [slots], names; they stay cached.
+  // Write back the rows in slots [begin, end), as named by `tags`, [slots]. They stay cached. Empty
+  // slots are skipped.
   void (*flush)(const CacheMemory&, const int64_t* tags, int64_t begin, int64_t end);
 };
 

@@ -1,6 +1,7 @@
 // The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
-// flush, and a whole prefetch. Nothing waits for the device. The contracts are those of the CPU
-// (plan_cpu.cpp, move_cpu.cpp, prefetch_cpu.cpp), except that contents of tensors are trusted.
+// flush, and a whole prefetch; `cache_evictions` has no GPU version. Nothing waits for the device.
+// The contracts are those of the CPU (plan_cpu.cpp, move_cpu.cpp, prefetch_cpu.cpp), except that
+// contents of tensors are trusted, and for the additions at cache_move_ and cache_prefetch_.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -39,7 +40,9 @@ struct DevicePlan {
     STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit and count them; write the slots of `lookups`, if any.
+  // Probe, group the misses by set, admit them and count the batch; write the slots of `lookups`,
+  // if any. Allocates scratch; if the sort of a large batch cannot, hits have been stamped already,
+  // but no tag has changed.
   void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
     int32_t *sets, *segments, *count;
@@ -183,9 +186,10 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// Prefetch as on the CPU, but repair an invalid batch. Return the seven tensors, then, if
-// `postpones`, the postponed fetches [rows, slots, count], then, with `check`, the repaired
-// offsets. Everything that may raise comes before the kernels that change the cache.
+// Prefetch as on the CPU, but with `check` repair an invalid batch (or trap, in the mode "fatal")
+// instead of returning. Return the seven tensors of the CPU; if `postpones`, then the postponed
+// fetches [rows, slots, count]; with `check`, then the repaired offsets. Everything that may raise
+// comes before the kernels that change tags; DevicePlan::run has an allocation after the probe.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,

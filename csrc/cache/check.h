@@ -36,8 +36,9 @@ inline void check_cache_vector(const char* op, const char* name, const Tensor& t
                   tensor.numel());
 }
 
-// Check the distinct rows of a batch, as tbe_group returns them: `rows` int64 [L], of which the
-// first `count`, int32 [1], exist. `like` is a tensor on the cache's device.
+// Check dtypes, sizes and devices of the distinct rows of a batch, as tbe_group returns them:
+// `rows` int64 [L], of which the first `count`, int32 [1], exist. `like` is a tensor on the cache's
+// device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows per call, got ",
@@ -52,8 +53,8 @@ inline void check_segments(const char* op, const Tensor& segments, const Tensor&
 }
 
 // The arguments of a plan on any device, in the form that the kernels take. Shapes, dtypes and
-// devices are checked, contents are not: they may be on a device. Pointers are to tensors that the
-// op's caller holds.
+// devices are checked, contents are not: they may be on a device. Pointers are to tensors of the
+// op's caller, which must keep them alive.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
@@ -113,7 +114,8 @@ struct CacheTensor {
   };
 };
 
-// Check the arguments that only `cache_prefetch_` has.
+// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag`, and the mode
+// and counters of a bounds check.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check, const Tensor& violations) {
   STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
@@ -148,9 +150,10 @@ inline void check_tables(const char* op, const Tensor& tables) {
 }
 
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of `cache_move_` and
-// `cache_flush_`, and return them. `states` are tier-major: all of tier 0, then all of tier 1, ..
-// A state is by row or by element: its size in the cache tier, whose rows have at least four
-// elements, says which. It is not checked that tables lie inside the tensors.
+// `cache_flush_`, and return them. `states` are tier-major: all states of tier 0, then all of tier
+// 1, and so on. A state has one entry per row or one per element: the kind follows from its size in
+// the cache tier, whose rows have at least four elements. On a GPU `hyper` may be empty, which
+// makes memory.hyper null. It is not checked that tables lie inside the tensors.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {

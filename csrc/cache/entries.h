@@ -1,4 +1,4 @@
-// Parts of the cache's ops on the CPU, of which the whole pass, `cache_prefetch_`, is made.
+// The steps of the cache's ops on the CPU that `cache_prefetch_` calls one after the other.
 #pragma once
 
 #include <tuple>
@@ -10,8 +10,9 @@ namespace emb {
 
 // Plan a batch, whose rows are set in `call`: check the contents of the arguments, then change the
 // cache and its counters. Return row_slots, int32 [L], and evicted, int64 [L]: see CachePlanArgs;
-// entries behind the last row are -1 and kNoMove. A plan that runs out of memory may have stamped
-// hits, but has changed no tag.
+// entries after the last row are -1 and kNoMove. Raises before any change if the contents are
+// invalid. A plan that runs out of memory may have stamped hits and, for LFU, added lookups, but
+// has changed no tag.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 
 // Check weights, states, hyper and tables, including that every cached table lies inside its tier,
@@ -19,11 +20,13 @@ std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                          const Tensor& hyper, const Tensor& tables);
 
-// Move the first `count` rows of a batch, in parallel.
+// Move the first `count` rows of a batch, in parallel. The moves must be those of one plan (see
+// CacheMoves); that rows and slots are distinct is not checked.
 void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count);
 
-// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` is that of a
-// plan; the others, [L + 1], [L] and [1], are those of tbe_group, and are checked.
+// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from a
+// plan; segments [L + 1], lookups [L] and count [1] come from tbe_group. Raises if their contents
+// are out of range; it is not checked that `lookups` has every position once.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count);
 

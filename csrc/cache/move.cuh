@@ -2,12 +2,14 @@
 // An optimizer state is moved like the weights: all are tensors of CacheMemory.
 //
 // A warp takes 32 rows of the batch. Lane i computes once where row i comes from, where the row
-// that it evicts goes to, and whether it moves at all (RowMove). Then groups of lanes, as wide as a
-// row, take the rows that move, kMoveRows at a time: all of these are read before one of them is
-// written, so that some 2 KB per warp and direction are on the bus at once, and both directions are
-// busy. States with one entry per row are moved by the lane of the row. A lane owns the same
-// columns of the row that leaves a slot and of the row that enters it: it reads a column of the
-// slot before it overwrites it, so no lane waits for another.
+// that it evicts goes to, and whether it moves at all (RowMove). Then groups of 4 to 32 lanes,
+// depending on the width of a row, take the rows that move. If all rows of the warp are aligned
+// packs of the cache's dtype, a group takes kMoveRows rows at a time: all of these are read before
+// one of them is written, so that some 2 KB per warp and direction are on the bus at once, and both
+// directions are busy. Otherwise a group takes one row at a time and converts it. States with one
+// entry per row are moved by the lane of the row. A lane owns the same columns of the row that
+// leaves a slot and of the row that enters it: it reads a column of the slot before it overwrites
+// it, so no lane waits for another.
 #pragma once
 
 #include "cache/args.h"
@@ -24,7 +26,8 @@ inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
 inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + kMoveColumns) of linear row `row`, which is written back, to
-// dtype `type` stochastically; `tensor` and the row select the random numbers.
+// dtype `type` stochastically; float32 is left unchanged. `tensor`, the row and the columns select
+// the random numbers.
 EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row, int64_t column,
                               int tensor, float (&values)[kMoveColumns]) {
   if (type == Dtype::kFloat) return;
@@ -49,7 +52,8 @@ struct RowMove {
   EMB_DEVICE int64_t stride() const { return out.dim > 0 ? out.stride : in.stride; }
 };
 
-// Move the only entry of this lane's row in a tensor with one entry per row.
+// Move the only entry of this lane's rows, the evicted and the fetched one, in a tensor with one
+// entry per row.
 EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove& move,
                            const Rounding& rounding) {
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
@@ -67,15 +71,15 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
 }
 
-// Return the lanes of a group that moves rows of `accesses` accesses each.
+// Return the number of lanes, 4 to 32, of a group that moves rows of `accesses` accesses each.
 EMB_DEVICE int lanes_of_move(int accesses) {
   int lanes = 4;
   while (lanes < static_cast<int>(simt::kWarp) && lanes < accesses) lanes *= 2;
   return lanes;
 }
 
-// The move that lane `source` has, as its group needs it; all lanes pass their move. Without a
-// source (-1) both dims are 0. The constructor is called by the whole warp.
+// A copy of the move of lane `source` for the lanes of a group. The whole warp calls the
+// constructor, each lane with its own move. Without a source (-1) both dims are 0.
 struct SharedMove {
   int64_t out_element, in_element;  // first elements of the rows in their tiers
   int64_t start;                    // first element of the slot in the cache
@@ -235,8 +239,8 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
   }
 }
 
-// If `is_late`, list the fetch of this lane's row in `later`, and remove it from `move`. Called by
-// the whole warp.
+// If `is_late`, list the fetch of this lane's row in `later`, and remove the fetch from `move`,
+// which keeps the write-back. Called by the whole warp.
 EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_late) {
   const unsigned late = __ballot_sync(simt::kFullMask, is_late);
   if (late == 0) return;
@@ -252,8 +256,9 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   move->in.dim = 0;
 }
 
-// Move the rows of a batch, of which there are *num_rows, except for those that `later` postpones.
-// A warp takes 32 rows, grid-stride.
+// Move the first *num_rows rows of a batch. Fetches that `later` postpones are listed there
+// instead, and rows that got no way are recorded in later.conflicts, unless that is null. A row or
+// slot that does not exist is skipped. A warp takes 32 rows, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches later,
                 const int32_t* num_rows) {
@@ -284,7 +289,7 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   }
 }
 
-// Write back the rows in all slots, which `tags`, [num_slots], names; memory.hyper is not null.
+// Write back the rows in all slots, as named by `tags`, [num_slots]; memory.hyper must not be null.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
   const Rounding rounding(memory.hyper);
@@ -300,7 +305,7 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   }
 }
 
-// Move the first *count of at most n rows of a batch.
+// Move the first *count of at most n rows of a batch, see move_kernel.
 template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
                  const PostponedFetches& later, const int32_t* count, int64_t n) {
@@ -309,7 +314,7 @@ void launch_move(const Launcher& launcher, const CacheMemory& memory, const Cach
            later, count);
 }
 
-// Write back the rows in all slots; memory.hyper is not null.
+// Write back the rows in all slots; memory.hyper must not be null.
 template <class Launcher>
 void launch_flush(const Launcher& launcher, const CacheMemory& memory, const int64_t* tags,
                   int64_t num_slots) {

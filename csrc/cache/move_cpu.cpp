@@ -1,6 +1,6 @@
 // `cache_move_` and `cache_flush_` on the CPU: check the arguments, then move rows, or flush slots,
-// in parallel. No two rows of a batch have one slot, and no row has two, so that the order of moves
-// does not matter.
+// in parallel. The rows of a plan have distinct slots, so moves may run in any order. This is not
+// checked: row_slots and evicted must come from cache_plan_.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -65,7 +65,9 @@ namespace {
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
-//   row_slots, evicted   int32 [L] and int64 [L]: the plan that cache_plan_ returned for them
+//   row_slots, evicted   int32 [L] and int64 [L]: the plan that cache_plan_ returned for these
+//   rows.
+//                        Two rows with one slot would be a data race; not checked
 //   later                empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
@@ -87,8 +89,9 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
              n);
 }
 
-// Write the rows that `tags`, int64 [sets, kWays], names back to their tables, with their states.
-// They stay in the cache. The other arguments are those of cache_move_.
+// Write the rows in `tags`, int64 [sets, kWays], back to their tables, with their states. They stay
+// in the cache. Empty ways and tags of no cached row are skipped. The other arguments are as for
+// cache_move_.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";

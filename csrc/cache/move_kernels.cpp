@@ -7,7 +7,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Functions that are called for every tensor of a row are EMB_HD here only for its forced inlining.
+// Functions that are called for every tensor of a row are EMB_HD here because EMB_HD forces
+// inlining; they do not run on a device.
 
 constexpr int kBlock = 8;  // rows whose lines are prefetched before the first of them is copied
 
@@ -90,9 +91,9 @@ struct Move {
   int64_t slot;
 };
 
-// Move entries [begin, end): write back evicted[u], then fetch rows[u]. Entries whose row or slot
-// does not exist are skipped, as on a GPU: contents are not checked before, and the accesses would
-// be outside the tensors.
+// Move entries [begin, end): write back evicted[u], if that is a cached row, then fetch rows[u].
+// Entries whose row or slot does not exist are skipped, as on a GPU: no caller checks the contents,
+// and the accesses would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest

@@ -2,8 +2,8 @@
 //
 // A warp takes one row (probe_kernel), or one set with misses (admit_kernel), and each lane one of
 // the 32 ways, so that the tags of a set are one coalesced load. In between, the sort of group/
-// groups the misses by set. The last kernel counts the batch and writes the slot of every lookup.
-// Launch: launch_probe, sort and group, launch_admit.
+// groups the misses by set. The last kernel counts the batch and, if the caller asks for them,
+// writes the slots of lookups. Launch: launch_probe, sort and group, launch_admit.
 #pragma once
 
 #include "cache/args.h"
@@ -31,8 +31,9 @@ struct CachePlan {
   int64_t n;
   int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
   int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
-  // Negative: `clock` is that of the batch. Else the plan is of batch clock[0] + 1, and the oldest
-  // batch in flight is that number minus `lag`; the last kernel of the plan writes both to `clock`.
+  // Negative: `clock` has the numbers of this batch. Else this batch has number clock[0] + 1, and
+  // the oldest batch in flight has this number minus `lag`; the last kernel of the plan writes both
+  // to `clock`.
   int64_t lag = -1;
   int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
 
@@ -50,7 +51,7 @@ struct DeviceMissGroups {
   const int32_t *sets, *segments, *permutation, *num_groups;
 };
 
-// Return the lookups of row u in the batch.
+// Return the number of lookups of row u in the batch.
 EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
@@ -62,9 +63,10 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
-// Write row_slots of all rows, -1 for misses, stamp the hits, and count lookups (LFU). Write the
-// set of each miss as the key of the sort that groups misses; other rows get sort.limit. A warp
-// takes a row, grid-stride.
+// For every row write row_slots (-1 for a miss and for a row without a cache), set `evicted` to
+// kNoMove, and write the key (the set of a miss, sort.limit for any other row) and the position of
+// the sort that groups misses. Also stamp the hits, and for LFU add the lookups of the batch. A
+// warp takes a row, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(CachePlan plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -111,7 +113,8 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
 }
 
 // LFU orders the misses of a set by a key, the highest first: the upper 32 bits are the lookups of
-// the row, the lower ones decrease with its number among the misses. kNoMiss is below all keys.
+// the row, the lower 32 bits decrease with the number of the miss in its group. kNoMiss is below
+// all keys.
 inline constexpr int64_t kNoMiss = -1;
 
 EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
@@ -122,20 +125,21 @@ EMB_DEVICE int32_t number_of_miss(int64_t key) {
   return 0x7fffffff - static_cast<int32_t>(key & 0xffffffff);
 }
 
-// Return how many of the first `num` lanes pass a key, in `keys`, that comes before `key`, this
-// lane's. Called by the whole warp.
+// Return how many of the first `num` lanes pass, as `keys`, a key that comes before the `key` of
+// this lane. Called by the whole warp.
 EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
   int before = 0;
   for (int k = 0; k < num; ++k) before += __shfl_sync(simt::kFullMask, keys, k) > key;
   return before;
 }
 
-// Write the keys of the kWays misses that come first of [begin, end), a group, to `best`, [kWays],
-// in order, then kNoMiss. Each count of lookups is read once; 32 misses at a time are ranked
-// against the best so far. `best` is shared memory of this warp. Called by the whole warp.
+// Write to `best`, [kWays], the keys of the first kWays misses of the group [begin, end), in order.
+// If there are fewer, the other entries are kNoMiss. Each count of lookups is read once; 32 misses
+// at a time are ranked against the best so far. `best` is shared memory of this warp. Called by the
+// whole warp.
 EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& groups,
                                 int64_t first_row, int32_t begin, int32_t end, int64_t* best) {
-  int64_t leader = kNoMiss;  // first miss so far that has this lane's rank
+  int64_t leader = kNoMiss;  // key of the miss whose rank so far is this lane's number
   int num_leaders = 0;
   for (int32_t tile = begin; tile < end; tile += kWarpLanes) {
     const int32_t j = tile + lane_in_warp();
@@ -159,8 +163,9 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
 }
 
 // Assign ways to the misses. A warp takes a set, grid-stride; lane w decides whether way w is
-// replaced, and by which row: the miss that has the same rank among the misses as way w among the
-// ways.
+// replaced, and by which row: the miss whose rank among the misses is the rank of way w among the
+// ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word; LFU also
+// writes back the count of the evicted row.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(CachePlan plan, DeviceMissGroups groups) {
   __shared__ int64_t best[kCacheWarps][kWays];
@@ -201,8 +206,8 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
 }
 
 // Counts of one table that a warp has not added to the counters yet; every lane has a partial sum.
-struct Tally {
-  static constexpr int kCounters = CacheCounter::kWriteBacks;  // those before kWriteBacks
+struct TableCounts {
+  static constexpr int kCounters = CacheCounter::kWriteBacks;  // all counters before kWriteBacks
   int table = -1;                                              // -1: none
   int32_t sums[kCounters] = {};  // by counter; a batch has fewer than 2^31 lookups
 };
@@ -214,24 +219,24 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter::Colu
             static_cast<unsigned long long>(n));
 }
 
-// Add a tally to the counters of its table and to the totals, and clear it. Called by the whole
-// warp.
-EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
+// Add `counts` to the counters of its table and, except for calls, to the totals; clear the sums.
+// Called by the whole warp.
+EMB_DEVICE void flush_counts(const CachePlan& plan, TableCounts* counts) {
 #pragma unroll
-  for (int c = 0; c < Tally::kCounters; ++c) {
+  for (int c = 0; c < TableCounts::kCounters; ++c) {
     const auto counter = static_cast<CacheCounter::Column>(c);
-    const int32_t sum = simt::group_sum(tally->sums[c], kWarpLanes);
-    tally->sums[c] = 0;
+    const int32_t sum = simt::group_sum(counts->sums[c], kWarpLanes);
+    counts->sums[c] = 0;
     if (lane_in_warp() != 0 || sum == 0) continue;
-    add_counter(plan, tally->table, counter, sum);
+    add_counter(plan, counts->table, counter, sum);
     // A call reaches several tables; finish_plan_kernel counts it once in the totals.
     if (counter != CacheCounter::kCalls) add_counter(plan, plan.num_tables, counter, sum);
   }
 }
 
-// Count row u, of a table that begins with row `row_base`, in `sums` of a tally. The first row of
-// the batch in the table counts the call.
-EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
+// Count row u, of a table that begins with row `row_base`, in `sums` of the table's TableCounts.
+// The first row of the batch in the table counts the call.
+EMB_DEVICE void count_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
   const bool is_conflict = plan.row_slots[u] < 0;
   const bool is_miss = is_conflict || plan.evicted[u] != kNoMove;
@@ -244,15 +249,15 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   sums[CacheCounter::kConflictMisses] += is_conflict ? lookups : 0;
 }
 
-// Count the rows of a plan, in block `block` of `blocks`. Each warp takes a contiguous range of
-// rows, 32 at a time; since rows ascend, its table seldom changes.
+// Count the rows of a plan and the rows that they evict, in block `block` of `blocks`. Each warp
+// takes a contiguous range of rows, 32 at a time; since rows ascend, their table seldom changes.
 EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned blocks) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,
                 warps = int64_t{blocks} * kCacheWarps;
   const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarp;
   const int64_t share = (tiles + warps - 1) / warps, first = warp * share;
-  Tally tally;
+  TableCounts counts;
   for (int64_t tile = first; tile < first + share && tile < tiles; ++tile) {
     const int64_t u = tile * kWarpLanes + lane_in_warp();
     const bool is_cacheable = u < count && plan.rows[u] >= first_row;
@@ -260,11 +265,11 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
     unsigned pending = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
     while (pending != 0) {
       const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(pending)) - 1);
-      if (next != tally.table) {
-        if (tally.table >= 0) flush_tally(plan, &tally);
-        tally.table = next;
+      if (next != counts.table) {
+        if (counts.table >= 0) flush_counts(plan, &counts);
+        counts.table = next;
       }
-      if (table == next) tally_row(plan, u, plan.tables[table].row_base, tally.sums);
+      if (table == next) count_row(plan, u, plan.tables[table].row_base, counts.sums);
       pending &= ~__ballot_sync(simt::kFullMask, table == next);
     }
     const int64_t evicted = is_cacheable ? plan.evicted[u] : -1;
@@ -281,10 +286,10 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
       pending &= ~same;
     }
   }
-  if (tally.table >= 0) flush_tally(plan, &tally);
+  if (counts.table >= 0) flush_counts(plan, &counts);
 }
 
-// The slots of n lookups, from those of their rows.
+// The slots of n lookups, computed from the slots of their rows.
 struct LookupSlots {
   const int32_t* row_slots;                   // slot of each distinct row
   const int32_t *segments, *lookups, *count;  // the grouping of tbe_group: [n + 1], [n], [1]
@@ -325,7 +330,8 @@ inline constexpr int kFinishBlocks = 6;
 inline constexpr int kCountedRows = 8;
 
 // The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
-// the slots of `lookups`, if there are any; one thread sets the clock.
+// the slots of `lookups`, if there are any. One thread counts the call, clears num_postponed unless
+// it is null, and advances the clock unless plan.lag is negative.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocks)
     finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
@@ -362,8 +368,8 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
            kCacheThreads, plan);
 }
 
-// Admit the misses, which have been grouped by set, and count the batch. Write the slots of
-// `lookups`, if there are any.
+// Admit the misses, which the caller has grouped by set, count the batch, and advance the clock
+// unless plan.lag is negative. Write the slots of `lookups`, if there are any.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceMissGroups& groups,
                   const LookupSlots& lookups = {}) {

@@ -1,6 +1,7 @@
 // `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU. A plan
-// checks its input, probes the rows in parallel, groups the misses by set, admits them set by set
-// in parallel, and adds the batch to the counters. The kernels are in plan_kernels.cpp.
+// checks its input, probes the rows in parallel, groups the misses by set, and admits them set by
+// set in parallel; cache_plan_ then adds the batch to the counters. The kernels are in
+// plan_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int64_t kGrain = 2048;              // rows, or misses: smallest range that gets a thread
 constexpr int64_t kLookupGrain = 8 * kGrain;  // lookups, each of which copies one number
-constexpr int64_t kSetCost = 4;  // of a set with misses, relative to that of a miss; not measured
+constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
 
 // The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable:
 // rows of tables with a cache, in the cache or not.
@@ -49,9 +50,9 @@ struct BatchRows {
   }
 };
 
-// Check the contents of a batch of `count` rows and return it: rows must be distinct, ascending and
-// of the tables, segments (unless null) must not decrease. `n` bounds `count`. `tables` have been
-// checked.
+// Return a batch of `count` rows after checking its contents. Raises unless `count` is in [0, n],
+// the rows are distinct, ascending and rows of the tables, and the segments, if not null, do not
+// decrease. The caller must have checked `tables`.
 BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                       const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);
@@ -81,7 +82,8 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
   return batch;
 }
 
-// Fill the entries of `out`, [n], of rows that are not cacheable, and those after the last row.
+// Write `value` to the entries of `out`, [n], of rows that are not cacheable, and to the entries
+// after the last row.
 template <class T>
 void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_t value) {
   std::fill(out, out + batch.first_cacheable, static_cast<T>(value));
@@ -115,7 +117,8 @@ class BatchCounters {
     }
   }
 
-  // Count the n misses of a plan, and the rows that they evict.
+  // Count the n misses of a plan, which ascend by row, and the rows that they evict. `reserve` must
+  // have been called.
   void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
     const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
     const int64_t size = (num_tables_ + 1) * kCacheCounters;
@@ -160,8 +163,8 @@ class BatchCounters {
       partial_counters_;  // [parts, tables + 1, kCacheCounters], for each part of the misses
 };
 
-// A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It must save
-// everything that CachePlanTable::probe and admit write, outputs aside: tags, usage words and, for
+// A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It saves
+// everything that CachePlanTable::probe and admit write except outputs: tags, usage words and, for
 // LFU, counts.
 class SavedSets {
  public:
@@ -208,15 +211,16 @@ class SavedSets {
   const CachePlanArgs& args_;
   const BatchRows& batch_;
   std::vector<int64_t> sets_, tags_, usage_words_;
-  std::vector<int32_t> counts_;  // LFU: of the rows of the batch, then of those in its sets
+  std::vector<int32_t> counts_;  // LFU: counts of the batch's rows, then of the rows in its sets
 };
 
-// Probe all cacheable rows, and list the misses in `misses`, ascending by position; it has room for
-// all cacheable rows. Return where each chunk of the misses begins, then their number.
+// Probe all cacheable rows, which stamps the hits, and list the misses in `misses`, ascending by
+// position; it must have room for all cacheable rows. Return where each chunk of the misses begins,
+// then their number.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
   const std::vector<int64_t> bounds = batch.chunk_bounds();
   const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
-  std::vector<int64_t> part_begins(parts + 1, 0);  // at first, p + 1 has the misses of part p
+  std::vector<int64_t> part_begins(parts + 1, 0);  // first, entry p + 1 counts misses of part p
   parallel_tasks(parts, [&](int64_t p) {
     part_begins[p + 1] = plan_table().probe(args, bounds[p], bounds[p + 1],
                                             misses + bounds[p] - batch.first_cacheable);
@@ -252,8 +256,9 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-// A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output, int32 and
-// int64 [L] for the L entries of `rows`: the [U] of CachePlanArgs are the first of them.
+// A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output:
+// row_slots, int32 [L], and evicted, int64 [L], for the L entries of `rows`. The first U of them
+// are the [U] arrays of CachePlanArgs; the others are -1 and kNoMove.
 struct HostPlan {
   BatchRows batch;
   Tensor row_slots, evicted;
@@ -317,8 +322,8 @@ std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
 
 namespace {
 
-// Plan a batch: assign slots to its rows, in place in tags, stamps, counts and counters. Return
-// (row_slots, evicted), see plan_batch.
+// Plan a batch: assign slots to its rows, and update tags, stamps, counts and counters in place.
+// Return (row_slots, evicted), see plan_batch. No row moves: cache_move_ does that.
 //   tags, stamps, counts   the cache, see CacheState; stamps are its usage words, and counts may be
 //                          empty for LRU
 //   counters               int64 [T + 1, kCacheCounters]

@@ -1,7 +1,8 @@
 // Probing and admission on one CPU thread: the functions of CachePlanTable (cache/args.h). The tags
-// of a set are four cache lines, which are prefetched a block of rows ahead. A hit writes one cache
-// line of usage words. Only a miss reads all usage words of a set; it reads no tags. Sets with
-// misses are in ascending order, so admission walks forward through memory.
+// of a set are four cache lines, which are prefetched a block of rows ahead. A hit writes one usage
+// word. Only the admission of misses reads all usage words of a set; it reads no tags but those of
+// the ways that it replaces. Sets with misses are in ascending order, so admission walks forward
+// through memory.
 #include "cache/args.h"
 #include "core/vec.h"
 
@@ -37,12 +38,13 @@ EMB_HD int find_way(const int64_t* words, int64_t value) {
   return equal_ways == 0 ? kWays : __builtin_ctz(equal_ways);
 }
 
-// Return the lookups of row u in the batch.
+// Return the number of lookups of row u in the batch.
 EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
   return args.segments[u + 1] - args.segments[u];
 }
 
-// Stamp the ways of those of rows [begin, end) that are hits.
+// Write the usage words of the hits among rows [begin, end): the batch, and for LFU the sum of
+// their lookups.
 EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
@@ -54,7 +56,7 @@ EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// CachePlanTable::probe if `kStamps`, else CachePlanTable::locate.
+// The implementation of CachePlanTable::probe if `kStamps`, else of CachePlanTable::locate.
 template <bool kStamps>
 int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misses) {
   const CacheState& cache = args.cache;

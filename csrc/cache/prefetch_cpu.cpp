@@ -24,8 +24,8 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
   return is_valid_batch(features, index_array(indices), bags, feature_bags);
 }
 
-// Start the next batch of the clock, whose oldest one in flight is `lag` batches before it. Plan it
-// and return its row_slots and evicted rows. If the plan raises, the clock is reset.
+// Advance the clock to the next batch; the oldest batch in flight is `lag` batches before it. Plan
+// the batch and return its row_slots and evicted. If the plan raises, the clock is reset.
 std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
   const int64_t now = call.clock[0], oldest = call.clock[1];
   call.clock[0] = now + 1;
@@ -39,19 +39,20 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
   }
 }
 
-// Prefetch a batch: give its rows slots in the cache, write back the rows that it evicts, and fetch
-// its own. Return [rows, segments, lookups, bags, count], the distinct rows of the batch and their
-// lookups as tbe_group returns them; row_slots, int32 [L], the slot of each distinct row; and the
-// slot of the row of each lookup, int32 [L]. A slot is -1 for a row that is not in the cache.
-// Return no tensor for an invalid batch, if `check`, a code of BoundsMode, asks for a check;
-// nothing has changed then, and the caller reports and repairs it.
+// Prefetch a batch: advance the clock, give the batch's rows slots in the cache, write back the
+// rows that it evicts, and fetch its rows into their slots. Return [rows, segments, lookups, bags,
+// count], the distinct rows of the batch and their lookups as tbe_group returns them; row_slots,
+// int32 [L], the slot of each distinct row; and the slot of the row of each lookup, int32 [L]. A
+// slot is -1 for a row that is not in the cache. If `check`, a code of BoundsMode, is set and the
+// batch is invalid, return no tensor and change nothing: the caller must report and repair the
+// batch. Without `check` indices and offsets are repaired as they are read.
 //   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table
 //   cache       [tags, stamps, counts, counters, clock, conflicts], see emblib/ops/cache.py;
 //               conflicts is not used here
 //   policy      a code of CachePolicy
-//   lag         batches between the oldest one in flight and this one, at least 0
+//   lag         number of this batch minus the number of the oldest batch in flight, at least 0
 //   postpones   must be false: only a GPU postpones fetches
 //   features    int64 [F, 8]
 //   indices     int32 or int64 [L]

@@ -35,8 +35,9 @@ void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
 
 // Sort the keys in `sort` and write their groups to `out`. The caller has filled `sort.keys`, at
 // most `sort.limit` each, and `sort.positions` with 0, 1, ..., n - 1. Keys equal to the limit
-// belong to no group. The sorted positions go to `sort.sorted_positions`. Small batches take one
-// launch (group/small_group.cuh), others CUB's sort, with scratch on the device of `like`.
+// belong to no group. The sorted positions are written to `sort.sorted_positions`. A small batch of
+// 32-bit keys takes one launch (group/small_group.cuh) and does not write sort.sorted_keys; any
+// other batch takes CUB's sort, with scratch that is allocated on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& sort, const DeviceGroupOutput& out);
@@ -54,8 +55,9 @@ EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT
 
 // The buffers of a sort of n keys up to `limit` on the device of `like`. They are scratch of this
-// object, freed with it in stream order; only `sorted_positions`, int32 [n] on the device, is the
-// caller's. `Key` must be uint64_t if needs_wide_keys(limit).
+// object, freed with it in stream order; only `sorted_positions`, int32 [n] on the device, belongs
+// to the caller. `Key` must be uint64_t if needs_wide_keys(limit); not checked. The scratch of
+// CUB's sort is not among them.
 template <class Key>
 class DeviceSort {
  public:
@@ -82,8 +84,8 @@ class DeviceSort {
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
 // Launches and scratch memory for an op of several kernels, on the device of tensor `on`.
-// The scratch lives as long as this object and is freed in stream order: kernels launched before
-// may still use it. tests/simt/host_work.h has the same for the emulation.
+// The scratch is freed with this object, in stream order: kernels launched before that may still
+// use it. tests/simt/host_work.h has the same interface for the emulation.
 class DeviceWork {
  public:
   explicit DeviceWork(const torch::stable::Tensor& on) : like_(on), launcher_(on) {}

@@ -13,7 +13,7 @@
 namespace emb {
 namespace {
 
-// Group n keys; keys outside [0, num_keys) belong to no group.
+// Group n keys with items of type `Item`; keys outside [0, num_keys) belong to no group.
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
   std::vector<int64_t> part_begins(group_parts(n) + 1);

@@ -1,7 +1,8 @@
 // `group` and `group_inverse` on the GPU, and the sort that other ops use (device_sort.h). A small
-// batch takes one launch (small_group.cuh). A larger one is sorted by CUB's radix sort, on 32-bit
-// keys if they suffice and on their significant bits only; kernels before and after it make the
-// keys and write the groups (segments.cuh). The number of groups stays on the device.
+// batch takes one launch (small_group.cuh), unless its keys need 64 bits. Any other batch is sorted
+// by CUB's radix sort, on 32-bit keys if they suffice and on their significant bits only; kernels
+// before and after the sort make the keys and write the groups (segments.cuh). The number of groups
+// stays on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
@@ -28,9 +29,9 @@ void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
       scratch == nullptr ? "sizing CUB's scratch" : "CUB");
 }
 
-// Group n keys in [0, limit) in one launch and return true; return false, without a launch, if the
-// batch is too large for that or the keys need 64 bits. Other keys belong to no group. `positions`,
-// int32 [n], gets the sorted positions.
+// Group n keys in one launch and return true; return false, without a launch, if the batch is too
+// large for that or the keys need 64 bits. Keys outside [0, limit) belong to no group. The sorted
+// positions are written to `positions`, int32 [n].
 bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n, int64_t limit,
                  int32_t* positions, const DeviceGroupOutput& out) {
   if (n > kMaxSmallGroup || needs_wide_keys(limit)) return false;
@@ -41,7 +42,8 @@ bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n
   return true;
 }
 
-// Sort the keys in `sort` with CUB and write their groups.
+// Sort the keys in `sort` with CUB, unless there are none, and write their groups. The scratch of
+// the sort is allocated on the device of `like`.
 template <class Key>
 void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
                  const DeviceGroupOutput& out) {

@@ -5,9 +5,11 @@
 //   (3) every bucket is radix-sorted by the remaining bits, inside the cache, and its groups are
 //       counted,
 //   (4) every bucket writes its groups.
-// Every step is stable, so the result does not depend on the number of threads. A small input is
-// sorted by one thread at once, and an input whose keys come in ascending runs is sorted run by run
-// (group_runs). n, the number of items, is below 2^31 throughout.
+// Every step is stable, so the result does not depend on the number of threads. Two inputs are
+// sorted without buckets: one of a single part and at most kSmallInput items, which is sorted
+// directly, and one of consecutive runs whose key ranges ascend and do not overlap, such as one run
+// per table, which is sorted run by run (group_runs). The caller must keep n, the number of items,
+// below 2^31; not checked.
 #pragma once
 
 #include <algorithm>
@@ -57,10 +59,11 @@ struct GroupOutput {
 };
 
 // One stable pass of a radix sort, in two steps: counting and scattering. The input is divided into
-// kStreams equal streams, which both steps walk side by side, each with counters of its own: where
-// many keys share a digit, increments of one counter must wait for each other, but increments of
-// different counters overlap. Stream s has the items [begin(s), begin(s + 1)). Counters are an
-// array [kStreams, stride], of which the first `mask` + 1 columns are used.
+// kStreams equal streams (the last also has the remainder), which both steps walk side by side.
+// Each stream has separate counters: where many keys share a digit, increments of one counter must
+// wait for each other, but increments of different counters overlap. Stream s has the items
+// [begin(s), begin(s + 1)). Counters are an array [kStreams, stride], of which the first `mask` + 1
+// columns are used.
 template <int kStreams, class Item>
 struct RadixPass {
   const Item* items;  // [n]
@@ -81,8 +84,8 @@ struct RadixPass {
     for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last[digit(i)];
   }
 
-  // Copy the items to `out`. counters[stream * stride + digit] is where the stream's first item of
-  // that digit goes, and is advanced.
+  // Copy the items to `out`. counters[stream * stride + digit] must be the offset in `out` at which
+  // the stream's first item of that digit is written; it is advanced by every item.
   void scatter(uint32_t* counters, int64_t stride, Item* out) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) {
@@ -97,12 +100,12 @@ struct RadixPass {
 
 // Turn the counts in `counters` [streams, digits] into the offsets at which each stream writes its
 // items of each digit: digit by digit, within a digit in the order of the streams. Call
-// `at(digit, offset)` with the offset at which each digit starts.
-template <class At>
-void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const At& at) {
+// `visit(digit, offset)` with the offset at which each digit starts.
+template <class Visitor>
+void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const Visitor& visit) {
   uint32_t sum = 0;
   for (int64_t digit = 0; digit < digits; ++digit) {
-    at(digit, sum);
+    visit(digit, sum);
     for (int64_t s = 0; s < streams; ++s) sum += std::exchange(counters[s * digits + digit], sum);
   }
 }
@@ -136,7 +139,8 @@ inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stre
 inline constexpr int kCounterStreams = 4;           // streams of counters above it, see RadixPass
 inline constexpr int kBucketDigitBits = 8;          // maximum width for a bucket
 inline constexpr int kRunDigitBits = 11;            // maximum width for a run or a small input
-inline constexpr int64_t kSmallInput = int64_t{1} << 16;  // maximum size that one core sorts alone
+// maximum size of a single part, or of a run of tbe_group, that is sorted without buckets
+inline constexpr int64_t kSmallInput = int64_t{1} << 16;
 inline constexpr int kMaxBucketBits = 11;    // maximum number of top bits that select a bucket
 inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of a bucket
 inline constexpr int64_t kPartItems = 8192;  // minimum size of a thread's share of input or buckets
@@ -150,11 +154,12 @@ constexpr int bucket_digit_bits(int64_t n) {
   return n < kTinyBucketItems ? 6 : n < kSmallBucketItems ? 7 : kBucketDigitBits;
 }
 
-// Return the width for a run or a small input of n items. The widest digits serve sizes from `wide`
-// on.
-constexpr int run_digit_bits(int64_t n, int64_t wide) {
-  return n < kTinyRunItems ? 6 : n < wide ? 8 : kRunDigitBits;
+// Return the maximum width of the digits by which a run or a small input of n items is sorted. From
+// `min_wide_items` items on it is kRunDigitBits.
+constexpr int run_digit_bits(int64_t n, int64_t min_wide_items) {
+  return n < kTinyRunItems ? 6 : n < min_wide_items ? 8 : kRunDigitBits;
 }
+// Minimum sizes of a run, and of a small input, that is sorted by digits of kRunDigitBits.
 inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
 
 // Sort a bucket, `items` [n], by key, stable. More than kInsertionSortItems items are sorted by the
@@ -185,10 +190,11 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
-// Write the groups and the permutation of items [begin, end) of `sorted`, all items in order. No
-// group may extend beyond the range. `group` is the number of the last group before the range, -1
-// for none; return that of the last group written. `base` is added to the keys in `out.unique`.
-// `emit(j, position)` is called for every item j.
+// Write the groups and the permutation of items [begin, end) of `sorted`, which has all items in
+// order. No group may extend beyond the range; not checked. `group` is the number of the last group
+// before the range, -1 for none. Return the number of the last group in the range, `group` if no
+// item of the range belongs to a group. `base` is added to the keys in `out.unique`.
+// `emit(j, position)` is called for every item j, also for items without a group.
 template <class Item, class Emit>
 int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
                      const GroupOutput& out, const Emit& emit, uint64_t base = 0) {
@@ -208,8 +214,8 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
   return group;
 }
 
-// Complete the output when all of its `total` groups are written: fill `unique` and `segments`
-// after the last group and write the count. `sorted` are all n items.
+// Complete the output when all of its `total` groups are written: write segments[0], fill `unique`
+// and `segments` after the last group, and write the number of groups. `sorted` has all n items.
 template <class Item>
 void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
                    const GroupOutput& out) {
@@ -221,13 +227,15 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
   *out.num_groups = static_cast<int32_t>(total);
 }
 
-// Group n items and write the result to `out`. Keys are at most `limit`; an item with the key
-// `limit` belongs to no group. Item32 serves limits below 2^32.
+// Group n items and write the result to `out`. Keys must be at most `limit`, and `Item` must be
+// Item64 if the limit is 2^32 or more; neither is checked. An item with the key `limit` belongs to
+// no group.
 //
 // The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
 // part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
 // `put(position, key)` once for each position of part p. `emit(j, position)` is called once for
-// every item, where j is its number in sorted order. Several threads call both.
+// every item, where j is the item's number in sorted order. Several threads call both at once,
+// unless there is one part, or one thread.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
                  const Fill& fill, const GroupOutput& out, const Emit& emit) {
@@ -285,18 +293,19 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_beg
   finish_groups(sorted.get(), n, groups[buckets], limit, out);
 }
 
-// A run of neighbouring items with keys in [key_base, key_base + key_range). It ends where the next
-// run begins and may be empty.
+// A run of neighbouring items with keys in [key_base, key_base + key_range), in any order. It ends
+// where the next run begins and may be empty.
 struct KeyRun {
   int64_t begin;       // position of its first item
   uint64_t key_base;   // at least the end of the previous run's keys
   uint64_t key_range;  // at most 2^32
 };
 
-// Group n items that come in runs with ascending keys, all of which belong to groups. Every run is
-// sorted alone, on fewer bits than all keys have and inside the cache of a core. `fill(r, put)`
-// must call `put(position, key - key_base)` once for each position of run r; `emit` is that of
-// `group_items`.
+// Group n items of consecutive runs whose key ranges ascend and do not overlap. Every item belongs
+// to a group. Every run is sorted alone: on the bits of its key range only, and in the cache of a
+// core unless the run is too long for that. `fill(r, put)` must call `put(position, key -
+// key_base)` once for each position of run r. `emit` is called as by `group_items`. With several
+// threads, they take whole runs, so one long run delays all.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
@@ -347,7 +356,8 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
   finish_groups(items.get(), n, groups[count], kNoLimit, out);
 }
 
-// Return the number of parts that an input of n items should be divided into, at least 1.
+// Return the number of parts into which an input of n items should be divided: at least 1, at most
+// one per thread.
 inline int64_t group_parts(int64_t n) {
   return std::clamp<int64_t>(n / kPartItems, 1, num_threads());
 }

@@ -1,13 +1,15 @@
 // The kernels of `group` before and after its sort: they make the keys of the sort, and write the
-// groups. The sort itself (CUB on a GPU, std::stable_sort in tests) delivers the sorted keys and
-// their positions. Keys that belong to no group are replaced by `limit`, which is greater than all
-// others, so they come last.
+// groups. Ops that compute keys themselves, such as `tbe_group`, use the later kernels only. The
+// sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys and their positions. Keys
+// that belong to no group are replaced by `limit`, which is greater than all others, so they come
+// last.
 //
 // The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
 // the groups that begin in each range. In a second kernel every block adds up the counts of the
-// ranges before its own and writes the groups that begin in its range.
+// ranges before its range and writes the groups that begin in its range.
 //
-// n, the number of keys, is below 2^31. All pointers are to device memory of the caller.
+// The caller must keep n, the number of keys, below 2^31; not checked. All pointers are to device
+// memory of the caller.
 #pragma once
 
 #include "core/dtype.h"
@@ -32,8 +34,8 @@ struct SortPairs {
 // A sort whose runs of equal keys become groups. Keys that equal `limit` belong to no group.
 template <class Key>
 struct SortBuffers : SortPairs<Key> {
-  // Scratch [2, kMaxRanges], for each range: the groups that begin in it, and its keys below
-  // `limit`.
+  // Scratch [2, kMaxRanges], per range: the number of groups that begin in it, and the number of
+  // its keys below `limit`.
   int32_t* range_counts;
 };
 
@@ -45,15 +47,16 @@ struct StepCount {
   const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
 };
 
-// Count the step; return the number of groups to update: num_groups, or 0 if the step is skipped.
-// Called by one thread of the grid.
+// Increment count.step unless the step is skipped or the counter is null. Return the number of
+// groups to update: num_groups, or 0 if the step is skipped. One thread of the grid must call this.
 EMB_DEVICE int count_update_step(const StepCount& count, int num_groups) {
   if (count.is_finite != nullptr && !*count.is_finite) return 0;
   if (count.step != nullptr) *count.step += 1.0;
   return num_groups;
 }
 
-// The arrays that a grouping writes, as `group` returns them (group_cpu.cpp).
+// The arrays that a grouping writes, as `group` returns them (group_cpu.cpp), and the step counter
+// that it increments.
 struct DeviceGroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
@@ -127,7 +130,8 @@ __global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<
   sort.range_counts[kMaxRanges + blockIdx.x] = num_grouped;
 }
 
-// The groups that begin before a block's range, all groups, and all keys that belong to groups.
+// The numbers of groups that begin before a block's range, of all groups, and of all keys that
+// belong to groups.
 struct GroupTotals {
   int before = 0, num_groups = 0, num_grouped = 0;
 };
@@ -154,9 +158,10 @@ EMB_DEVICE void put_unique(const DeviceGroupOutput& out, int64_t i, int64_t key)
 }
 
 // Write the groups that begin in this block's range: `unique` and `segments`, and the bags of the
-// sorted lookups if asked for. After the last group `unique` is 0, and `segments` is the number of
-// keys that belong to groups. `sort.range_counts` must be complete. One block per range, and one if
-// there are no keys.
+// sorted lookups unless sorted_bags is null. After the last group `unique` is 0, and `segments` is
+// the number of keys that belong to groups. One thread also writes num_groups and counts the update
+// step (count_update_step). `sort.range_counts` must be complete. The grid has one block per range,
+// and one block if there are no keys.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> sort, DeviceGroupOutput out) {
@@ -211,7 +216,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The groups of n keys, as `group` returns them, and the output of `group_inverse`.
+// The groups of n keys, as `group` returns them, and the output of `group_inverse`. The arguments
+// must come from one call of `group`; on a GPU this is not checked.
 struct InverseArgs {
   const int32_t *segments, *permutation, *num_groups;  // [n + 1], [n], [1]
   int64_t n;
@@ -241,14 +247,15 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   write_inverse(args, range);
 }
 
-// Fill `sort.keys` and `sort.positions` from `keys` [n], n > 0.
+// Fill `sort.keys` and `sort.positions` from `keys` [n]; n must be greater than 0.
 template <class Key, class Launcher>
 void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuffers<Key>& sort) {
   launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(kResidentBlocks)),
            kTileThreads, keys, sort);
 }
 
-// Write the groups of the sorted keys and positions in `sort`. n may be 0.
+// Write the groups of the sorted keys and positions in `sort`, and count the update step. n may be
+// 0.
 template <class Key, class Launcher>
 void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort,
                    const DeviceGroupOutput& out) {

@@ -1,12 +1,13 @@
 // Grouping of a small batch in one launch: a cluster of blocks makes the keys, sorts them in shared
 // memory, finds the groups of equal keys and writes all that `group` returns. CUB would take five
-// launches, and most of their time would be overhead. A device without clusters runs one block.
+// launches, and most of their time would be overhead. A small batch, or any batch on a device
+// without clusters, runs as one block.
 //
-// The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new place of an
-// element follows from the elements of smaller digits and those of the same digit before it: within
-// the warp they are counted by ballots, over the warps of a block by one histogram per warp, and
-// over the blocks by reading each other's totals. Then every element is written to its new place,
-// in the shared memory of the block that holds it.
+// The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new position of
+// an element is the number of elements that have a smaller digit, or the same digit and an earlier
+// position. Within the warp these elements are counted by ballots, over the warps of a block by one
+// histogram per warp, and over the blocks by reading each other's totals. Then every element is
+// written to its new position, in the shared memory of the block that has this position.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,7 @@ inline constexpr unsigned kSmallThreads = 512;  // maximum number of threads per
 inline constexpr int kPositionBits = 14;        // bits of a payload for the position
 inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // keys
 inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);
-// Blocks of a cluster: scan_digits reads the totals of so many at once.
+// Maximum number of blocks of a cluster; scan_digits unrolls a loop over it.
 inline constexpr unsigned kMaxClusterBlocks = 8;
 
 // The shape of a launch. All three are powers of two; a block has at least one thread per digit.
@@ -60,10 +61,10 @@ struct SmallMemory {
     kBegun,       // groups that begin in this block
     kGrouped,     // keys of this block that belong to groups
     kBadIndices,  // invalid indices, see Source::Tile::num_bad
-    // Violations by offsets. Source::prepared adds each offset that it repaired, make_keys each
-    // lost index (Source::Tile::num_lost): one before the first bag.
+    // Violations of the offsets: the offsets that Source::prepared changed, plus the lost indices
+    // (indices other than -1 before the first bag) that make_keys found.
     kOffsetViolations,
-    kOffsetsToRepair,  // invalid offsets that Source::prepared found; if any, it repairs all
+    kOffsetsToRepair,  // invalid offsets that Source::prepared found; if any, one block repairs all
     kTallies
   };
 
@@ -87,7 +88,8 @@ struct SmallMemory {
   }
 };
 
-// Return the sum of a tally over the blocks of the cluster, after they have met.
+// Return the sum of a tally over the blocks of the cluster. The caller must have called
+// cluster_sync after the last addition to the tally.
 EMB_DEVICE uint32_t cluster_total(const SmallMemory& memory, SmallMemory::Tally which) {
   uint32_t sum = 0;
   for (unsigned b = 0; b < simt::cluster_size(); ++b) sum += simt::of_block(memory.tally, b)[which];
@@ -105,7 +107,7 @@ EMB_DEVICE void count_in_block(const SmallMemory& memory, SmallMemory::Tally whi
 // The arguments of the kernel; outputs are in device memory of the caller.
 struct SmallGroupArgs {
   int32_t n;                // keys, at most kMaxSmallGroup
-  uint32_t limit;           // the key that belongs to no group, at least all others
+  uint32_t limit;           // the key that belongs to no group; no key is greater
   int bits, bits_per_pass;  // bits of keys up to `limit`, and bits that a pass sorts by
   int32_t* positions;       // [n] output: positions in sorted order; null if not wanted
   uint32_t* sorted_keys;    // [n] output; null if not wanted
@@ -124,12 +126,17 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* posit
 
 // The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
 // tbe/keys.cuh). Its members are
-//   kHasBags            whether keys have bags, and invalid ones are counted
-//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
-//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
-//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
-//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
-//   report(memory)      writes the tallies of invalid lookups, when they are complete
+//   kHasBags            whether keys have bags, and violations are counted
+//   prepared(memory)    returns the source to make the keys from. All threads of the cluster call
+//                       it: it may check and repair, add to tallies, and meet at cluster barriers
+//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty.
+//                       All threads of the block construct it: it may have block barriers
+//     key(source, i, limit, &bag)      returns the key of position i, `limit` if it belongs to no
+//                                      group, and writes its bag; counts a violation in the Tile
+//     num_bad(), num_lost()            invalid indices, and indices other than -1 before the first
+//                                      bag, so far in this thread
+//   report(memory)      writes the sums of the tallies of violations. All threads call it after a
+//                       cluster_sync that completes the tallies; one of them writes
 
 // The keys of the op `group`, [n] in device memory; keys outside [0, limit) belong to no group.
 struct GivenKeys {
@@ -154,17 +161,17 @@ struct GivenKeys {
 // key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
 // A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
 // them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
-// bits set: they stay behind the keys that belong to no group, and are not written.
+// args.bits bits set: they stay behind the keys that belong to no group, and are not written.
 //
-// The sort and the grouping, as one thread sees them. All threads of the cluster call every
-// function.
+// The sort and the grouping, as one thread sees them. All threads of the cluster must call every
+// function except `position`.
 template <int kItems>
 struct SmallSort {
   uint32_t key[kItems], payload[kItems];  // the thread's elements
   const SmallGroupArgs& args;
   const SmallMemory& memory;
-  unsigned rank, lane, warp;  // of the block in the cluster, of the thread in its block
-  unsigned element;           // number of the thread's item 0 in its block; item i is 32 * i more
+  unsigned rank, lane, warp;  // rank of the block in the cluster; lane and warp of the thread
+  unsigned element;           // number of the thread's item 0 in its block; item i is 32 * i after
   unsigned size, size_bits;   // elements per block, and log2 of that
 
   EMB_DEVICE SmallSort(const SmallGroupArgs& args_, const SmallMemory& memory_)
@@ -177,13 +184,13 @@ struct SmallSort {
         size(blockDim.x * kItems),
         size_bits(args_.block_bits) {}
 
-  // Return the number of item i in the cluster: before the sort the position of its key in the
-  // batch.
+  // Return the position of item i in the cluster: its position in the batch before the sort, its
+  // position in sorted order after it.
   EMB_DEVICE int position(int i) const {
     return static_cast<int>(rank * size + element + i * simt::kWarp);
   }
 
-  // Make the elements of this thread.
+  // Make the elements of this thread, and add the violations that `source` counts to the tallies.
   template <class Source>
   EMB_DEVICE void make_keys(const Source& source) {
     const int first = static_cast<int>(rank * size);
@@ -233,9 +240,10 @@ struct SmallSort {
     }
   }
 
-  // Turn the histograms of the warps into numbers of elements in the warps before, and write where
-  // the elements of each digit of this block go, in the numbers of the cluster, to `bases`. One
-  // thread per digit works.
+  // Replace each count in the histograms by the number of elements of its digit in the earlier
+  // warps of the block. Write to `bases` the position in the cluster at which the elements of each
+  // digit of this block begin, and to `totals` how many there are. One thread per digit computes;
+  // all threads meet at a barrier of the cluster and two of the block.
   EMB_DEVICE void scan_digits() {
     const unsigned digit = threadIdx.x;
     uint32_t total = 0;
@@ -276,9 +284,9 @@ struct SmallSort {
     __syncthreads();
   }
 
-  // Sort the elements of the cluster by key, stable; each thread gets those at its positions. A
-  // block reads its elements at the end of a pass without a barrier after it: the next pass writes
-  // to other blocks' memory only after the cluster_sync in scan_digits.
+  // Sort the elements of the cluster by key, stable; each thread gets the elements at its
+  // positions. A block reads its elements at the end of a pass without a barrier after it: the next
+  // pass writes to other blocks' memory only after the cluster_sync in scan_digits.
   EMB_DEVICE void sort() {
     for (int shift = 0; shift < args.bits; shift += args.bits_per_pass) {
       uint32_t digit[kItems], before[kItems];
@@ -306,9 +314,9 @@ struct SmallSort {
     }
   }
 
-  // Write, for each item, a mask of the lanes of the warp whose key begins a group to `heads`.
-  // Return the number of groups that begin before this warp's elements. Leave the tallies kBegun
-  // and kGrouped of every block.
+  // For each item, write to `heads` a mask of the lanes of the warp whose key begins a group.
+  // Return the number of groups that begin before this warp's elements. Complete the tallies of
+  // every block, kBegun and kGrouped among them, by a cluster_sync.
   EMB_DEVICE uint32_t find_groups(uint32_t (&heads)[kItems]) {
     uint32_t begun = 0, grouped = 0;
 #pragma unroll
@@ -337,8 +345,9 @@ struct SmallSort {
     return before;
   }
 
-  // Write all outputs of this thread's elements; `heads` and `first_group` are what find_groups
-  // wrote and returned.
+  // Write all outputs of this thread's elements that are wanted (not null). If groups are wanted,
+  // one thread also writes num_groups and counts the update step (count_update_step, which may
+  // reduce num_groups to 0). `heads` and `first_group` are what find_groups wrote and returned.
   EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t first_group) const {
     const DeviceGroupOutput& out = args.out;
     const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
@@ -406,8 +415,9 @@ unsigned max_small_cluster(const Launcher& launcher) {
   return launcher.max_cluster(small_group_kernel<Source, 1>);
 }
 
-// Group the keys of `source`. `plan` is plan_small_group(args.n, ...) and must have items; a source
-// with bags has at most kMaxSmallBags, so that a payload has room for their numbers.
+// Group the keys of `source`. `plan` must be plan_small_group(args.n, ...) and have items. A source
+// with bags must have at most kMaxSmallBags, so that a payload has room for their numbers. Neither
+// is checked.
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {

@@ -4,7 +4,8 @@
 // call a kernel (`*_kernels.cpp`), each on its own range of bags or of unique rows. The structs own
 // nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and are
 // valid until the op returns. Kernels check nothing but indices, which they repair as they read
-// them. L is the number of lookups, U of unique rows.
+// them, and cache slots: a row without a valid slot is not cached. L is the number of lookups, U
+// the number of unique rows.
 #pragma once
 
 #include "core/dtype.h"
@@ -17,8 +18,8 @@ namespace emb {
 // The cache in front of a table: none, one of the table's dtype, or one of another dtype.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
-// The rows that the lookups of one feature read: those of its table, or of the cache in front of
-// it.
+// The rows that the lookups of one feature read: rows of its table or, where a row is cached, of
+// the cache in front of the table.
 struct TableRows {
   const void* table;   // [rows, dim], row-major: the feature's table
   int64_t rows, dim;   // rows may be 0: then every lookup is skipped
@@ -64,7 +65,7 @@ struct SampleWeightArgs {
 // Write `out` for the lookups of bags [first_bag, last_bag), at least one, of the same feature.
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
-// The CPU kernels of that gradient.
+// The CPU kernels of the gradient of the sample weights.
 struct SampleWeightTable {
   SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
   SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
@@ -112,7 +113,7 @@ struct TableSpan {
   int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
-// The arguments of the update of unique rows. Its contents have been checked.
+// The arguments of the update of unique rows. The caller must have checked the contents.
 struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};

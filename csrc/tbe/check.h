@@ -6,7 +6,8 @@
 // padding, which lets batches of different sizes share the shape of a captured step; any other
 // index there is *lost*. In a batch of one feature a last offset below L is taken for a format that
 // leaves the last offset out, which would lose a bag. Both point to another format rather than to a
-// wrong number, so the mode "warning" raises for them instead of repairing them.
+// wrong number, so the mode "warning" raises for them instead of repairing them; "fatal" raises for
+// these and all other violations, "ignore" repairs all of them.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +26,7 @@ namespace emb {
 // Indices that a thread checks at least (not measured).
 inline constexpr int64_t kCheckGrain = 65536;
 
-// The way out of a last offset that is missing, for messages.
+// The remedy for a missing last offset, for messages.
 inline constexpr const char* kLastOffset =
     "; append it where it is left out (in a KeyedJaggedTensor it never is), or make the module "
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
@@ -48,7 +49,7 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
-// Return whether offsets, [num_bags + 1], need no repair, by the same signs.
+// Return whether offsets, [num_bags + 1], need no repair. The test is that of copy_if_valid.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
@@ -97,10 +98,10 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 }
 
 // Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
-// `offsets`, plus `lost`, the result of count_lost. kFatal raises for the first invalid offset.
-// kWarning raises for lost indices and for a last offset that is left out. The latter is looked for
-// only in a batch of one feature (`has_one_feature`): with several, the number of offsets is then
-// not F * B + 1, which an earlier check refuses.
+// `offsets`, plus `lost`, the result of count_lost. kFatal raises for the first invalid offset and
+// for lost indices. kWarning raises for lost indices and for a last offset that is left out. The
+// latter is looked for only in a batch of one feature (`has_one_feature`): with several features
+// the number of offsets is then not F * B + 1, which an earlier check refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
                               BoundsMode mode, bool has_one_feature, int32_t* repaired,
                               int64_t lost = 0) {
@@ -135,8 +136,8 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
 }
 
 // The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
-// tensors alive that `bags` and `rows_of` refer to, but not the weights, which the op's caller
-// holds.
+// tensors alive that `bags` and `rows_of` refer to, but not the weights, which the op's caller must
+// keep alive.
 struct LookupInputs {
   TierWeights weights;
   Pooling pooling;
@@ -146,9 +147,10 @@ struct LookupInputs {
   Bags bags;
 
   // Check everything that a kernel relies on, and raise otherwise: shapes, dtypes, that each
-  // feature lies within its tier of the weights, and that the output rows lie within `columns`, the
-  // width of the output or its gradient: of a row, or in a variable batch of all rows together.
-  // Indices, offsets and slots are not checked: kernels repair them as they read them.
+  // feature lies within its tier of the weights, and that the output rows lie within `columns`.
+  // That is the number of columns of a row of the output or its gradient; in a variable batch it is
+  // the number of elements of all rows together. Indices, offsets and slots are not checked:
+  // kernels repair them as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,

@@ -1,7 +1,7 @@
 // Bounds check of a batch in front of its lookup, with the results of bounds.cuh. A small batch
 // takes one launch and no memory to be cleared before it; a large one is left to bounds.cuh.
 //
-// Every block reads all offsets. They are valid if the first is not negative, none exceeds the
+// Every block reads all offsets. They are valid if the first is not negative, no offset exceeds the
 // next, and the last is the number of indices: this takes no scan, and no block waits for another.
 // If they are valid, a block copies its share of the offsets and checks its tiles of indices. If
 // not, which is rare, each thread computes the running maximum up to its own offset, and the bag of
@@ -15,8 +15,8 @@ namespace emb::cuda {
 inline constexpr int kCheckThreads = 1024;
 // Two blocks are all the threads of a multiprocessor.
 inline constexpr int kCheckBlocksPerSm = 2;
-// A block reads this many offsets in a few microseconds, about the time of a launch (an estimate,
-// not measured).
+// The bounds of a small batch, see is_small_batch. A block reads this many offsets in a few
+// microseconds, about the time of a launch (an estimate, not measured).
 inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
 inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
 
@@ -82,16 +82,16 @@ EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndic
   bad->invalid += !((index >= 0 && index < rows) || index == -1);
 }
 
-// Add the violations of a warp, `bad` in each lane, to args.violations[kind]: 0 counts indices, 1
-// offsets. Called by the whole warp.
+// Add the violations of a warp, `bad` in each lane, to args.violations[kind], unless that is null:
+// kind 0 counts indices, kind 1 offsets. Called by the whole warp.
 EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   bad = __reduce_add_sync(simt::kFullMask, bad);
   if (bad == 0 || args.violations == nullptr || threadIdx.x % simt::kWarp != 0) return;
   atomicAdd(&args.violations[kind], static_cast<unsigned long long>(bad));
 }
 
-// Grid-stride over offsets and over tiles of kCheckThreads indices; always adds to args.violations,
-// whatever args.adds_counts says.
+// Write args.repaired, and add the violations to args.violations, or trap if args.is_fatal.
+// Grid-stride over offsets and over tiles of kCheckThreads indices. args.adds_counts is ignored.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCheckThreads)
     check_batch_kernel(BoundsArgs args) {
   __shared__ int range[2];
@@ -128,8 +128,9 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   count_violations(args, 1, bad_offsets + bad.lost);
 }
 
-// Write args.repaired and add the violations to args.violations. Only for args.adds_counts: small
-// batches always add. args.progress may be null if is_small_batch.
+// Write args.repaired and add the violations to args.violations, or trap if args.is_fatal. The
+// caller must set args.adds_counts, since small batches always add; not checked. args.progress may
+// be null if is_small_batch.
 template <class Launcher>
 void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
   if (!is_small_batch(args)) {

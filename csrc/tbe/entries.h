@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode);
 
-// Sort the lookups of a batch by linear row id, stably; ids must be below `total_rows`. Return
+// Sort the lookups of a batch by linear row id, stably. Ids must be below `total_rows`: the CPU
+// raises for a table beyond it, a GPU skips lookups of other ids. Return
 //   rows      int64 [L]: the distinct ids, ascending; entries from U on are 0
 //   segments  int32 [L + 1]: group g is sorted lookups [segments[g], segments[g + 1]), which is
 //             empty from group U on
@@ -45,7 +46,7 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 //   bags      int32 [L]: the bag of each sorted lookup
 //   count     int32 [1]: the number of groups U
 // Skipped lookups are in no group and sort to the end. `repaired` states that `bounds_check`
-// returned `offsets`; otherwise offsets are repaired as they are read, without a report.
+// returned `offsets`, which is not checked; otherwise offsets are repaired without a report.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
@@ -73,8 +74,8 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
 }
 
 // Return whether all offsets are valid and all indices are rows of their table or -1, so that there
-// is nothing to repair or to report. On the CPU, by all threads; `features` is int64 [F, 8] and has
-// been checked.
+// is nothing to repair or to report. All tensors must be on the CPU; several threads share the
+// indices. `features`, int64 [F, 8], must have been checked.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
 
@@ -98,8 +99,8 @@ struct GroupArrays {
   int32_t* num_groups;                    // [1]
 };
 
-// Do what `bounds_check` does, but return the offsets alone, and add the violations to
-// `violations`, int64 [2], in the mode "warning" only.
+// Do what `bounds_check` does, but return the repaired offsets alone, and add the violations to
+// `violations`, int64 [2], in the mode "warning" only. In the mode "fatal" the kernel traps.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations);
 

@@ -1,10 +1,10 @@
 // `tbe_group` on the CPU: turn the lookups of all features into linear row ids, sort and group
 // them, and return the bag of every sorted lookup for the backward pass.
 //
-// Each table is grouped separately (group_runs) if features read their tables in the order of the
-// rows, no lookup is skipped, and no table has so many lookups that threads would wait for it: its
-// lookups are then neighbours and its keys small. Otherwise all lookups are grouped together
-// (group_items). Both give the same result.
+// Each table is grouped separately (group_runs) if there are several tables, features read them in
+// the order of their rows, no lookup is skipped, and no table has too many lookups (find_runs). The
+// lookups of a table are then neighbours and its keys small. Otherwise all lookups are grouped
+// together (group_items). Both give the same result.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -29,8 +29,9 @@ struct TableRuns {
 };
 
 // Return a run per table. Return none if features do not read tables in the order of their rows, if
-// there is only one table, or if one run is too large: above kSmallInput lookups, or above twice
-// its share per thread. `offsets`, [bags + 1], have been repaired.
+// there is only one table, if a table has 2^32 rows or more, or if a run is too large: above
+// kSmallInput lookups, or, with several threads, above twice the lookups per thread. `offsets`,
+// [bags + 1], must have been repaired.
 TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
                     std::span<const int32_t> offsets) {
   TableRuns tables;
@@ -57,8 +58,9 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
   return tables;
 }
 
-// Return whether all lookups belong to bags and all indices are rows of their table: none is
-// skipped. `offsets` have been repaired. A negative sign in `signs` means no.
+// Return whether all lookups belong to bags and all indices are rows of their table, so that no
+// lookup is skipped or repaired. `offsets` must have been repaired. A set sign bit of `signs` means
+// no.
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
@@ -97,8 +99,8 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
 }
 
 // Group the lookups of all tables together. Skipped lookups get the key `total_rows`, which belongs
-// to no group. `Item` is Item32 for keys below 2^32, else Item64. `offsets` have been repaired;
-// `sorted_bags` is [L].
+// to no group. `Item` must be Item64 unless total_rows is below 2^32. `offsets` must have been
+// repaired. The bag of each sorted lookup is written to `sorted_bags`, [L].
 template <class Item>
 void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
                    std::span<const int32_t> offsets, int64_t total_rows, const GroupOutput& out,

@@ -18,7 +18,7 @@ struct GroupBatch {
   IndexArray indices;       // [L], repaired as they are read
   Bags bags;
   BagMap map;
-  int64_t total_rows;      // a bound of all linear row ids: row_base + rows of any feature
+  int64_t total_rows;      // above all linear row ids: at least row_base + rows of every feature
   bool has_valid_offsets;  // `bounds_check` returned bags.offsets, so that they are not checked
                            // again
 };
@@ -28,9 +28,9 @@ struct GroupBatch {
 // from torch before the first launch, so that a failure launches nothing.
 //
 // Small batches take one launch of a cluster of blocks (group/small_group.cuh): up to
-// kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters. Larger batches, and any with
-// total_rows of 2^32 - 1 or more, take a pass that makes keys, CUB's sort, and two passes over the
-// sorted keys, of which the last counts the step.
+// kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.
+// Larger batches, and any with total_rows of 2^32 - 1 or more, take a pass that makes keys, CUB's
+// sort, and two passes over the sorted keys, of which the last counts the step.
 void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                    const GroupBatch& batch, const GroupArrays& out, const StepCount& step);
 

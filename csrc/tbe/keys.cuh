@@ -1,6 +1,6 @@
 // The keys by which the lookups of a batch are grouped: every lookup gets its linear row id and its
 // bag. Skipped lookups (index -1, or before the first bag) get a key that belongs to no group. The
-// same kernel checks indices and offsets.
+// same kernel can check indices and offsets.
 //
 // A block takes tiles of lookups. Each bag that begins in a tile writes its number at its first
 // lookup, and a running maximum then gives each lookup its bag. The grid checks the offsets while
@@ -31,7 +31,7 @@ struct BadIndices {
 };
 
 // Return the key of lookup i in bag `bag` (-1: before the first bag): its linear row id, or `limit`
-// for a skipped lookup or an id that is not below it. Add its violation, if any, to `bad`.
+// for a skipped lookup or an id of `limit` or more. If the index is invalid, count it in `bad`.
 template <class Key>
 EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, BadIndices* bad) {
   const int64_t index = in.indices[i];
@@ -58,7 +58,7 @@ struct KeyTile {
 };
 
 // Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
-// block call it; it ends with a barrier.
+// block must call it; it has barriers, the last one at its end.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -90,8 +90,9 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
 }
 
 // Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end.
-// `bags` are those of `in`, or have repaired offsets. A null array in `sort` is not written. Add
-// this thread's violations to `bad`. All threads of the block call it.
+// `bags` is in.bags, or the same bags with repaired offsets. A null array in `sort` or `in` is not
+// written. Count this thread's violations in `bad`. All threads of the block must call it; it has
+// barriers.
 template <class Key>
 EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
                           int64_t tile, KeyTile& shared, BadIndices* bad) {
@@ -118,11 +119,12 @@ struct GridCounts {
   bool is_last;
 };
 
-// Add the counts of this block to `check.progress`, and return those of the grid in the block that
-// finishes last. All threads call it. The first word counts invalid indices in its lower 32 bits
-// and lost ones in the upper 32; the second counts invalid offsets in its lower 40 bits and the
+// Add the counts of this block to `check.progress`, and return the counts of the grid in the block
+// that finishes last; a grid of one block does not use check.progress. All threads of the block
+// must call it; it has barriers. The first word counts invalid indices in its lower 32 bits and
+// lost indices in the upper 32; the second counts invalid offsets in its lower 40 bits and the
 // blocks that have finished in the upper 24. That suffices: there are fewer than 2^31 lookups and
-// bags. Both words are 0 before the launch. The first fence puts the keys that this block wrote
+// bags. Both words must be 0 before the launch. The first fence puts the keys that this block wrote
 // before its arrival, since the last block may write them again; the others put its counts before
 // its arrival, and all arrivals before the last block reads the counts.
 EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad, int offsets) {
@@ -156,8 +158,9 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
 // 32 and spills.
 inline constexpr int kKeyBlocks = 6;
 
-// Make the keys of all lookups and check the batch as `check` says. Both are optional: without
-// arrays in `sort` no keys are written, with a null check.repaired nothing is checked.
+// Make the keys of all lookups, check the batch as `check` says, and report its violations. Both
+// are optional: without arrays in `sort` no keys are written, with a null check.repaired nothing is
+// checked or reported.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
@@ -219,7 +222,8 @@ struct SmallLookups {
   BatchCheck check;
 
   // Check the offsets with all blocks of the cluster, and let one block repair them if necessary.
-  // Return the lookups with valid offsets.
+  // Return the lookups with valid offsets. With a null check.repaired nothing is checked. All
+  // threads of the cluster must call it; it has cluster barriers.
   EMB_DEVICE SmallLookups prepared(const SmallMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
@@ -258,7 +262,8 @@ struct SmallLookups {
     EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.lost); }
   };
 
-  // Write the numbers of violations, once they are complete in all blocks.
+  // Report the violations (report_violations) unless check.repaired is null. All threads call it
+  // after the cluster_sync that completes the tallies; one thread reports.
   EMB_DEVICE void report(const SmallMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
     report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),

@@ -1,13 +1,15 @@
 // Forward of table-batched embeddings on the GPU.
 //
-// A group of 4 to 32 lanes takes a bag. Each lane owns 16 bytes of the row, so that a warp always
-// requests 512 bytes at a time, and four rows of each bag are in flight before the first is used.
-// Each lane reads the index of one lookup, a tile of lookups ahead of its use, and passes the
-// address of its row to the group by shuffles. The groups of a warp run in lockstep: all take as
-// many steps as the longest bag, so that collectives name the full warp. A bag's rows are added in
-// the order of its lookups, in float.
-// pool_kernel is the general kernel. short_bags_kernel, long_bags_kernel, sequence_kernel (no
-// pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup selects.
+// pool_kernel is the general kernel. A group of 4 to 32 lanes takes a bag. Each lane owns 16 bytes
+// of the row, so that a warp requests 512 bytes at a time, and four rows of each bag are in flight
+// before the first is used. Each lane reads the index of one lookup, a tile of lookups ahead of its
+// use, and passes the address of its row to the group by shuffles. The groups of a warp run in
+// lockstep: all take as many steps as the longest bag, so that collectives name the full warp. A
+// bag's rows are added in float, in the order of its lookups.
+//
+// short_bags_kernel, long_bags_kernel (which adds stretches of a bag separately), sequence_kernel
+// (no pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup
+// selects.
 #pragma once
 
 #include "core/bag_task.cuh"
@@ -32,7 +34,8 @@ inline constexpr int kLookupWaves = 8;
 // offsets and slots as they read them. `features` and `map` are trusted.
 struct DeviceLookupArgs {
   // The memory of the tier with the lowest address. A row is at `distance` of its tier plus its
-  // element in the tier, both in elements of weight_type. 0 for an unused tier.
+  // element in the tier, both in elements of weight_type. `distance` is 0 for an unused tier, and
+  // not used for a cache of another dtype.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
@@ -54,7 +57,7 @@ struct DeviceLookupArgs {
 
 // Set `weights`, `distance`, `cache` and `cache_elements` for tiers at the addresses `data` with
 // `elements` elements each; the dtypes must be set before. Only a cache of the tables' dtype can be
-// addressed by its distance: mixed_lookup_kernel reads the rows of another one.
+// addressed by its distance; mixed_lookup_kernel reads the rows of a cache of another dtype.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       DeviceLookupArgs* args) {
   const int64_t size = size_of(args->weight_type);
@@ -91,7 +94,8 @@ struct LookupId {
   }
 };
 
-// Return the distance of the row of a lookup from args.weights in elements, -1 for one to skip.
+// Return the distance of the row of a lookup from args.weights in elements, -1 for a lookup to
+// skip.
 EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& feature,
                               const LookupId& id) {
   const int64_t row = repair_index(id.index, feature.rows);
@@ -135,8 +139,8 @@ EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const
   }
 }
 
-// Write columns [column, column + N) of the output of a bag; for MEAN, `sum` is divided by its
-// length. Columns beyond the row are not written.
+// Write columns [column, column + N) of the output of a bag; for MEAN, first divide `sum` by the
+// length of the bag. Columns beyond the row are not written.
 template <int N>
 EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uint32_t bag,
                           int column, float (&sum)[N]) {
@@ -240,10 +244,10 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
 
 // Pooled lookup of short bags (one lookup or a few each, as in click logs). The rows of one bag
 // cannot saturate the memory system, so a group of lanes takes four bags at once and has a row of
-// each in flight. Each lane of the warp locates the rows of one bag, and passes them to the group
-// that sums the bag by shuffles. A bag's rows are still added in order.
+// each in flight. Each of the first lanes of the warp locates the rows of one bag, and passes them
+// by shuffles to the group that sums the bag. A bag's rows are still added in order.
 
-inline constexpr int kBagsInFlight = 4;  // of a group of lanes
+inline constexpr int kBagsInFlight = 4;  // bags that a group of lanes sums at once
 inline constexpr int kShortBagThreads = 128;
 // Blocks per multiprocessor: 7 leave 72 registers per thread for float, where a lane sums 4 x 4
 // columns; 5 leave 96 for 16 bits, where it sums 4 x 8.
@@ -297,7 +301,8 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
   }
 }
 
-// Write this lane's columns of the four bags of its group; `bag` is the one that this lane locates.
+// Write this lane's columns of the four bags of its group, divided by the length for MEAN. `bag` is
+// the bag that this lane locates.
 template <int N>
 EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                  const LaneGroup& lane, uint32_t bag, int column,
@@ -459,8 +464,8 @@ struct MixedSlice {
 };
 
 // Return the address of the row of lookup i in one word, which lanes can pass on by a shuffle. Bit
-// 0, which is free because addresses of rows are even, is set if the row is in the cache. 0 is a
-// lookup to skip.
+// 0, which is free because addresses of rows are even, is set if the row is in the cache. Return 0
+// for a lookup to skip.
 EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
   if (row < 0 || row >= feature.rows) return 0;
@@ -603,8 +608,8 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   }
 }
 
-// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag. Does
-// not wait for the device.
+// Write args.output: the row of every bag or, without pooling, of every lookup. The caller must
+// pass at least one bag; not checked. Does not wait for the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

@@ -43,9 +43,9 @@ bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
-// Raise unless each of the `columns` columns, or elements of a variable batch, belongs to the
-// output row of one feature, or of one bag: kernels write no other. Usually these rows are a few
-// runs of neighbours, in order.
+// Raise unless each of the `columns` columns belongs to exactly one feature or, in a variable
+// batch, each of the `columns` elements to exactly one bag: kernels write no others. Usually these
+// columns or elements are a few runs of neighbours, in order.
 void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
   const FeatureBags& bags = in.feature_bags;
   const BagLayout* layout = bags.map.layout;
@@ -80,8 +80,8 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
 }
 
 // Allocate the output, and clear it if kernels leave some of it unwritten: rows of lookups before
-// the first bag, or all of it without bags. Raise if there is no pooling and a feature's dim is not
-// `columns`.
+// the first bag, or all of it without bags. Raises, without pooling, if a feature's dim is not
+// `columns`, and with pooling if check_coverage does.
 Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t num_features = in.feature_bags.num_features();
   const bool variable = in.feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;

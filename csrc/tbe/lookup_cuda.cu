@@ -124,7 +124,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 namespace {
 
 // Check a batch and return its repaired offsets, int32 [bags + 1]. `args` has the batch; its other
-// members are set here. In the mode "warning" violations are added to `violations`, int64 [2].
+// members are set here. In the mode "warning" violations are added to `violations`, int64 [2]; in
+// the mode "fatal" the kernel traps.
 Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
                         BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
@@ -168,8 +169,9 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
 namespace {
 
 // Check a fixed batch and look it up. Return [output], and with a mode [output, repaired offsets].
-// Unlike the CPU's, the result is complete for an invalid batch too: the kernels repair what is
-// invalid, so that the host need not wait to learn whether the batch is valid.
+// Unlike on the CPU, the result is complete for an invalid batch too (unless the mode "fatal"
+// traps): the kernels repair what is invalid, so that the host need not wait to learn whether the
+// batch is valid. In the mode "warning" violations are added to `violations`.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
@@ -196,7 +198,8 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   return results;
 }
 
-// Return the gradient of the sample weights, float32 [L]; as the CPU's, see sample_weights_cpu.cpp.
+// Return the gradient of the sample weights, float32 [L], as on the CPU: see
+// sample_weights_cpu.cpp.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,

@@ -1,6 +1,6 @@
 // Forward of table-batched embeddings on one CPU thread. Its time is cache misses on random rows,
-// so it must keep enough of them in flight: rows are prefetched a fixed number of lookups ahead,
-// across bags.
+// so it must keep enough of them in flight: rows are prefetched a number of lookups ahead that
+// depends on their size, across bags.
 //
 // Two paths give the same bits. If all indices of a range of bags are rows of the table and there
 // is no cache, as is usual, `pool_valid` needs few instructions per lookup, since no index is
@@ -122,8 +122,8 @@ EMB_HD void end_stream() {
 #endif
 }
 
-// Write the output of a bag of one lookup: its row times `weight`. Zero is added as a sum would do,
-// which turns -0 into 0.
+// Write the output of a bag of one lookup, or of a lookup without pooling: its row times `weight`.
+// Zero is added, as in a sum, which turns -0 into 0.
 template <int kVectors, bool kStream, class W, class O>
 EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   const Vec factor = broadcast(weight);
@@ -141,8 +141,8 @@ EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
 }
 
 // Write columns [column, column + kVectors * kLanes) of the output of a bag: the sum of the rows of
-// lookups [begin, end), times their `weights` ([L] or null), times `scale`. Only the first block of
-// a bag (`kFirst`) prefetches.
+// lookups [begin, end), each times its weight in `weights` ([L]; null: 1), times `scale`. Only the
+// first block of a bag (`kFirst`) prefetches.
 template <int kVectors, bool kFirst, bool kStream, class Source, class O>
 EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, int64_t begin,
                       int64_t end, float scale, O* out) {
@@ -222,8 +222,9 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
              : all_have_one_lookup(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
-// Pool bags [first_bag, last_bag) with valid indices. Rows have kVectors vector registers; 0 stands
-// for any length.
+// Pool bags [first_bag, last_bag); the caller must have checked that their indices are valid. Rows
+// have kVectors vector registers; 0 stands for any length. With kStream, which needs kVectors > 0,
+// the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
   const BagRows& bags = args.bags;
@@ -267,7 +268,8 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
   }
 }
 
-// Pool with the instance of pool_valid for the dim of the table.
+// Pool with the instance of pool_valid for the dim of the table. Rows of another length do not
+// bypass the caches.
 template <bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
 #if defined(__x86_64__) && !defined(__AVX2__)

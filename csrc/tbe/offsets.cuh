@@ -4,8 +4,9 @@
 // *lost*, which counts as a violation of the offsets.
 //
 // Nearly every batch is valid. So all threads check the offsets, without a scan, and only if one of
-// them finds an invalid offset does a single block repair them all, in the same launch
-// (lookup_keys_kernel of tbe/keys.cuh; the grouping of small batches does the same).
+// them finds an invalid offset does a single block repair all offsets, in the same launch
+// (lookup_keys_kernel and SmallLookups of tbe/keys.cuh). The exception is tbe/check_batch.cuh,
+// where each thread repairs the offsets that it writes.
 #pragma once
 
 #include "core/dtype.h"
@@ -17,14 +18,14 @@ namespace emb::cuda {
 // How a kernel over the lookups of a batch checks the batch on the way; not at all if `repaired` is
 // null. Pointers are to device memory, which must live until the kernel has run.
 struct BatchCheck {
-  int32_t* repaired = nullptr;  // [bags + 1], an output, always written if an offset is invalid
+  int32_t* repaired = nullptr;  // [bags + 1], an output, written if an offset is invalid
   bool copies_valid = false;    // write `repaired` for valid offsets too
   bool is_fatal = false;        // trap at a violation, as an assert does
   // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
   bool adds_counts = true;  // add to `violations`, else overwrite it
-  // [2], scratch of a launch of several blocks: packed counts, see finish_block. 0 before the
-  // kernel runs (launch_lookup_keys sees to that), unspecified after it; null for one block.
+  // [2], scratch of a launch of several blocks: packed counts, see finish_block in tbe/keys.cuh.
+  // launch_lookup_keys sets it to 0; unspecified after the kernel. May be null for one block.
   unsigned long long* progress = nullptr;
 };
 
@@ -36,11 +37,11 @@ EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
   return static_cast<int32_t>(x < 0 ? 0 : x > bags.num_lookups ? bags.num_lookups : x);
 }
 
-// Return how many of the offsets first, first + step, ... of [0, bags] are below their predecessor
-// (below 0 for the first one), above L, or the last one and not L. The offsets are valid if the
-// result is 0 in all threads. It is not how many of them the repair changes, since a repaired
-// offset depends on all before it. With check.copies_valid also copy these offsets to
-// check.repaired.
+// Return how many of the offsets first, first + step, ... of [0, bags] are invalid: below their
+// predecessor (below 0 for offset 0), above L, or, for the last offset if there are bags, not L.
+// The offsets are valid if the result is 0 in all threads. The repair may change another number of
+// offsets, since a repaired offset depends on all offsets before it. With check.copies_valid also
+// copy these offsets to check.repaired.
 EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
                                      int64_t step) {
   int invalid = 0;
@@ -55,9 +56,9 @@ EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, 
 }
 
 // Write the repaired offsets to `repaired`, [bags + 1]; return how many of the offsets that this
-// thread wrote differ from bags.offsets. All threads of one block, of whole warps, call it, and no
-// other block; it has barriers. `warp_scratch` is shared memory for an int per warp. bags.offsets
-// must not be `repaired`, and there must be fewer than 2^31 lookups.
+// thread wrote differ from bags.offsets. All threads of one block, which consists of whole warps,
+// must call it, and no other block; it has barriers. `warp_scratch` is shared memory for an int per
+// warp. The caller must not pass bags.offsets as `repaired`, nor 2^31 lookups or more; not checked.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
   constexpr int kEach = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -108,9 +109,10 @@ EMB_DEVICE void fail_for_indices() {
       "BoundsCheck.WARNING reads row 0 instead");
 }
 
-// Write the numbers of invalid indices and of invalid offsets (lost indices included) to
-// check.violations, or trap if check.is_fatal and one is not 0. One thread of the grid calls it.
-// The additions are atomic because kernels on other streams may add to the same counts.
+// Add the numbers of invalid indices and of invalid offsets (lost indices included) to
+// check.violations, or write them there if not check.adds_counts. Trap instead if check.is_fatal
+// and a number is not 0. One thread of the grid must call it. The additions are atomic because
+// kernels on other streams may add to the same counts.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
   if (check.is_fatal && offsets > 0) fail_for_offsets();
   if (check.is_fatal && indices > 0) fail_for_indices();

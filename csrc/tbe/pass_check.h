@@ -9,11 +9,12 @@
 
 namespace emb {
 
-// The list `located` of a batch that a cache has prefetched: the tensors of a grouping, then the
-// cache slot of each row.
+// The lengths of the list `located` of a batch: the tensors of a grouping, then, if a cache has
+// prefetched the batch, the cache slot of each row.
 inline constexpr int kLocatedRowSlots = kGroupTensors, kLocatedTensors = kGroupTensors + 1;
 
-// Check the length of `located`; the tensors themselves are checked by their users.
+// Check the length of `located`; `needs_slots` refuses a list without row_slots. The functions that
+// use the tensors check them.
 inline void check_located(const char* op, const std::vector<Tensor>& located,
                           bool needs_slots = true) {
   STD_TORCH_CHECK(

@@ -2,10 +2,10 @@
 // (update.cuh).
 //
 // Lookups are sorted by row; a segment is the lookups of one row. The lanes that update a row sum
-// its segment if that has at most kShortSegment lookups. A longer segment is divided into chunks,
-// which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
-// the chunk sums in order. Chunks depend on the length of the segment only, so that the same
-// gradients give the same bits.
+// its segment if that has at most kShortSegment lookups, or if the row is wider than a chunk sum
+// (kMaxVariableColumns). Any other segment is divided into chunks, which blocks sum beforehand, so
+// that one hot row occupies the whole device; the lanes then add the chunk sums in order. Chunks
+// depend on the length of the segment only, so that the same gradients give the same bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -52,17 +52,18 @@ EMB_HD int64_t first_chunk_slot(int64_t begin) {
   return (begin + kShortSegment - 1) / kShortSegment;
 }
 
-// Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
+// Return the number of floats from one chunk sum to the next, for rows of up to `columns` columns.
+// It is a multiple of 16 bytes.
 inline int64_t chunk_sum_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
-// In a variable batch, the columns of a chunk sum: the host does not know the widest row. Segments
-// of wider rows are not divided into chunks.
+// The maximum number of columns of a chunk sum in a variable batch, where the host does not know
+// the widest row. Segments of wider rows are not divided into chunks.
 inline constexpr int64_t kMaxVariableColumns = 1024;
 
-// The chunk of a chunk slot: a group and the number of its chunk; no chunk if `segment` is
-// negative.
+// The chunk of a chunk slot: the number of a segment and the number of its chunk. The slot has no
+// chunk if `segment` is negative.
 struct ChunkTask {
   int32_t segment, chunk;
 };
@@ -90,8 +91,8 @@ struct DeviceGradArgs {
   ChunkTask* chunk_tasks;
   float* chunk_sums;
   int64_t chunk_sum_stride;
-  // Without an optimizer, which writes the gradients of rows to the weights of tier 0: the floats
-  // from one to the next.
+  // Without an optimizer, where the gradients of rows are written to the weights of tier 0: the
+  // number of floats from one gradient to the next.
   int64_t result_stride;
 };
 
@@ -112,7 +113,8 @@ EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) 
   return args.map.element(bag, args.features[args.map.feature(bag)].column);
 }
 
-// Return the factor of that gradient: its sample weight, times 1 / length for MEAN.
+// Return the factor of the gradient of sorted lookup j, of bag `bag`: its sample weight (1 without
+// sample weights), times 1 / length of the bag for MEAN.
 EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {
@@ -196,10 +198,10 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Write the sum of the chunk of slot t to its row of args.chunk_sums. All threads of a block call
-// it: every group of lanes sums a stretch of the chunk, then the sums of the stretches are added in
-// order. The grid's second dimension divides the columns of wide rows. `stretch_sum` is shared
-// memory, [kChunkThreads].
+// Write the sum of chunk `task`, the chunk of slot t, to row t of args.chunk_sums. All threads of a
+// block must call it: every group of lanes sums a stretch of the chunk, then the sums of the
+// stretches are added in order. The grid's second dimension divides the columns of wide rows.
+// `stretch_sum` is shared memory, [kChunkThreads]. It has barriers.
 template <class G>
 EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,
                           int64_t t, float (*stretch_sum)[kColumns]) {

@@ -9,12 +9,12 @@ namespace emb::cuda {
 
 // The arguments of the kernels; all pointers are to device memory.
 struct DeviceSampleWeightArgs {
-  // The lookup whose weights these are. `output` is not used; map.columns is the row stride of
-  // `grad`.
+  // The lookup to whose sample weights the gradient belongs. `output` is not used; map.columns is
+  // the row stride of `grad`.
   DeviceLookupArgs lookup;
   const void* grad;  // [B, columns]; flat [map size] in a variable batch, see BagMap
   Dtype grad_type;
-  float* out;  // [L], zeros before: lookups without a row are not written
+  float* out;  // [L], in and out: must be zeros before; lookups without a row are not written
 };
 
 // Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.

@@ -1,13 +1,15 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// A warp takes a tile of up to 32 unique rows. Each lane *holds* one of them: it reads the row's
-// entry in the grouping and its row-wise states into shared memory, once per row instead of once
-// per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold, a
-// batch of rows at a time, whose weights, states and gradients are in registers at once
-// (row_batch.cuh). Rows of one lookup come first: their gradient is read where it is. For the
-// others the group sums the gradients into shared memory before their batch starts, each lane its
-// own columns. The lane that holds a row computes its factors, so that the roots and divisions of a
-// batch run in parallel. There are no atomics on data.
+// A warp takes a tile of up to 32 unique rows. A lane *holds* at most one of them: it reads the
+// row's entry in the grouping and its row-wise states into shared memory, once per row instead of
+// once per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold,
+// a batch of rows at a time, whose weights, states and gradients are in registers at once
+// (row_batch.cuh). Rows of one lookup come first: their gradient is read where it is, unless it is
+// not aligned like the row. For the others the group sums the gradients into shared memory before
+// their batch starts; each lane sums the columns that it updates. The lane that holds a row
+// computes its factors, so that the roots and divisions of a batch run in parallel. There are no
+// atomics on data. Without an optimizer (GradientOnly) the sums are the result: they are stored,
+// not applied.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +70,7 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
 // A grid has at most this many times the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
 // There are at least this many tiles for each warp that runs at once, if there are enough rows:
-// with fewer, the warps whose rows have the most lookups run on alone.
+// with fewer tiles, the warps whose rows have the most lookups would end long after the others.
 inline constexpr int kTilesOfWarp = 3;
 // Lookups of a row that a lane locates at once; two would spill on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -77,22 +79,24 @@ inline constexpr int kLookupsOfLane = 1;
 inline constexpr int kLookupsOfLane = 3;
 #endif
 
-// The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width), and a group
-// holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small ones, which
-// keeps all warps busy.
+// The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width, at most a
+// warp), and a group holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in
+// small batches, which keeps all warps busy.
 struct RowTile {
   int log2_lanes, log2_rows;
   uint32_t warps;  // that run at once
 
   // Return the number of rows in a tile.
   EMB_HD uint32_t num_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
-  // Return the tile for `count` rows, which the host does not know: at most as many rows as here.
+  // Return the tile for `count` rows, a number that the host does not know. The tile has at most as
+  // many rows as this one.
   EMB_DEVICE RowTile for_rows(uint32_t count) const {
     RowTile tile = *this;
     while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.num_rows()) --tile.log2_rows;
     return tile;
   }
-  // Return which row of the tile this lane holds; a number beyond the tile if it holds none.
+  // Return the number of the row that this lane holds in the tile; kWarp, which is not below
+  // num_rows(), if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
     const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
     return rank >> log2_rows == 0 ? (lane >> log2_lanes << log2_rows) + rank : simt::kWarp;
@@ -245,12 +249,13 @@ struct TileUpdate {
   }
 
   // Add this lane's columns, from `column` on, of the gradients of sorted lookups [begin, begin +
-  // length) to `sum`. All lanes of the warp call it, each group for a row of its own.
+  // length) to `sum`. All lanes of the warp must call it, each group for one row.
   EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
     const int longest = __reduce_max_sync(simt::kFullMask, length);
 #pragma unroll 1
     for (int tile = 0; tile < longest; tile += kLookupsOfLane * layout.lanes) {
-      // The loads that lead to a gradient depend on each other, so those of several are in flight.
+      // The loads that lead to a gradient depend on each other, so a lane has the loads of several
+      // lookups in flight.
       int64_t offsets[kLookupsOfLane];
       float scales[kLookupsOfLane];
       bool is_aligned = true;
@@ -370,7 +375,8 @@ struct TileUpdate {
     }
   }
 
-  // Load the gradients of a batch: sums from row_gradient, or that of the only lookup of each row.
+  // Load the gradients of a batch: sums from row_gradient if `is_summed`, else the gradient of the
+  // only lookup of each row.
   EMB_DEVICE void load_gradients(HoldersOfSlices holders, bool is_summed, int base,
                                  Slices<kSlices>& gradient) const {
     if (is_summed) {
@@ -386,7 +392,7 @@ struct TileUpdate {
         [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 
-  // Turn loaded gradients into scaled floats; sums are that already.
+  // Turn loaded gradients into scaled floats. Sums are scaled floats already.
   EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool is_summed,
                                     Slices<kSlices>& gradient) const {
     if (is_summed) return;
@@ -474,10 +480,10 @@ struct TileUpdate {
     bool carries;  // keep the sums in row_sums between the passes: a row has several of them
   };
 
-  // Do `pass` for the columns of a batch from `base` on. `factors` are those of the row that this
-  // lane holds: written if pass.starts, else read. sum_rows leaves the sums of a row in its last
-  // slice, so a row with several passes, which fills all slices, carries them in at slice 0 and out
-  // at the last.
+  // Do `pass` for the columns of a batch from `base` on. `factors` are the factors of the row that
+  // this lane holds: written if pass.starts, else read. sum_rows leaves the sums of a row in its
+  // last slice. A row with several passes fills all slices, so its sums are carried in at slice 0
+  // and out at the last slice. Without an optimizer the gradients are stored and `pass` is ignored.
   EMB_DEVICE void update_columns(HoldersOfSlices holders, bool is_summed, int base, Pass pass,
                                  RowFactors* factors) {
     const auto location_of = [&](int s) { return locate_row(holders, s, base); };
@@ -533,9 +539,10 @@ struct TileUpdate {
   }
 
   // Update a batch of the rows that `lanes`, a bit mask, hold, and return the lanes whose rows are
-  // left. All 32 lanes call it together, each with the mask of its group. `is_summed` is that of
-  // their TileRow. Sums over a row must be complete before its first column is updated, so rows
-  // wider than a batch take two passes, of which the second reads from the cache.
+  // left. All 32 lanes must call it together, each with the mask of its group. `is_summed` must be
+  // TileRow::is_summed of all these rows. If the optimizer has sums over a row, they must be
+  // complete before the first column is updated, so rows wider than a batch take two passes, of
+  // which the second reads from the cache.
   EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool is_summed) {
     const HoldersOfSlices holders = assign_slices(lanes);
     const bool has_sums = Selection::sums(optimizer) > 0;
@@ -636,8 +643,8 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   }
 }
 
-// Return the tile for at most `num_rows` rows of `mean_dim` columns on average: of up to 32 rows,
-// but so few that `warps` warps, which run at once, are busy, if there are enough rows.
+// Return the tile for at most `num_rows` rows of `mean_dim` columns on average. It has up to 32
+// rows, but few enough to keep `warps` warps, which run at once, busy if there are enough rows.
 inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   RowTile tile{2, 0, static_cast<uint32_t>(warps)};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
@@ -663,8 +670,9 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if tbe_group has not
-// counted the step; null: already counted, and `step` is ignored.
+// lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if the grouping has not
+// counted the step: then it is counted here, also without lookups, and nothing is updated if the
+// gradient is not finite. Null: the step has been counted, and `step` is ignored.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},

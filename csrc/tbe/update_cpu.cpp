@@ -3,8 +3,8 @@
 // and `tbe_row_grads` (the gradients of rows as a tensor).
 //
 // An op checks its arguments, the grouping included, since the kernels of update_kernels.cpp trust
-// it. Segments of hot rows are summed in chunks first, in parallel. Then threads take ranges of
-// groups of equal cost.
+// it. Segments longer than kChunkLookups are summed in chunks first, in parallel. Then threads take
+// ranges of groups of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -36,9 +36,9 @@ struct alignas(64) CacheLine {
   float values[kLineFloats];
 };
 
-// Gradients of at most this many bytes are not prefetched. They are in the caches anyway, most of
-// them in the core's own, because every lookup of a bag uses the bag's gradient. Prefetching cost
-// 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
+// An update does not prefetch gradients of at most this many bytes. They are in the caches anyway,
+// most of them in the core's private caches, because every lookup of a bag uses the bag's gradient.
+// Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 // The gradient and the grouping of a batch, checked, in the form that kernels read. The object
@@ -246,8 +246,8 @@ struct ChunkSums {
   }
 };
 
-// Call `body(begin, end)` for ranges of groups, in parallel. The cost of a group is that of its
-// lookups plus that of its row, which is about four lookups.
+// Call `body(begin, end)` for ranges of groups, in parallel. The cost of a group is the number of
+// its lookups plus kRowCost for its row, which costs about as much as four lookups.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   constexpr int64_t kRowCost = 4;
@@ -376,7 +376,7 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
 
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
-//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers, in place
+//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; changed
 //   hyper            float64 [..], read only: the caller has counted the step
 //   optimizer        a code of core/codes.h
 //   rows..count      the grouping that tbe_group returned for these features and offsets
@@ -423,10 +423,10 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 }
 
 // Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
-// `located`, [rows, segments, lookups, bags, count, row_slots], which a cache's prefetch made, or
-// without row_slots, as the insertion of a batch of keys makes it; then do as tbe_update_. If
-// `is_finite`, bool [1] or null, is false, do nothing. `repaired` is that of tbe_group. If the
-// update raises, the step is not counted.
+// `located`: [rows, segments, lookups, bags, count, row_slots] from a cache's prefetch, or the same
+// without row_slots from the insertion of a batch of keys. Then do what tbe_update_ does. If
+// `is_finite`, bool [1] or null, is false, do nothing. `repaired` is the argument of tbe_group,
+// ignored with `located`. If the update raises, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

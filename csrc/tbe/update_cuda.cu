@@ -1,7 +1,8 @@
 // `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: check the arguments, allocate
 // scratch memory, launch. The number of unique rows is known on the device only, so grids and
 // scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, except
-// that the contents of device tensors are trusted.
+// that the contents of device tensors are trusted, that `located` must have row_slots, and that a
+// gradient that is not finite is noticed on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -76,7 +77,7 @@ class BackwardCall {
     args_.num_groups = groups.num_groups;
   }
 
-  // Set the cache slots of the unique rows, int32 [L], or null if nothing is cached.
+  // Set the cache slots of the unique rows, int32 [L]; none if nothing is cached.
   void set_slots(const char* op, const std::optional<Tensor>& row_slots) {
     if (!row_slots) return;
     check_row_slots(op, *row_slots, 0);
@@ -87,7 +88,7 @@ class BackwardCall {
     args_.row_slots = row_slots->const_data_ptr<int32_t>();
   }
 
-  // Without an optimizer: set the floats between the gradients of rows in the result.
+  // Without an optimizer: set the number of floats from one gradient of a row to the next.
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
   // Reserve the scratch of `run`. Call scratch->allocate() before `run`: it writes the addresses
@@ -99,12 +100,12 @@ class BackwardCall {
     scratch->add(&args_.chunk_tasks, slots);
   }
 
-  // Launch the update, in scratch that add_scratch reserved. The grouping has counted the step.
+  // Launch the update, in scratch that add_scratch reserved. Does not count the step.
   void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     launch_update(launcher, args_, step, mean_dim_);
   }
 
-  // Allocate scratch and launch the update.
+  // Allocate scratch and launch the update. Does not count the step.
   void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     DeviceArrays scratch;
     add_scratch(&scratch);
@@ -112,7 +113,7 @@ class BackwardCall {
     run(launcher, step);
   }
 
-  // Allocate scratch, launch the update, and count the step, which the grouping has not.
+  // Allocate scratch, launch the update, and count the step; the grouping must not have counted it.
   void run_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& step,
                      const StepCount& count) {
     int32_t* num_updated = nullptr;

@@ -4,7 +4,8 @@
 //
 // A group is the lookups of one unique row. There are two drivers with the same results: `update`
 // locates each row by its first lookup, which is always possible; `update_tables` takes the groups
-// table by table, which needs tables without a cache and leaves little to compute per row.
+// table by table, which leaves little to compute per row but needs args.tables: tables without a
+// cache about whose memory all features agree.
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
 #include "tbe/args.h"
@@ -32,7 +33,8 @@ EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   return (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
 }
 
-// Return the factor of that gradient: its sample weight, times 1 / length for MEAN.
+// Return the factor of the gradient of sorted lookup j: its sample weight (1 without sample
+// weights), times 1 / length of its bag for MEAN.
 EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
   const float scale = args.bag_scale ? args.bag_scale[args.sorted_bags[j]] : 1.0f;
   return args.sample_weights ? scale * args.sample_weights[args.sorted_lookups[j]] : scale;
@@ -138,7 +140,7 @@ EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   target->dim = feature.dim;
 }
 
-// Prefetch all that Opt writes of a row: weights, element-wise states and row-wise states.
+// Prefetch all parts of a row that Opt writes: weights, element-wise states and row-wise states.
 template <class Opt>
 EMB_HD void prefetch_target(const RowUpdate& target) {
   const auto prefetch_tensor = [&](const void* data, Dtype type) {
@@ -163,7 +165,8 @@ EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* s
   return scratch;
 }
 
-// Store the copies of open_row; `tensor` selects the random numbers of stochastic rounding.
+// Store the copy that open_row made; does nothing for a row in place. `tensor` selects the random
+// numbers of stochastic rounding.
 EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
                       const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;
@@ -514,7 +517,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
-// Return the kernels of an optimizer, null if there is none of that number.
+// Return the kernels of an optimizer, null if no optimizer has this number.
 UpdateFn find_update_tables(int optimizer) {
   UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,
