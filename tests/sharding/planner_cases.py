@@ -63,12 +63,13 @@ def rules(world: int, tables: int, way: str) -> list[Rule]:
     return [of[way](t) for t in range(tables)]
 
 
-def collection(tables: int, rows: int, dim: int, *, pooled: bool) -> Any:
-    """Equal tables t0, t1, ..."""
+def collection(tables: int, rows: int, dim: int, kind: str) -> Any:
+    """Equal tables t0, t1, ... of a kind: "pooled", "weighted" (pooled too) or "sequences"."""
     optimizer = optim.RowwiseAdagrad(lr=0.01)
-    if pooled:
+    if kind != "sequences":
         configs = [EmbeddingBagConfig(rows, dim, f"t{t}") for t in range(tables)]
-        return EmbeddingBagCollection(configs, optimizer=optimizer)
+        is_weighted = kind == "weighted"
+        return EmbeddingBagCollection(configs, is_weighted=is_weighted, optimizer=optimizer)
     sequences = [EmbeddingConfig(rows, dim, f"t{t}") for t in range(tables)]
     return EmbeddingCollection(sequences, optimizer=optimizer)
 
@@ -86,8 +87,8 @@ def step_bytes(
     ranks: RankGroup, way: str, pooling_factor: float, dim: int, kind: str, local_size: int = 0
 ) -> tuple[int, float]:
     """Most bytes that are there at a time in a step, tables and batch included; and predicted."""
-    tables, batch, pooled = 6, 512, kind == "pooled"
-    module = collection(tables, 2000, dim, pooled=pooled)
+    tables, batch, pooled = 6, 512, kind != "sequences"
+    module = collection(tables, 2000, dim, kind)
     constraints = {f"t{t}": TableConstraints(pooling_factor=pooling_factor) for t in range(tables)}
     if local_size:
         ranks = RankGroup(ranks.group, local_size=local_size, device=ranks.device)
@@ -99,6 +100,7 @@ def step_bytes(
     gradients = [torch.ones_like(out) for out in _tensors(sharded(kjt))]
     torch.autograd.backward(_tensors(sharded(kjt)), gradients)
     given = [kjt.values(), kjt.lengths(), *gradients]
+    given += [kjt.weights()] if kind == "weighted" else []
     measured = _most_bytes(lambda: _tensors(sharded(kjt)), gradients)
     whole = held_bytes(sharded) + measured + sum(t.nbytes for t in given)
     return whole, planner.predict(module, plan).ranks[ranks.rank].nbytes.device

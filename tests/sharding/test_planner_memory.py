@@ -138,18 +138,23 @@ def test_tables_behind_a_gpu_count_as_host_memory() -> None:
 @pytest.mark.parametrize("way", ["table_wise", "on_rank_0", "row_wise", "column_wise"])
 @pytest.mark.parametrize(("pooling_factor", "dim"), [(1.0, 64), (10.0, 16)])
 def test_a_step_of_pooled_tables(way: str, pooling_factor: float, dim: int) -> None:
-    _check_step(2, way, pooling_factor, dim, pooled=True)
+    _check_step(2, way, pooling_factor, dim, "pooled")
 
 
 def test_a_step_of_tables_in_several_ways() -> None:
-    _check_step(2, "mixed", 10.0, 16, pooled=True)
+    _check_step(2, "mixed", 10.0, 16, "pooled")
 
 
 @pytest.mark.parametrize(
     ("world", "way"), [(1, "table_wise"), (3, "mixed"), (2, "data_parallel"), (3, "data_parallel")]
 )
 def test_a_step_in_other_worlds(world: int, way: str) -> None:
-    _check_step(world, way, 5.0, 32, pooled=True)
+    _check_step(world, way, 5.0, 32, "pooled")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_of_weighted_bags(world: int) -> None:
+    _check_step(world, "table_wise", 20.0, 16, "weighted")
 
 
 def test_a_step_whose_rows_nodes_sum() -> None:
@@ -159,10 +164,9 @@ def test_a_step_whose_rows_nodes_sum() -> None:
 
 @pytest.mark.parametrize("way", ["table_wise", "row_wise", "data_parallel"])
 def test_a_step_of_sequences(way: str) -> None:
-    _check_step(2, way, 4.0, 16, pooled=False)
+    _check_step(2, way, 4.0, 16, "sequences")
 
 
-def _check_step(world: int, way: str, pooling_factor: float, dim: int, *, pooled: bool) -> None:
-    kind = "pooled" if pooled else "sequences"
+def _check_step(world: int, way: str, pooling_factor: float, dim: int, kind: str) -> None:
     for real, predicted in worlds.run(world, step_bytes, way, pooling_factor, dim, kind):
         assert real * (1 - TOLERANCE) <= predicted <= real * (1 + TOLERANCE + OWN_ROWS)

@@ -40,7 +40,7 @@ from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
-from emblib.storage import Dense, TensorTrain
+from emblib.storage import Dense, TableSlice, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import collection, plan_of
 
@@ -193,6 +193,15 @@ def test_weights_are_sent_too() -> None:
     assert other.phases["overhead"] > one.phases["overhead"]
 
 
+def test_weights_take_memory_in_the_batch_of_a_replica() -> None:
+    plain = _work(1000, 64, ids=3.0)
+    one, other = (
+        CostModel(Topology(1)).replicated_cost(work, TableSlice.whole(work.config)).nbytes
+        for work in (plain, dataclasses.replace(plain, is_weighted=True))
+    )
+    assert other.combining - one.combining == 4 * 3.0 * plain.batch_size  # float32
+
+
 # Reports
 
 
@@ -237,7 +246,7 @@ def test_a_report_of_many_tables_shows_the_slowest() -> None:
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:
-    module = collection(2, 10_000, 64, pooled=True)
+    module = collection(2, 10_000, 64, "pooled")
     tight = Planner(Topology(2, memory=1 << 20), 16)
     told = tight.predict(module, plan_of(module, 2, "on_rank_0"))
     assert not told.fits
@@ -254,7 +263,7 @@ def test_phases_add_up() -> None:
 
 
 def test_weak_and_strong_scaling() -> None:
-    module = collection(4, 1000, 32, pooled=True)
+    module = collection(4, 1000, 32, "pooled")
     planner = Planner(Topology(4, 2), 64, max_trials=500)
     weak = simulate(planner, module, [2, 4, 16])
     assert [(s.world_size, s.batch_size) for s in weak] == [(2, 64), (4, 64), (16, 64)]
@@ -285,7 +294,7 @@ def test_packing_numbers_the_bags_as_input_dist_does(monkeypatch: pytest.MonkeyP
 
 
 def _compared(ranks: RankGroup) -> list[Point]:
-    module = collection(3, 500, 16, pooled=True)
+    module = collection(3, 500, 16, "pooled")
     planner = Planner(Topology(2), 32)
     plans = {way: plan_of(module, 2, way) for way in ("table_wise", "row_wise", "data_parallel")}
     return compare(planner, module, plans, ranks, rounds=2)

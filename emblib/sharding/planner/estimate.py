@@ -298,10 +298,10 @@ class CostModel:
             + index_nbytes / _ROW_INDEX_BYTES * costs.pack_ns
             + _PASSES * (floats_in + floats_out) * _FLOAT_BYTES * costs.arrange_ns
         )
-        # The caller's batches, the output and its gradient. `combining` adds the sent ids and the
-        # received rows.
+        # The caller's batches with their weights, the output and its gradient. `combining` adds the
+        # sent ids and the received rows.
         in_and_out = (
-            self._batches_in_flight * (ids * _ID_BYTES + bags * _ID_BYTES)
+            self._batches_in_flight * _batch_nbytes(workload, ids, bags)
             + 2 * _FLOAT_BYTES * floats_out
         )
         # The gradients of unpooled rows are first concatenated, then put in order.
@@ -359,8 +359,7 @@ class CostModel:
         floats = rows_out * workload.config.embedding_dim
         lookup_s = self._lookup_s(workload, table_slice, ids, rows_out)
         in_and_out = (
-            self._batches_in_flight * (ids * _ID_BYTES + bags * _ID_BYTES)
-            + 2 * _FLOAT_BYTES * floats
+            self._batches_in_flight * _batch_nbytes(workload, ids, bags) + 2 * _FLOAT_BYTES * floats
         )
         combining = in_and_out + (_FLOAT_BYTES * floats if is_pooled else 0.0)
         updating = in_and_out + _GROUPING_BYTES * ids
