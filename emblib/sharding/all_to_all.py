@@ -1,20 +1,22 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
 All messages of a batch use it: the sizes and ids of an input_dist, the rows of an output_dist, and
-their gradients. Messages may be empty and uneven, over any backend. The receiver sums, in float32
-and in rank order. The gradients of replicated tables, which every rank needs, are gathered.
+their gradients. Messages may be empty and uneven, over any backend. Nothing is summed in transit:
+receivers sum, in float32 and in rank order. The gradients of replicated tables, which every rank
+needs, are gathered.
 
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
 calls another collective than its peers makes gloo abort the process. So for tensors in host memory
 ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
-(`Headers`). Collectives that follow another one within the same forward have no header of their
-own. A call with a header returns only once every rank has made it; the payload is still in flight.
-Only the collectives of this module carry headers: a rank that calls another one instead, such as a
-barrier, is not detected.
+(`Headers`). `start_minimum` has no header, nor has a collective that an earlier header of the same
+forward or backward covers, or whose caller leaves the header out (`has_header`). A call with a
+header returns only once every rank has made it; the payload is still in flight. Only the
+collectives of this module carry headers: a rank that calls another one instead, such as a barrier,
+is not detected.
 
-All headers have the same size, so even ranks that disagree can exchange them. Numbers that ranks
-need to allocate memory for ids travel in the header if they fit (`start_sizes`). Several messages
-for the same ranks may travel in one collective (`start_all_to_alls`).
+All headers of a process group have the same size, so even ranks that disagree can exchange them.
+Numbers that ranks need to allocate memory for ids travel in the header if they fit (`start_sizes`).
+Several messages for the same ranks may travel in one collective (`start_all_to_alls`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from emblib.sharding.ranks import RankGroup
 
 
 class Content(enum.IntEnum):
-    """The kind of data that a collective sends; headers carry it."""
+    """The kind of data that a collective sends; its header, if it has one, carries this number."""
 
     VALUES = 0
     SIZES = 1
@@ -62,9 +64,9 @@ class Content(enum.IntEnum):
 
 
 class AllToAllAwaitable(Awaitable[Tensor]):
-    """A collective in flight; `wait` returns the received messages, in rank order, flat.
+    """A collective in flight, of any kind; `wait` returns its buffer `received`.
 
-    After `wait`, the current stream may use the result.
+    The stream that is current in `wait` may use the result.
     """
 
     def __init__(
@@ -97,23 +99,26 @@ def start_all_to_all(
     content: Content = Content.VALUES,
     has_header: bool = True,
 ) -> AllToAllAwaitable:
-    """Start an all-to-all of one message per rank.
+    """Start an all-to-all of one message per rank; return an awaitable of the received messages.
 
-    In host memory the call returns when all ranks have made it, after comparing headers.
+    In host memory a call with a header first compares headers, so it returns once all ranks have
+    made it. IDS, WEIGHTS and ROWS never have a header: they follow the sizes of their batch. Calls
+    on a GPU have none either. One rank alone copies `sent`.
 
     Args:
         sent: the messages to all ranks, flat, in rank order.
         sizes: elements of the message to each rank.
         received_sizes: elements of the message from each rank.
         ranks: the ranks, which all make this call.
-        received: buffer for the messages, in rank order; allocated if left out.
-        content: kind of the message, which all ranks must agree about.
-        has_header: False where no other collective uses the process group, so that no rank waits
-            for the others here.
+        received: buffer for the messages, in rank order; allocated if None.
+        content: kind of the message, the same on all ranks.
+        has_header: whether ranks compare headers, where the content allows it. False if ranks
+            cannot disagree: an earlier header of this step covers the message, or no other
+            collective uses the process group. Then no rank waits for the others here.
 
     Raises:
-        RuntimeError: another thread has a collective over this process group in flight, or the
-            ranks disagree about the collective.
+        RuntimeError: another thread has a collective over this process group in flight in host
+            memory, or the compared headers differ.
     """
     sent = sent.contiguous()
     if received is None:
@@ -143,7 +148,10 @@ def start_all_gather(
     content: Content = Content.VALUES,
     has_header: bool = True,
 ) -> AllToAllAwaitable:
-    """Send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
+    """Start to send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
+
+    `sizes` must have the size of `sent` for this rank. The result is flat, in rank order. `content`
+    and `has_header` are those of `start_all_to_all`, but any content may have a header here.
 
     Raises:
         RuntimeError: see `start_all_to_all`.
@@ -174,8 +182,8 @@ def start_all_gather(
 def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     """Start to take the minimum of `values` over all ranks, element by element, in place.
 
-    `values` may have any shape, equal on all ranks; it must not be used until the result is
-    awaited.
+    `values` may have any shape, which must be equal on all ranks: no header compares it. The caller
+    must not use `values` before it has awaited the result.
 
     Raises:
         RuntimeError: another thread has a collective over this process group in flight.
@@ -202,10 +210,10 @@ class _Works:
 
 
 class Message(NamedTuple):
-    """One flat tensor per rank pair: `sizes[r]` elements of `sent` go to rank r.
+    """A flat tensor of one part per rank: rank r gets `sizes[r]` elements of `sent`, in rank order.
 
-    `received` is the buffer for incoming elements, allocated if None; merged messages do not use
-    it.
+    `received_sizes[r]` elements come from rank r. `received` is the buffer for incoming elements,
+    allocated if None; merged messages do not use it.
     """
 
     sent: Tensor
@@ -220,11 +228,11 @@ def start_all_to_alls(
     """Start all-to-alls without headers; return an awaitable of the received elements per message.
 
     Args:
-        messages: the messages; all ranks pass equally many.
+        messages: the messages, the same number on all ranks.
         ranks: the ranks, which all make this call.
         content: kind of the messages.
-        is_merged: whether all messages are copied into one collective, which is faster for small
-            ones. All ranks must pass the same.
+        is_merged: whether several messages are copied into one collective, which is faster for
+            small messages. All ranks must pass the same value.
     """
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
@@ -281,16 +289,21 @@ def start_sizes(
 ) -> Awaitable[list[tuple[list[int], list[list[int]]]]]:
     """Send the sizes of batches: `common` to all ranks, and lists of numbers to each rank.
 
-    In host memory the numbers travel in the header, if those of all ranks fit there.
+    In host memory the call compares headers, so it returns once all ranks have made it. The numbers
+    travel in these headers if the numbers of every rank fit, otherwise in an all-to-all of their
+    own. On a GPU they always travel in an all-to-all, without a header.
 
     Args:
-        common: numbers for all ranks, equally many on all ranks.
+        common: numbers for all ranks; every rank passes the same count.
         lists: `lists[r][i]` are the numbers of list i for rank r.
         received_sizes: length of list i that this rank gets, the same from every rank.
         ranks: the ranks, which all make this call.
 
     Returns:
         An awaitable of the common numbers and the lists, by the rank that sent them.
+
+    Raises:
+        RuntimeError: see `start_all_to_all`.
     """
     if ranks.size == 1:
         return ReadyAwaitable([(list(common), [list(numbers) for numbers in lists[0]])])
@@ -333,9 +346,9 @@ def start_sizes(
 
 
 def _trim_repeats(numbers: Sequence[int]) -> list[int]:
-    """Drop repeats of the last number; return [how many numbers remain, these numbers ...].
+    """Drop repeats of the last number; return [count of the remaining numbers, these numbers ...].
 
-    The bags of units are often equally many, and fit into a header then.
+    Features often have the same number of bags; their sizes then fit into a header.
     """
     end = len(numbers)
     while end > 1 and numbers[end - 2] == numbers[end - 1]:
@@ -346,10 +359,10 @@ def _trim_repeats(numbers: Sequence[int]) -> list[int]:
 def _parse_numbers(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
-    """Split the numbers of one rank into the common ones and the lists for this rank.
+    """Split the numbers of one rank into the common numbers and the lists for this rank.
 
-    They are: the common numbers, how many numbers there are for each rank, then these, rank by
-    rank, as lists of `_trim_repeats`.
+    `numbers` are the common numbers, the count of numbers for each rank, then the numbers for rank
+    0, 1 and so on, as lists of `_trim_repeats`. `sizes` are the lengths of the lists of this rank.
     """
     begin = num_common + ranks.size
     position = begin + sum(numbers[num_common : num_common + ranks.rank])
@@ -372,29 +385,30 @@ class _KindEntry(enum.IntEnum):
 
     CONTENT = 0  # a `Content`
     COLLECTIVE = 1  # _ALL_TO_ALL or _ALL_GATHER
-    MESSAGES = 2  # bit mask of the outputs (GRADIENTS), or number of lists (SIZES), else 0
+    DETAILS = 2  # of GRADIENTS a bit mask of outputs, of SIZES the number of lists; else 0
 
 
-# They follow the sizes of the same batch, which had a header: a second one would find nothing new.
+# These contents follow the sizes of their batch, which had a header: another header would find no
+# further difference.
 _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 
 
 class Headers:
     """The headers of one collective, exchanged between all ranks.
 
-    Every rank gets the headers of all ranks and compares all pairs, so all ranks decide alike, and
-    none waits in the collective for a rank that has raised. The constructor sends the header;
-    `check` must be called once.
+    Every rank gets the headers of all ranks and compares all pairs. So all ranks decide alike, and
+    none waits in the collective for a rank that has raised. The constructor sends the header, and
+    registers the collective as `_enter_collective` does. The caller must call `check` once.
 
     Args:
-        kind: the first entries of the header, see `_KindEntry`; missing ones are 0.
+        kind: the first entries of the header, see `_KindEntry`; missing entries are 0.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
-        received_nbytes: the number of bytes that it expects from each rank.
-        ranks: the ranks, in host memory.
-        numbers: numbers to send in the header, if at most `MAX_NUMBERS`.
+        received_nbytes: the number of bytes that this rank expects from each rank.
+        ranks: the ranks, several, which exchange tensors in host memory.
+        numbers: numbers to send in the header; left out if there are more than `MAX_NUMBERS`.
     """
 
-    MAX_NUMBERS = 124  # not measured; a header has about 1 KiB
+    MAX_NUMBERS = 124  # not measured; a header has 1 KiB and 16 bytes per rank
 
     def __init__(
         self,
@@ -410,7 +424,7 @@ class Headers:
         header = [*kind, *(0,) * (len(_KindEntry) - len(kind)), *nbytes, *received_nbytes]
         header += [len(numbers), *numbers] if fits else [-1]
         header += (0,) * (len(_KindEntry) + 2 * ranks.size + 1 + self.MAX_NUMBERS - len(header))
-        # By an array, because torch.tensor of a list takes long for every number.
+        # From an array: torch.tensor would convert the list number by number, which is slow.
         self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
         self._received = torch.empty_like(self._sent)
         self._header, sizes = header, [len(header)] * ranks.size
@@ -423,7 +437,7 @@ class Headers:
         """Wait for the headers and compare them.
 
         Returns:
-            The numbers of each rank; None if those of a rank did not fit.
+            The numbers of each rank; None if a rank had more numbers than fit.
 
         Raises:
             RuntimeError: the ranks disagree about the collective, on every rank.
@@ -455,10 +469,13 @@ def gradient_headers(
     *,
     is_scaled: bool,
 ) -> Headers | None:
-    """Start the header of gradients; None where ranks do not compare headers.
+    """Send the header of the gradients of one backward, which the caller must `check`.
+
+    Returns None for one rank and on a GPU, where ranks compare no headers.
 
     Args:
-        indices: the outputs that the loss uses, among those that were looked up together.
+        indices: indices of the outputs that the loss uses, among the outputs of one output_dist.
+            Indices that differ by a multiple of `_SCALED_BIT` share a bit of the header.
         nbytes: the bytes to each rank and from each rank, by output.
         ranks: the ranks.
         is_scaled: whether a `GradScaler` has scaled the loss.
@@ -473,14 +490,14 @@ def gradient_headers(
     return Headers([Content.GRADIENTS, _ALL_TO_ALL, outputs], sent, received, ranks)
 
 
-_SCALED_BIT = 62  # bit of `_KindEntry.MESSAGES`: the gradient is scaled
+_SCALED_BIT = 62  # bit of `_KindEntry.DETAILS` for gradients of a scaled loss
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
-    """Raise RuntimeError for one pair of headers that disagree, preferably one of this rank.
+    """Raise RuntimeError for one pair of headers that disagree, if possible a pair with this rank.
 
     `kinds` is `[W, 3]`, see `_KindEntry`; `sent[r, p]` are the bytes that rank r sends to rank p,
-    `expected[r, p]` those that it expects from rank p.
+    `expected[r, p]` the bytes that rank r expects from rank p. A pair must disagree.
     """
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
@@ -496,21 +513,21 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: R
             f"rank {peer} called {names[collectives[peer]]} where rank {rank} called "
             f"{names[collectives[rank]]}: {_SAME_ORDER}"
         )
-    messages = kinds[:, _KindEntry.MESSAGES].tolist()
+    details = kinds[:, _KindEntry.DETAILS].tolist()
     if contents[rank] == Content.GRADIENTS and (
-        messages[rank] >> _SCALED_BIT != messages[peer] >> _SCALED_BIT
+        details[rank] >> _SCALED_BIT != details[peer] >> _SCALED_BIT
     ):
-        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -messages[r])
+        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -details[r])
         raise RuntimeError(
             f"a torch.amp.GradScaler has scaled the loss of rank {scaled_rank} and not that of "
             f"rank {unscaled_rank}: use one on all ranks, or on none"
         )
-    if messages[rank] != messages[peer] and contents[rank] == Content.GRADIENTS:
+    if details[rank] != details[peer] and contents[rank] == Content.GRADIENTS:
         raise RuntimeError(
             f"the losses of rank {peer} and rank {rank} used the outputs of different sharded "
             "collections: every rank's loss must use all of them, if only times 0"
         )
-    if messages[rank] != messages[peer]:
+    if details[rank] != details[peer]:
         raise RuntimeError(
             f"rank {peer} sent {Content(contents[peer]).description} of other collections than "
             f"rank {rank}: {_SAME_ORDER}"
@@ -542,7 +559,7 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
 
 
 class _CollectiveThread:
-    """The thread that has `in_flight` collectives in flight; no other thread may start any."""
+    """A thread with `in_flight` collectives in flight; until these end, no other may start any."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self.thread, self.in_flight = thread, 0
@@ -562,7 +579,7 @@ class _Collective:
 
 
 class _GroupState:
-    """The thread that exchanges over one process group in this process."""
+    """The thread that exchanges over one process group, and the error once two threads did."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -579,11 +596,11 @@ _group_states_lock = threading.Lock()
 def _enter_collective(ranks: RankGroup) -> _Collective:
     """Register a collective of this thread, which lasts as long as the returned object.
 
-    Raise RuntimeError if another thread has one in flight, after which the group is unusable. Ranks
-    match collectives by their order in the group; two threads would call them in different orders
-    on different ranks, so messages would reach the wrong table, and gloo aborts a process that gets
-    more bytes than it expects. Collectives of tensors on a GPU are not registered: torch runs their
-    backward in threads of its own.
+    Raises RuntimeError if another living thread has a collective in flight; from then on every call
+    for the group raises. Ranks match collectives by their order in the group. Two threads could
+    call them in different orders on different ranks, so messages would reach the wrong table, and
+    gloo aborts a process that gets more bytes than it expects. Callers do not register collectives
+    of tensors on a GPU, because torch runs their backward in other threads.
     """
     group = ranks.group
     assert group is not None
@@ -610,7 +627,7 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
-    """An all-to-all in flight of values that may need gradients; `wait` connects it to autograd."""
+    """An all-to-all in flight; `wait` connects its result to autograd if `sent` needs gradients."""
 
     def __init__(
         self,

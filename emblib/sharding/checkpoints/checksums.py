@@ -20,8 +20,8 @@ BLOCK_BYTES = 1 << 22
 # Torch reads the end of an item, then its beginning: an item that spans two blocks needs both.
 _RECENT_BLOCKS = 4
 _FORMAT = "emblib.checkpoint"
-# The last byte differs by two bits from that of a pickle, so that one flipped bit does not turn a
-# footer into metadata without one.
+# The last byte differs by two bits from the last byte of a pickle. So one flipped bit cannot turn a
+# footer into the end of metadata without a footer.
 _MAGIC = b"emblib \n"
 _TAIL = struct.Struct("<QI8s")  # bytes of the JSON text, CRC-32 of all before it, magic
 _END_OF_PICKLE = b"."
@@ -30,7 +30,7 @@ WAY_OUT = "load another checkpoint, e.g. an older one"
 
 @dataclass
 class FileSums:
-    """Size and checksums of one file: a CRC-32 per block of `BLOCK_BYTES`, the last one shorter."""
+    """Size of one file, and a CRC-32 per block of `BLOCK_BYTES`; the last block may be shorter."""
 
     nbytes: int = 0
     crc32: list[int] = field(default_factory=list)
@@ -50,7 +50,9 @@ def join(pickled: bytes, files: dict[str, FileSums]) -> bytes:
 
 
 def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
-    """Return the pickle and the sums of the files; None for a checkpoint that has no checksums.
+    """Return the pickle and the sums of the files, which are None if `data` has no footer.
+
+    `path` is the file of `data`, for messages.
 
     Raises:
         CheckpointError: the file is damaged, or was written by a newer emblib.
@@ -60,6 +62,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
     if not data.endswith(_MAGIC) or len(data) < _TAIL.size:
         raise CheckpointError(f"{path} is damaged: its end is missing; {WAY_OUT}")
     length, crc, _ = _TAIL.unpack(data[-_TAIL.size :])
+    # The checksum covers the pickle, the text, and its length: the first 8 bytes of the tail.
     if zlib.crc32(memoryview(data)[: 8 - _TAIL.size]) != crc:
         raise CheckpointError(f"{path} is damaged: its checksum is wrong; {WAY_OUT}")
     start = len(data) - _TAIL.size - length
@@ -77,7 +80,11 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
 
 
 def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
-    """Parse the JSON of a footer; raises any error for bytes that are not a footer."""
+    """Return the sums of the files in the parsed JSON of a footer.
+
+    Raises CheckpointError for another format or version; AttributeError, KeyError, TypeError or
+    ValueError for JSON that is not a footer.
+    """
     if (content["format"], content["version"]) != (_FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is of {content['format']} version {content['version']}, this emblib reads "
@@ -99,16 +106,17 @@ def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
 
 
 class SummingStream:
-    """An output stream that computes the checksums of its content.
+    """An output stream that computes the checksums of its content, `sums`, while it is written.
 
-    It only appends; other attributes are those of `stream`. `sums` are of all bytes so far.
+    The caller must only append: after a seek or a truncation, which are passed on to `stream` like
+    all other attributes, `sums` are wrong. `stream.write` must write all that it gets.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.sums = stream, FileSums()
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
+        """Write all of `data` and add it to the sums; return its number of bytes."""
         remaining = memoryview(data).cast("B")
         count = len(remaining)
         self._stream.write(remaining)
@@ -130,7 +138,7 @@ class CheckedStream(io.RawIOBase):
     """An input file whose blocks are compared with their checksums before they are returned.
 
     Args:
-        file: the file, open for reading; closed by whoever opened it.
+        file: the file, open for reading; the caller closes it.
         path: path of the file, for messages.
         sums: size and checksums that were saved.
 
@@ -142,7 +150,7 @@ class CheckedStream(io.RawIOBase):
         super().__init__()
         self._file, self._path, self._sums = file, path, sums
         self._position = 0
-        self._blocks: dict[int, memoryview] = {}  # by number, the most recently used one last
+        self._blocks: dict[int, memoryview] = {}  # by number, the most recently used block last
         size = file.seek(0, io.SEEK_END)
         if size != sums.nbytes:
             raise CheckpointError(
@@ -162,7 +170,7 @@ class CheckedStream(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
+        """Move to a position, which must not be negative (not checked), and return it."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._sums.nbytes}[
             whence
         ]
@@ -170,7 +178,7 @@ class CheckedStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read into `buffer`, up to the end of the file; return the number of bytes.
+        """Fill `buffer`, or as much of it as the file has left; return the number of bytes.
 
         Raises:
             CheckpointError: a block has another checksum than when it was saved.

@@ -43,8 +43,8 @@ class Calibration:
         unit_s: seconds per feature of a shard that a rank looks up, forward and backward together.
         route_ns: ns to sort one id (or 8 bytes of lengths or weights) by destination.
         arrange_ns: ns per byte read or written to reorder rows; a copied byte counts twice.
-        pack_ns: ns per bag and block of rows to find the bags without ids for the block, which are
-            not sent if they are many.
+        pack_ns: ns per bag and block of rows to find the bags without ids for the block. If these
+            bags are many, they are not sent.
         uneven_ns: additional ns per bag, forward and backward, of a lookup whose features differ in
             their number of bags, as they do if bags without ids are not sent.
         hash_ns: ns to find one key of a dynamic table, in addition to the cost of a dense row.
@@ -55,8 +55,8 @@ class Calibration:
         network_bytes_per_s: rate at which a rank sends to other nodes.
         exchange_s: seconds of an empty all-to-all between two ranks.
         message_s: additional seconds of an empty all-to-all per further rank.
-        copies_s: additional seconds of a step with replicated tables.
-        blocks_s: additional seconds of a step with tables that are cut by rows.
+        copies_s: additional seconds of a step if any table is replicated.
+        blocks_s: additional seconds of a step if any table is cut by rows.
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
 
     Raises:
@@ -150,8 +150,8 @@ class Calibration:
 def interpolate(curve: Curve, nbytes: float) -> float:
     """Interpolate a curve, in ns, at a size in bytes.
 
-    It is constant before the first point, continues the last slope beyond the last, and is never
-    negative.
+    Before the first point the result is the value of that point. After the last point the curve
+    continues with its last slope, but never below 0. A curve of one point is constant.
     """
     first, last = curve[0], curve[-1]
     if nbytes <= first[0] or len(curve) == 1:
@@ -162,7 +162,7 @@ def interpolate(curve: Curve, nbytes: float) -> float:
 
 
 def _checked_curve(name: str, points: Any) -> Curve:
-    """Return points as a curve; raise ValueError if they are none."""
+    """Return points as a curve; raise ValueError if they are no curve."""
     curve = tuple((float(x), float(y)) for x, y in points)
     ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
     if not curve or not ascending or not all(0 <= v < math.inf for point in curve for v in point):
@@ -173,9 +173,9 @@ def _checked_curve(name: str, points: Any) -> Curve:
 
 
 def _streamed(bytes_per_s: float, *, times: float) -> Curve:
-    """Return the curve of rows limited by memory bandwidth, of which each byte moves `times`.
+    """Return the curve of rows whose time is that of moving each byte `times` times.
 
-    It begins at 32 bytes, one sector of GPU memory, which the smallest row costs too.
+    The curve begins at 32 bytes, one sector of GPU memory: a smaller row costs as much.
     """
     return tuple((float(n), times * n / bytes_per_s * 1e9) for n in (32, 4096))
 

@@ -8,7 +8,7 @@ from emblib.sharding import sharding_types
 from emblib.sharding.layout import shape_of, with_storage
 from emblib.sharding.planner.estimate import (
     INPUT,
-    NOTHING,
+    NO_LOAD,
     CommonCost,
     CostModel,
     Load,
@@ -42,10 +42,10 @@ class Unit:
 
     Attributes:
         domain: target that the unit is placed on.
-        members: one load per rank: of the domain RANK one, of NODE those of its ranks in order. Of
-            WORLD they are the costs of the ranks from `first_rank` on, in addition to
-            `Option.common_cost`; negative for less.
-        first_rank: rank of the first member in the domain WORLD; else unused.
+        members: one load per rank. The domain RANK has one member, NODE one per rank of the node,
+            in order. In the domain WORLD the members belong to the ranks from `first_rank` on, and
+            are differences from `Option.common_cost`, possibly negative.
+        first_rank: rank of the first member in the domain WORLD; unused in the others.
     """
 
     domain: Domain
@@ -65,11 +65,11 @@ class Option:
     Attributes:
         type: sharding type.
         storage: storage of the table; None for the configured one.
-        units: groups of shards to place; none for a replicated table.
+        units: groups of shards to place; empty for a replicated table.
         common_cost: cost that all ranks have.
         penalty: 0 for the configured storage, n for the n-th alternative.
-        custom_shards: shards of an option whose units cannot be placed elsewhere.
-        cuts_rows: whether a shard has a part of the rows.
+        custom_shards: shards of the type CUSTOM, which fix their ranks; empty for other types.
+        cuts_rows: whether any shard has only a part of the rows.
         sums_in_nodes: whether nodes sum rows before they are sent.
     """
 
@@ -150,9 +150,10 @@ def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
 
 
 def cuts_columns_exactly(workload: TableWorkload) -> bool:
-    """Return whether the optimizer updates column shards exactly as it updates the full row.
+    """Return whether the optimizer updates column shards exactly as it updates full rows.
 
-    That holds for optimizers that look at one element at a time.
+    That holds for optimizers whose update of an element depends on that element alone, and for
+    tables without an optimizer.
     """
     optimizer = workload.optimizer
     return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
@@ -161,7 +162,11 @@ def cuts_columns_exactly(workload: TableWorkload) -> bool:
 def allowed_types(
     workload: TableWorkload, topology: Topology, storage: Storage | None
 ) -> list[ShardingType]:
-    """Return the types that the constraints allow, by default those that change no result."""
+    """Return the types that the constraints allow, by default those that change no result.
+
+    Keyed tables have only the types in `_KEYED_TYPES`. By default types that are equal to another
+    one in this topology are left out.
+    """
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
     if with_storage(workload.config, storage).storage.is_keyed:
@@ -192,9 +197,9 @@ class ShardCosts:
         self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
     def id_shares(self, shards: Sequence[Shard]) -> list[float]:
-        """Return each shard's share of the ids: of the rows, or equal where keys select the block.
+        """Return each shard's share of the ids: its share of the rows; equal shares if keyed.
 
-        `shards` are all shards of the table.
+        `shards` must be all shards of the table.
         """
         if self.config.storage.is_keyed:
             return [1.0 / len({shard.rows for shard in shards})] * len(shards)
@@ -209,14 +214,14 @@ class ShardCosts:
         local = self.model.topology.local_world_size
         if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
-        # By range of columns.
+        # The ranks of each range of columns, and the rows that they send per bag.
         ranks: dict[tuple[int, int], set[int]] = {}
         rows_per_bag: dict[tuple[int, int], float] = {}
         for shard, share in zip(shards, self.id_shares(shards), strict=True):
             ranks.setdefault(shard.columns, set()).add(shard.rank)
             bag_share = share_of_bags_with_ids(self.workload, share)
             rows_per_bag[shard.columns] = rows_per_bag.get(shard.columns, 0.0) + bag_share
-        # Sums save nothing if each bag has ids in one block only: the other blocks send no row.
+        # Sums save nothing if each bag has ids in only one block: the other blocks send no row.
         return [
             len(ranks[shard.columns]) == local
             and len({rank // local for rank in ranks[shard.columns]}) == 1
@@ -272,13 +277,13 @@ def option_of(
     domain: Domain,
     penalty: int,
 ) -> Option:
-    """Build an option from shards.
+    """Build an option from the shards of a table; its loads are computed, nothing is placed.
 
     Args:
         shard_costs: costs of shards of the table.
         sharding_type: type of the option.
-        shards: all shards of the table. With the domain RANK or NODE only their grouping by rank or
-            node counts, with WORLD also on which ranks they are.
+        shards: all shards of the table. With the domain RANK or NODE their ranks only group them;
+            with WORLD the shards stay on their ranks.
         domain: target that each unit of the option is placed on.
         penalty: penalty of the storage, see `Option`.
     """
@@ -314,25 +319,26 @@ def option_of(
 
 
 def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
-    """Sum loads by rank modulo `size`."""
-    members = [NOTHING] * size
+    """Return the sum of the loads for each rank modulo `size`; `NO_LOAD` for a rank without."""
+    members = [NO_LOAD] * size
     for shard, load in zip(shards, loads, strict=True):
         total = members[shard.rank % size]
-        members[shard.rank % size] = load if total is NOTHING else total.plus(load, 1)
+        members[shard.rank % size] = load if total is NO_LOAD else total.plus(load, 1)
     return members
 
 
 def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
-    """Split loads by rank into the cost that all ranks share, and a unit of the differences.
+    """Split loads by rank into the load that all ranks share, and a unit of the differences.
 
-    Equal blocks of rows have equal loads, save the last ones, which may be smaller or empty. If the
-    loads before those differ, all are in the unit and the common cost is nothing.
+    Equal blocks of rows have equal loads; only the last blocks may be smaller or missing. The
+    shared load is then that of rank 0, and the unit has the last ranks. For any other pattern of
+    loads the unit has all loads, and the shared load is `NO_LOAD`.
     """
     common, index = members[0], len(members)
     while index > 0 and members[index - 1] != common:
         index -= 1
     if any(load != common for load in members[:index]):
-        return NOTHING, Unit(Domain.WORLD, tuple(members))
+        return NO_LOAD, Unit(Domain.WORLD, tuple(members))
     return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[index:]), index)
 
 
@@ -368,7 +374,7 @@ def _column_counts(workload: TableWorkload, max_count: int) -> list[int]:
 def _units(
     shards: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
 ) -> Iterator[Unit]:
-    """Group shards by rank or node; ranks of a node without a shard get an empty load."""
+    """Yield one unit per shard (RANK) or per node (NODE); ranks without a shard get `NO_LOAD`."""
     if domain is Domain.RANK:
         for load in loads:
             yield Unit(domain, (load,))

@@ -5,9 +5,9 @@ slowest: ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back a
 gradients (OUTPUT), rows are updated (UPDATE). The work that every rank does to order its ids and
 rows, whatever shards it has, is outside the phases: `arrange_s`.
 
-Counts of ids, bags and rows are means per step, so they are floats. Those of a shard are of the
-batches of all ranks; those that a rank sends, or has of a replica, are of its own batch. Output
-rows are float32 of `columns` elements: one per bag of a pooled table, else one per id.
+Counts of ids, bags and rows are means per step, so they are floats. Counts of a shard cover the
+batches of all ranks. Counts of what a rank sends, or looks up in a replica, cover its own batch.
+Output rows are float32 of `columns` elements: one per bag of a pooled table, else one per id.
 """
 
 import math
@@ -32,9 +32,9 @@ PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
 Seconds = tuple[float, float, float, float]  # by phase
 
-_ID_BYTES = 8  # of int64 ids, and of lengths; int32 ones take half
+_ID_BYTES = 8  # of an id or a length, taken to be int64; the model overestimates int32
 _FLOAT_BYTES = 4
-_COPY_BYTES = 2 * _FLOAT_BYTES  # of a copied float: `arrange_ns` is per byte read or written
+_COPY_BYTES = 2 * _FLOAT_BYTES  # bytes read and written per copied float, as `arrange_ns` counts
 _PASSES = 2  # forward and backward
 _GROUPING_BYTES = 20  # per id, while the lookups of a batch are grouped by row
 _ROW_INDEX_BYTES = 4  # of a bag's position among the bags that are sent
@@ -50,7 +50,7 @@ class Load(NamedTuple):
     nbytes: MemoryNeed
 
     def plus(self, other: "Load", factor: int) -> "Load":
-        """Add `factor` times another load; -1 subtracts it."""
+        """Return the sum of this load and `factor` times another load."""
         # Unrolled, because the search adds loads often.
         (a, b, c, d), (e, f, g, h) = self.seconds, other.seconds
         seconds = a + factor * e, b + factor * f, c + factor * g, d + factor * h
@@ -81,7 +81,7 @@ class CommonCost(NamedTuple):
         position_nbytes: bytes of the original positions of ids, which ranks store if any table is
             cut by rows.
         drops_empty_bags: whether bags without ids are not sent to a shard.
-        uneven_s: additional seconds of this table if another table drops empty bags, because
+        uneven_s: additional seconds of this table if any other table drops empty bags, because
             features then differ in their number of bags.
     """
 
@@ -93,7 +93,7 @@ class CommonCost(NamedTuple):
     uneven_s: float = 0.0
 
     def plus(self, other: "CommonCost") -> "CommonCost":
-        """Add the cost of another collection's lookups in the same table."""
+        """Return the sum of this cost and that of another reader of the same table."""
         a, b, c, d = map(operator.add, self.seconds, other.seconds)
         return CommonCost(
             (a, b, c, d),
@@ -106,7 +106,7 @@ class CommonCost(NamedTuple):
 
 
 class _LookupCost(NamedTuple):
-    """The cost of one collection's lookups in a shard or replica, without the table's memory.
+    """The cost of one reader's lookups in a shard or replica, without the table's memory.
 
     Attributes:
         seconds: seconds by phase.
@@ -120,7 +120,7 @@ class _LookupCost(NamedTuple):
     arrange_s: float = 0.0
 
 
-NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
+NO_LOAD = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
 class BytesPerFloat(NamedTuple):
@@ -143,9 +143,11 @@ FLOATS = BytesPerFloat()
 
 
 class CostModel:
-    """Compute costs of shards on a topology. It also is the `Rates` of `emblib.storage`.
+    """Compute the costs of shards and replicas on a topology.
 
-    Nothing is measured or stored here: equal arguments give equal costs.
+    Nothing is measured or stored here: equal arguments give equal costs. A *reader* is a collection
+    that looks up a table, which several collections may share; its lookups are a `TableWorkload`.
+    Storages get the costs of single rows from this object, as the `Rates` of `emblib.storage`.
 
     Args:
         topology: machine whose constants are used.
@@ -166,19 +168,19 @@ class CostModel:
     ) -> None:
         self.topology = topology
         self.floats_per_rank = sum(
-            lookup.batch_size * lookup.ids_per_example * lookup.config.embedding_dim
+            reader.batch_size * reader.ids_per_example * reader.config.embedding_dim
             for workload in workloads
-            for lookup in workload.by_reader
+            for reader in workload.by_reader
         )
         self._bytes_per_float, self._batches_in_flight = bytes_per_float, batches_in_flight
         world, local = topology.world_size, topology.local_world_size
         costs = topology.costs
-        # Seconds per byte that is sent equally to all ranks: over links in the node, the network
-        # to other nodes, and for nothing to this rank itself.
+        # Seconds per byte of a message that is divided equally over all ranks. The part for the
+        # node uses links, the part for other nodes the network; that for this rank costs nothing.
         link = (local - 1) / costs.link_bytes_per_s
         network = (world - local) / costs.network_bytes_per_s
         self._s_per_byte = (link + network) / world
-        # The same for rows that the ranks of a node sum first: within it, and between nodes.
+        # The same for rows that a node sums: before the sum within the node, then between nodes.
         self._s_per_unsummed_byte, self._s_per_summed_byte = link / local, network / world / local
 
     if not TYPE_CHECKING:
@@ -205,8 +207,8 @@ class CostModel:
             is_summed: whether its node sums its rows with those of other shards.
         """
         lookup_costs = [
-            self._shard_cost(lookup, table_slice, id_share, is_summed=is_summed)
-            for lookup in workload.by_reader
+            self._shard_cost(reader, table_slice, id_share, is_summed=is_summed)
+            for reader in workload.by_reader
         ]
         return self._load(workload, table_slice, lookup_costs)
 
@@ -227,17 +229,17 @@ class CostModel:
         return Load((input_s, lookup_s, output_s, update_s), nbytes)
 
     def _shard_cost(
-        self, workload: TableWorkload, table_slice: TableSlice, id_share: float, *, is_summed: bool
+        self, reader: TableWorkload, table_slice: TableSlice, id_share: float, *, is_summed: bool
     ) -> _LookupCost:
-        """Return the cost of one collection's lookups in a shard, of the batches of all ranks."""
+        """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
         world, local = self.topology.world_size, self.topology.local_world_size
         costs, sent = self.costs, self._bytes_per_float
-        ids = workload.batch_size * world * workload.ids_per_example * id_share
-        bag_share = 1.0 if is_summed else share_of_bags_with_ids(workload, id_share)
-        bags = workload.batch_size * world * workload.num_features * bag_share
-        rows_out = bags if workload.config.pooled else ids
+        ids = reader.batch_size * world * reader.ids_per_example * id_share
+        bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
+        bags = reader.batch_size * world * reader.num_features * bag_share
+        rows_out = bags if reader.config.pooled else ids
         floats = rows_out * table_slice.dim
-        batch_nbytes = _batch_nbytes(workload, ids, bags)
+        batch_nbytes = _batch_nbytes(reader, ids, bags)
         output_s = floats * (sent.forward + sent.backward) * self._s_per_byte
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
@@ -247,52 +249,53 @@ class CostModel:
                 + (sent.forward + sent.backward) * self._s_per_summed_byte
                 + copied_s
             )
-        # `uneven_ns` is of both passes.
+        # `uneven_ns` covers both passes.
         uneven_s = bags * costs.uneven_ns * _S_PER_NS / _PASSES if bag_share < 1.0 else 0.0
         seconds = (
             batch_nbytes * self._s_per_byte,
-            self._lookup_s(workload, table_slice, ids, rows_out) + uneven_s,
+            self._lookup_s(reader, table_slice, ids, rows_out) + uneven_s,
             output_s,
-            self._update_s(workload, table_slice, ids, rows_out)
+            self._update_s(reader, table_slice, ids, rows_out)
             + uneven_s * table_slice.storage.is_trained,
         )
-        # Ids and lengths of each batch in flight, and its outgoing rows or incoming gradients.
-        # Unpooled rows are put in order before they are sent, and their gradients afterwards.
+        # Ids, weights and lengths of each batch in flight, and the outgoing rows or the incoming
+        # gradients of one batch. Unpooled rows are put in order before they are sent, and their
+        # gradients after they have arrived.
         # A rank's own rows count as sent, though those of large messages stay in place.
-        rows_nbytes = self._num_row_copies(workload) * _FLOAT_BYTES * floats
+        rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats
         received_nbytes = self._num_received_batches * batch_nbytes
         combining = received_nbytes + rows_nbytes
         grouping = _GROUPING_BYTES * ids * table_slice.storage.is_trained
-        updating = combining + (grouping if workload.config.pooled else max(grouping, rows_nbytes))
+        updating = combining + (grouping if reader.config.pooled else max(grouping, rows_nbytes))
         if is_summed:
-            # Also rows in the order of sending, the rows to sum, and the gradients of sums.
+            # In addition rows in the order of sending, the rows to sum, and the gradients of sums.
             combining += 2 * rows_nbytes + rows_nbytes / local
             updating = max(updating, received_nbytes + 2 * rows_nbytes + rows_nbytes / local)
         return _LookupCost(seconds, combining, updating)
 
     def common_cost(self, workload: TableWorkload, shards: Iterable[ShardShape]) -> CommonCost:
-        """Return the cost of a sharded table for every rank, of sending ids and combining rows."""
+        """Return what a sharded table costs every rank: to send ids and to combine rows."""
         shapes = list(shards)
-        by_reader = (self._common_cost_of(lookup, shapes) for lookup in workload.by_reader)
+        by_reader = (self._common_cost_of(reader, shapes) for reader in workload.by_reader)
         return reduce(CommonCost.plus, by_reader)
 
-    def _common_cost_of(self, workload: TableWorkload, shards: Sequence[ShardShape]) -> CommonCost:
-        """Return the cost of one collection's lookups in a sharded table, of one rank's batch."""
-        costs, is_pooled = self.costs, workload.config.pooled
-        bags = workload.batch_size * workload.num_features
-        ids = workload.batch_size * workload.ids_per_example
+    def _common_cost_of(self, reader: TableWorkload, shards: Sequence[ShardShape]) -> CommonCost:
+        """Return what one reader's lookups in a sharded table cost every rank, for its batch."""
+        costs, is_pooled = self.costs, reader.config.pooled
+        bags = reader.batch_size * reader.num_features
+        ids = reader.batch_size * reader.ids_per_example
         sent_nbytes = sent_ids = rows_out = 0.0
         floats_in = 0.0  # of the rows that this rank receives and combines
         index_nbytes = 0.0  # of positions of bags, where empty ones are not sent
         for columns, id_share, is_summed in shards:
             sent_ids += ids * id_share
-            rows = bags * (1.0 if is_summed else share_of_bags_with_ids(workload, id_share))
+            rows = bags * (1.0 if is_summed else share_of_bags_with_ids(reader, id_share))
             index_nbytes += _ROW_INDEX_BYTES * bags * (rows < bags)
             rows_out += rows
-            sent_nbytes += _batch_nbytes(workload, ids * id_share, rows)
+            sent_nbytes += _batch_nbytes(reader, ids * id_share, rows)
             received_rows = rows / self.topology.local_world_size if is_summed else rows
             floats_in += (received_rows if is_pooled else ids * id_share) * columns
-        floats_out = (bags if is_pooled else ids) * workload.config.embedding_dim
+        floats_out = (bags if is_pooled else ids) * reader.config.embedding_dim
         arrange_ns = (
             sent_nbytes / _ID_BYTES * costs.route_ns
             + index_nbytes / _ROW_INDEX_BYTES * costs.pack_ns
@@ -301,11 +304,11 @@ class CostModel:
         # The caller's batches with their weights, the output and its gradient. `combining` adds the
         # sent ids and the received rows.
         in_and_out = (
-            self._batches_in_flight * _batch_nbytes(workload, ids, bags)
+            self._batches_in_flight * _batch_nbytes(reader, ids, bags)
             + 2 * _FLOAT_BYTES * floats_out
         )
         # The gradients of unpooled rows are first concatenated, then put in order.
-        received_nbytes = self._num_row_copies(workload) * _FLOAT_BYTES * floats_in
+        received_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats_in
         ordered_nbytes = 0.0 if is_pooled else received_nbytes
         combining = (
             in_and_out
@@ -317,7 +320,7 @@ class CostModel:
         position_nbytes = 0.0 if is_pooled else self._num_received_batches * sent_ids * _ID_BYTES
         uneven_ns = 0.0 if index_nbytes or not is_pooled else rows_out * costs.uneven_ns
         return CommonCost(
-            NOTHING.seconds,
+            NO_LOAD.seconds,
             _round_to_grid(arrange_ns * _S_PER_NS),
             _need(MemoryBytes(0), combining, in_and_out + ordered_nbytes),
             float(math.ceil(position_nbytes)),
@@ -327,20 +330,25 @@ class CostModel:
 
     @property
     def _num_received_batches(self) -> int:
-        """Return the batches whose ids are in memory in addition to the caller's copy."""
+        """Return the number of batches whose ids are in memory in addition to the caller's copy.
+
+        One rank alone looks up the caller's copy of the batch that it computes.
+        """
         is_distributed = self.topology.world_size > 1
         return self._batches_in_flight if is_distributed else self._batches_in_flight - 1
 
-    def _num_row_copies(self, workload: TableWorkload) -> int:
-        """Return the copies of rows besides the output; one rank's pooled rows are the output."""
-        return 1 if self.topology.world_size > 1 or not workload.config.pooled else 0
+    def _num_row_copies(self, reader: TableWorkload) -> int:
+        """Return the number of copies of rows: 0 where one rank's pooled rows are the output."""
+        return 1 if self.topology.world_size > 1 or not reader.config.pooled else 0
 
     def replicated_cost(self, workload: TableWorkload, table_slice: TableSlice) -> CommonCost:
-        """Return the cost of a replicated table: lookups of its own batch, updates of all.
+        """Return what a replicated table costs every rank; `table_slice` must be the whole table.
 
-        `table_slice` is the whole table.
+        A rank looks up its own batch. With a fused optimizer it receives the gradients of all ranks
+        and applies them. With another optimizer it computes the gradient of its own batch, and the
+        ranks sum the gradient of the whole table. A frozen table is only looked up.
         """
-        lookup_costs = [self._replica_cost(lookup, table_slice) for lookup in workload.by_reader]
+        lookup_costs = [self._replica_cost(reader, table_slice) for reader in workload.by_reader]
         if table_slice.storage.is_trained and not is_fused(workload.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
             sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT_BYTES * self._s_per_byte
@@ -349,37 +357,37 @@ class CostModel:
         arrange_s = sum(cost.arrange_s for cost in lookup_costs)
         return CommonCost(load.seconds, _round_to_grid(arrange_s), load.nbytes)
 
-    def _replica_cost(self, workload: TableWorkload, table_slice: TableSlice) -> _LookupCost:
-        """Return the cost of one collection's lookups in a replicated table."""
+    def _replica_cost(self, reader: TableWorkload, table_slice: TableSlice) -> _LookupCost:
+        """Return what one reader's lookups in a replicated table, and their updates, cost."""
         costs, world = self.costs, self.topology.world_size
-        is_pooled = workload.config.pooled
-        bags = workload.batch_size * workload.num_features
-        ids = workload.batch_size * workload.ids_per_example
+        is_pooled = reader.config.pooled
+        bags = reader.batch_size * reader.num_features
+        ids = reader.batch_size * reader.ids_per_example
         rows_out = bags if is_pooled else ids
-        floats = rows_out * workload.config.embedding_dim
-        lookup_s = self._lookup_s(workload, table_slice, ids, rows_out)
+        floats = rows_out * reader.config.embedding_dim
+        lookup_s = self._lookup_s(reader, table_slice, ids, rows_out)
         in_and_out = (
-            self._batches_in_flight * _batch_nbytes(workload, ids, bags) + 2 * _FLOAT_BYTES * floats
+            self._batches_in_flight * _batch_nbytes(reader, ids, bags) + 2 * _FLOAT_BYTES * floats
         )
         combining = in_and_out + (_FLOAT_BYTES * floats if is_pooled else 0.0)
         updating = in_and_out + _GROUPING_BYTES * ids
         arrange_s = 0.0
         if world > 1:
-            # Three copies: rows are appended to the received ones, and copied to the output;
+            # Three copies: rows are appended to the received rows, then copied to the output;
             # gradients are copied back.
             arrange_s = 3 * _COPY_BYTES * floats * costs.arrange_ns * _S_PER_NS
         if not table_slice.storage.is_trained:
             seconds = 0.0, lookup_s, 0.0, 0.0
-        elif not is_fused(workload.optimizer):
-            seconds = 0.0, lookup_s, 0.0, self._update_s(workload, table_slice, ids, rows_out)
+        elif not is_fused(reader.optimizer):
+            seconds = 0.0, lookup_s, 0.0, self._update_s(reader, table_slice, ids, rows_out)
         else:
             # This rank receives the ids and gradients of all ranks.
-            all_batches_nbytes = _batch_nbytes(workload, ids, bags) * world
+            all_batches_nbytes = _batch_nbytes(reader, ids, bags) * world
             all_ids, all_rows_out = ids * world, rows_out * world
-            update_s = self._update_s(workload, table_slice, all_ids, all_rows_out)
+            update_s = self._update_s(reader, table_slice, all_ids, all_rows_out)
             values_nbytes = 0.0
             if table_slice.storage.updates_need_rows:
-                update_s += self._lookup_s(workload, table_slice, all_ids, all_rows_out)
+                update_s += self._lookup_s(reader, table_slice, all_ids, all_rows_out)
                 values_nbytes = _FLOAT_BYTES * floats * world
             gradient_nbytes = floats * world * self._bytes_per_float.backward
             seconds = (
@@ -395,7 +403,7 @@ class CostModel:
             gathered_nbytes = (
                 self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * floats * world
             )
-            combining += gathered_nbytes * self._num_row_copies(workload)
+            combining += gathered_nbytes * self._num_row_copies(reader)
             combining += 0.0 if is_pooled else 2 * _FLOAT_BYTES * floats
             updating = in_and_out + gathered_nbytes + values_nbytes + _GROUPING_BYTES * all_ids
         return _LookupCost(seconds, combining, updating, arrange_s)
@@ -412,34 +420,37 @@ class CostModel:
         """Return the constants of the machine."""
         return self.topology.costs
 
-    # `row_bytes` is the size of one row in a lookup, with its optimizer state in an update; `ids`
-    # is the number of lookups in `table_slice` per step.
-
     def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the mean ns to add one row to its bag, where a share of the rows is in cache."""
+        """Return the mean ns to add one row of `row_bytes` to its bag, from cache or memory.
+
+        A step looks up `ids` rows of `table_slice`, a share of whose rows is in cache.
+        """
         costs = self.costs
         return self._mean_row_ns(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
 
     def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the mean ns to update one row, where a share of the rows is in cache."""
+        """Return the mean ns to update one row, where `row_bytes` include its optimizer state.
+
+        A step looks up `ids` rows of `table_slice`, a share of whose rows is in cache.
+        """
         costs = self.costs
         return self._mean_row_ns(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
-        """Return the ns to add one row to its bag where the table is in cache."""
+        """Return the ns to add one row of `row_bytes` to its bag if the table is in cache."""
         return interpolate(self.costs.lookup_near, row_bytes)
 
     def cached_update_ns(self, row_bytes: float) -> float:
-        """Return the ns to update one row where the table is in cache."""
+        """Return the ns to update one row of `row_bytes`, with its state, of a table in cache."""
         return interpolate(self.costs.update_near, row_bytes)
 
     def _mean_row_ns(
         self, near_ns: Curve, far_ns: Curve, table_slice: TableSlice, row_bytes: float, ids: float
     ) -> float:
-        """Return the ns per row of a shard that is partly in cache.
+        """Return the mean ns per row of a shard that is partly in cache.
 
-        The shards of a rank share its cache in proportion to their lookups; all ranks look up
-        equally much.
+        The shards of a rank share its cache in proportion to the floats that they look up. Every
+        rank is assumed to look up `floats_per_rank`.
         """
         floats, all_floats = ids * table_slice.dim, self.floats_per_rank
         cache_share = min(1.0, floats / all_floats) if all_floats else 1.0
@@ -450,30 +461,30 @@ class CostModel:
         )
 
     def _lookup_s(
-        self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, reader: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
         """Return the seconds of the lookups of a shard: `ids` rows into `rows_out` output rows."""
         costs = self.costs
-        rows_ns = table_slice.storage.lookup_ns(table_slice, workload.optimizer, ids, self)
+        rows_ns = table_slice.storage.lookup_ns(table_slice, reader.optimizer, ids, self)
         bags_ns = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
-        # `unit_s` is of both passes.
-        return (rows_ns + bags_ns) * _S_PER_NS + workload.num_features * costs.unit_s / _PASSES
+        # `unit_s` covers both passes.
+        return (rows_ns + bags_ns) * _S_PER_NS + reader.num_features * costs.unit_s / _PASSES
 
     def _update_s(
-        self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, reader: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
         """Return the seconds that backward takes for these lookups; 0 for frozen tables."""
         if not table_slice.storage.is_trained:
             return 0.0
         costs = self.costs
-        rows_ns = table_slice.storage.update_ns(table_slice, workload.optimizer, ids, self)
+        rows_ns = table_slice.storage.update_ns(table_slice, reader.optimizer, ids, self)
         bags_ns = rows_out * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT_BYTES)
-        return (rows_ns + bags_ns) * _S_PER_NS + workload.num_features * costs.unit_s / _PASSES
+        return (rows_ns + bags_ns) * _S_PER_NS + reader.num_features * costs.unit_s / _PASSES
 
     # Steps
 
     def exchanges_s(self, *, is_weighted: bool) -> float:
-        """Return the seconds of a step's all-to-alls that do not depend on the batch."""
+        """Return the seconds of a step's empty all-to-alls; 0 for one rank."""
         if self.topology.world_size == 1:
             return 0.0
         # Sizes, ids, rows and gradients; weights and their gradients are separate messages.
@@ -481,9 +492,9 @@ class CostModel:
         return num_exchanges * self._exchange_s(self.topology.world_size)
 
     def sums_s(self) -> float:
-        """Return the batch-independent seconds of the all-to-alls of sums within nodes.
+        """Return the seconds of the empty all-to-alls of a step whose rows are summed by nodes.
 
-        It is meant for several nodes of several ranks; others sum nothing.
+        The result has no meaning for one node, or for nodes of one rank, which sum nothing.
         """
         sizes = self.topology.local_world_size, self.topology.num_nodes
         return sum(_PASSES * self._exchange_s(size) for size in sizes)
@@ -503,7 +514,7 @@ def _round_to_grid(seconds: float) -> float:
 
 
 def _need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -> MemoryNeed:
-    """Add the memory of a table to that of batches at the two peaks of a step."""
+    """Add the device memory of a table to the bytes of batches at the two peaks of a step."""
     device, host, disk = table
     return MemoryNeed(
         float(math.ceil(device + combining_nbytes)),
@@ -513,17 +524,17 @@ def _need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -
     )
 
 
-def _batch_nbytes(workload: TableWorkload, ids: float, bags: float) -> float:
+def _batch_nbytes(reader: TableWorkload, ids: float, bags: float) -> float:
     """Return the bytes of a message of ids, with their weights if any, and lengths."""
-    weight_bytes = _FLOAT_BYTES if workload.is_weighted else 0
+    weight_bytes = _FLOAT_BYTES if reader.is_weighted else 0
     return ids * (_ID_BYTES + weight_bytes) + bags * _ID_BYTES
 
 
 def share_of_bags_with_ids(workload: TableWorkload, id_share: float) -> float:
     """Return the share of a table's bags that are sent to a shard with this share of the ids.
 
-    Bags without ids in the shard are not sent, unless they are so few that more than
-    `MAX_SHARE_OF_BAGS` remain: then all are sent, and it is 1.
+    Bags without ids in the shard are left out if at most `MAX_SHARE_OF_BAGS` of the bags remain;
+    otherwise, and for tables that are not pooled, all bags are sent.
     """
     if id_share >= 1.0 or not workload.config.pooled:
         return 1.0

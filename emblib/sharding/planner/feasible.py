@@ -24,16 +24,17 @@ from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
 _MAX_STEPS = 200_000  # placements of the search for any plan, to bound its time; not measured
-_MAX_UNITS = 400  # with more units there is no such search, which is for few large tables
+_MAX_UNITS = 400  # with more units there is no such search, which few large tables need
 _FLOAT_BYTES = 4
-_ROW_OVERHEAD_FLOATS = 4  # counted per received row, a guess on the safe side
+_ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a guess, rather high
 
 
 def any_plan(problem: Problem) -> Plan:
     """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    The search is exhaustive up to `_MAX_STEPS` placements, which problems of a few tables do not
-    reach. Ranks with equal free memory are tried once. Above `_MAX_UNITS` units nothing is tried.
+    The search is exhaustive up to `_MAX_STEPS` placements of units, which problems of a few tables
+    do not reach. Of ranks with equal free memory only one is tried. With more than `_MAX_UNITS`
+    units nothing is tried.
     """
     world = problem.model.topology.world_size
     num_units = sum(max(len(o.units) for o in options) for options in problem.options)
@@ -44,8 +45,8 @@ def any_plan(problem: Problem) -> Plan:
         sorted(table_options, key=lambda o: (o.penalty, max(o.nbytes(world))))
         for table_options in problem.options
     ]
-    # First the table whose largest shard is largest, by the option where it is smallest: fewest
-    # ranks have memory for it.
+    # A table counts by its largest shard, in the option where that is smallest. The table with the
+    # largest comes first, because the fewest ranks have memory for it.
     order = sorted(range(len(options)), key=lambda t: (-min(map(_largest_nbytes, options[t])), t))
     min_nbytes = [
         [min(pool) for pool in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
@@ -63,7 +64,7 @@ def any_plan(problem: Problem) -> Plan:
 
 
 def _largest_nbytes(option: Option) -> float:
-    """Return the bytes of the largest shard, with those that every rank needs for the table."""
+    """Return the bytes of the largest shard, plus the bytes that every rank needs for the table."""
     member_nbytes = [max(load.nbytes) for unit in option.units for load in unit.members]
     return max(member_nbytes, default=0.0) + max(option.common_cost.nbytes)
 
@@ -72,10 +73,10 @@ class _Search:
     """A depth-first search over tables, options, and targets of units.
 
     Args:
-        rank_costs: costs of an empty plan; those of the plan afterwards.
+        rank_costs: costs of an empty plan, changed in place: the costs of the plan if it is found.
         options: options of each table.
-        min_remaining_nbytes: lower bounds of the bytes that the tables from each one on need on all
-            ranks together, by field of `MemoryNeed`; one more than tables.
+        min_remaining_nbytes: `min_remaining_nbytes[i]` are lower bounds of the bytes that tables i,
+            i + 1, ... need on all ranks together, by field of `MemoryNeed`; zeros at the end.
 
     Attributes:
         choices: the placements of the tables so far.
@@ -94,7 +95,7 @@ class _Search:
         self.num_steps = 0
 
     def place_from(self, number: int) -> bool:
-        """Place table `number` and the following ones; return whether all were placed."""
+        """Place table `number` and the following tables; return whether all were placed."""
         if number == len(self.options):
             return True
         if any(
@@ -138,7 +139,10 @@ class _Search:
         return False
 
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
-        """Yield the unused targets with memory for a unit, one of those that are alike."""
+        """Yield the unused targets with memory for a unit; of interchangeable ones, the first.
+
+        The target of the domain WORLD is not checked: `common_fits` does that.
+        """
         tried_keys = set()
         for target in range(self.rank_costs.num_targets(unit)):
             if target in used_targets:
@@ -153,8 +157,8 @@ class _Search:
     def _free_memory_key(self, unit: Unit, target: int) -> tuple[object, ...]:
         """Return a key that is equal for interchangeable targets.
 
-        For a node it is the free memory of its ranks; for a rank its own and, in any order, that of
-        the other ranks of its node.
+        The key of a node is the free memory of its ranks. The key of a rank is its free memory, and
+        the sorted free memory of all ranks of its node.
         """
         local, rank = (
             self.rank_costs.topology.local_world_size,
@@ -190,7 +194,8 @@ class _Search:
 def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
-    Tables that must not be cut are placed first, then the others, each group the largest first.
+    Tables that must not be cut are placed before the others; in both groups the largest comes
+    first.
     """
     world = problem.model.topology.world_size
     nbytes = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
@@ -222,9 +227,10 @@ def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
 def _cut_into_blocks(
     rank_costs: RankCosts, workload: TableWorkload, problem: Problem
 ) -> PlacedOption | None:
-    """Cut a table into blocks of rows sized by the free memory of each rank, the largest first.
+    """Cut a table into blocks of rows sized by the free memory of each rank.
 
-    Returns None if the table does not fit. `rank_costs` are those of the other tables.
+    The ranks with most free memory are filled first. Returns None if the table does not fit.
+    `rank_costs` are the costs of the other tables, the same again on return.
     """
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world = problem.model.topology.world_size
@@ -242,14 +248,13 @@ def _cut_into_blocks(
         return rank_costs.free_memory[rank][0] - max(used)
 
     # An upper bound of the memory of every rank for a table cut into `world` blocks, without its
-    # rows. A rank receives at most one row per bag and block; `_ROW_OVERHEAD_FLOATS` allows for its
-    # ids, lengths and indices.
+    # rows. A rank receives at most one row per bag and block, or per id if rows are not pooled.
     equal_cost = problem.model.common_cost(
         workload, [ShardShape(shape.columns, 1.0 / world, False)] * world
     )
     rows_sent = sum(
-        lookup.batch_size * max(lookup.num_features, lookup.ids_per_example)
-        for lookup in workload.by_reader
+        reader.batch_size * max(reader.num_features, reader.ids_per_example)
+        for reader in workload.by_reader
     )
     received_nbytes = world * rows_sent * (shape.columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
     common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
@@ -363,7 +368,10 @@ def _fits_alone(problem: Problem, table: int) -> bool:
 
 
 def _missing_alone(problem: Problem, table: int) -> float:
-    """Return the bytes by which the best option of a table exceeds the ranks with most memory."""
+    """Return the device bytes that the best option of a table lacks on ranks without other tables.
+
+    The largest shards are compared with the ranks that have most memory: a lower bound.
+    """
     missing_by_option: list[float] = []
     free_by_rank = sorted((pool.device for pool in problem.free_memory), reverse=True)
     for option in problem.options[table]:

@@ -46,12 +46,12 @@ _ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
 _ADAM_DIMS = (64, 128)  # measured with Adam as well, whose states are twice as long as the row
 _BAGS = 4096
-_FEW_IDS, _MANY_IDS = 1, 13  # ids per bag: the cost of an id is the slope between the two
+_FEW_IDS, _MANY_IDS = 1, 13  # ids per bag; the slope between the two is the cost of an id
 _CACHED_BYTES = 1 << 19  # bytes of a table that is in cache
-_NUM_BATCHES = 6  # batches used in turn, so that none finds its own rows in cache
-_NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that none stays in cache
+_NUM_BATCHES = 6  # batches used in turn, so that a batch does not find its rows in cache
+_NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that no buffer stays in cache
 _COPY_ACCESSES = 2  # bytes read or written per byte copied
-_EXTRA_TABLES = 64  # tables whose steps, compared with that of one, give the cost of a table
+_EXTRA_TABLES = 64  # tables added to a step of one table, to measure the cost of a table
 _TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
@@ -76,7 +76,8 @@ class Sizes:
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Return the seconds per call of a computation: the minimum over rounds of `_ROUND_S` each.
 
-    Calls it once to warm up, and waits for the device before and after each round.
+    Calls the function twice before, to warm up and to size a round. Waits for the device before and
+    after each round. With one CPU thread the seconds are processor time of this thread.
     """
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
@@ -95,7 +96,7 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
 
 
 def wait(device: torch.device) -> None:
-    """Synchronise with the device."""
+    """Wait until a GPU has finished its work; do nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -104,7 +105,7 @@ def wait(device: torch.device) -> None:
 
 
 def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
-    """Measure the constants of one rank; those of links keep their defaults."""
+    """Measure the constants of one rank; the other constants keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
     table_overhead = _one_table(device, sizes.rounds)
     step_s, unit_s = _units(device, sizes.rounds)
@@ -115,8 +116,8 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     far_update_ns, middle_update_ns, near_update_ns = (
         rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
     )
-    # A part of the middle table, as large as the cache, costs as in the near table, the other part
-    # as in the far one.
+    # A part of the middle table, as large as the cache, costs as much as rows of the near table;
+    # the other part costs as much as rows of the far table.
     near_fraction = min(
         1.0,
         max(
@@ -183,8 +184,8 @@ class _Rows:
     def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
         """Measure rows of `dim` float32 columns, once per dim and type of optimizer.
 
-        A step of `_MANY_IDS` ids per bag less one of `_FEW_IDS` gives the cost of an id; the rest
-        is that of bags.
+        The difference between steps of `_MANY_IDS` and `_FEW_IDS` ids per bag is the cost of ids;
+        the remaining time is the cost of bags.
         """
         key = dim, type(optimizer).__name__
         if key not in self._costs:
@@ -196,7 +197,7 @@ class _Rows:
                 device=self.device,
             )
             few_s, many_s = self._step(table, rows, _FEW_IDS), self._step(table, rows, _MANY_IDS)
-            # Of forward and of backward.
+            # Each of forward and of backward.
             id_s = [
                 (many - few) / _BAGS / (_MANY_IDS - _FEW_IDS)
                 for few, many in zip(few_s, many_s, strict=True)
@@ -262,7 +263,7 @@ def _line(points: dict[float, float]) -> Curve:
 def _measure_step(
     forward: Callable[[], Tensor], grad: Tensor, device: torch.device, rounds: int
 ) -> tuple[float, float]:
-    """Measure the seconds of forward without gradients, and of what backward adds."""
+    """Measure the seconds of forward without gradients, and the seconds that backward adds."""
     step = timed(lambda: forward().backward(grad), device, rounds)
     forward_s = in_grad_mode(timed, enabled=False)(forward, device, rounds)
     return forward_s, max(step - forward_s, 0.0)
@@ -284,7 +285,7 @@ def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
 
 
 def _units(device: torch.device, rounds: int) -> tuple[float, float]:
-    """Measure a collection's step on a minimal batch, and the cost of one more table."""
+    """Measure a step of one table on a minimal batch, and the seconds that another table adds."""
 
     def step_of(tables: int) -> float:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
@@ -341,7 +342,7 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
         starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
-    # As many rows as large batches have, copied from memory that is in no cache to new memory.
+    # The number of rows of a large batch, copied from memory that is in no cache to new memory.
     num_rows = 2 * bags
     sources = [torch.randn(num_rows * width, device=device) for _ in range(_NUM_COLD_BUFFERS)]
     source = cycle(sources)
@@ -417,19 +418,20 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
 # What ranks exchange
 
 _NUM_EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-# Elements to each rank: larger than caches, like the rows of large batches.
+# Elements to each rank, so that messages are larger than caches, like rows of large batches.
 _MESSAGE_FLOATS = 1 << 21
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
     """Measure the constants of this machine and of the links between `ranks`; a collective.
 
-    With one rank, the links keep the defaults, as do host memory behind a GPU and disks; replace
-    them with `dataclasses.replace` where you know better figures. Returns the same on all ranks.
+    The constants of host memory behind a GPU and of disks keep their defaults; with one rank, so do
+    the constants of links. Replace them with `dataclasses.replace` if you know better figures. All
+    ranks get the same result.
 
     Args:
         ranks: the processes, whose devices are measured; by default this one alone.
-        sizes: how much is measured; by default `Sizes()`.
+        sizes: sizes of what is measured; by default `Sizes()`.
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
@@ -469,7 +471,7 @@ def _has_a_core_each(ranks: RankGroup) -> bool:
 
 
 def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
-    """Measure seconds per all-to-all and further rank, of replication, and of row cuts."""
+    """Measure the seconds per all-to-all and other rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
     synchronised_s = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
     replicated_s = _synchronised(
@@ -492,9 +494,10 @@ def _synchronised(ranks: RankGroup, step: TinyStep, rounds: int) -> float:
 
 
 def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, rounds: int) -> float:
-    """Return the seconds per call that all ranks make together, after one round to warm up.
+    """Return the seconds per call of a function that all ranks call together.
 
-    It is the minimum over rounds of `times` calls each, on this rank's clock.
+    The result is the minimum over rounds of `times` calls each, on this rank's clock, after one
+    more round to warm up.
     """
 
     def once() -> float:
@@ -513,7 +516,7 @@ def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, round
 def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     """Measure seconds of an empty message, replication, row cuts, and a byte on each link.
 
-    A figure is 0 if there is no such link.
+    The seconds per byte of a link are 0 if there is no such link.
     """
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]
@@ -532,7 +535,7 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
     """Measure the seconds of an all-to-all of `count` floats with each of `peers`.
 
-    All ranks call it at once; peers must be mutual.
+    All ranks call this together, and peers must be mutual; not checked.
     """
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     is_large = count > 1

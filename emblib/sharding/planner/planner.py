@@ -36,7 +36,7 @@ class Planner:
         constraints: constraints by table name, or by `path.name` where collections share names.
         reservation: memory that is not for tables; by default `Reservation()`.
         comm_precision: codecs of rows and gradients in transit.
-        max_trials: the number of placements that the search tries; more takes longer.
+        max_trials: maximum number of placements that local moves try; more takes longer.
 
     The search is deterministic: the same arguments give the same plan on any machine.
     """
@@ -128,7 +128,7 @@ class Planner:
     ) -> Problem:
         """Return the problem that the search solves."""
         is_weighted = any(
-            lookup.is_weighted for workload in workloads for lookup in workload.by_reader
+            reader.is_weighted for workload in workloads for reader in workload.by_reader
         )
         return Problem(model, free_memory, options, is_weighted, self.max_trials)
 
@@ -163,8 +163,8 @@ class Planner:
         modules: dict[str, dict[str, object]] = {}
         for workload, choice in zip(workloads, plan, strict=True):
             sharding = choice.option.sharding(workload, self.topology, choice.targets)
-            for lookup in workload.by_reader:
-                modules.setdefault(lookup.path, {})[lookup.config.name] = sharding
+            for reader in workload.by_reader:
+                modules.setdefault(reader.path, {})[reader.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 

@@ -74,12 +74,12 @@ class Prediction:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds that ranks compute."""
+        """Return the seconds that ranks compute: lookups, updates and the order of ids and rows."""
         return self.step_s - self.exchange_s - self.phases["overhead"]
 
     @property
     def exchange_s(self) -> float:
-        """Return the seconds that ranks exchange data."""
+        """Return the seconds that ranks exchange data, without the overhead of empty messages."""
         return self.phases["input"] + self.phases["output"]
 
     @property
@@ -128,7 +128,7 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    is_weighted = any(lookup.is_weighted for workload in workloads for lookup in workload.by_reader)
+    is_weighted = any(reader.is_weighted for workload in workloads for reader in workload.by_reader)
     rank_costs = RankCosts(model, free_memory, is_weighted=is_weighted)
     tables = []
     for workload in workloads:
@@ -146,7 +146,7 @@ def _predict_table(
 ) -> TablePrediction:
     """Predict the bytes and seconds of one table."""
     members = [load for unit in option.units for load in unit.members]
-    # Members of the domain WORLD are differences from the common cost, negative ones too.
+    # Members of the domain WORLD are differences from the common cost, and may be negative.
     units_s = max((sum(load.seconds) for load in members), default=0.0)
     common_s = sum(option.common_cost.seconds) + option.common_cost.arrange_s
     slowest = max(units_s, 0.0) + common_s
@@ -158,7 +158,7 @@ def _prediction(
 ) -> Prediction:
     """Return the prediction of a plan from the costs of all ranks."""
     topology = model.topology
-    # Work of all ranks takes as many times longer as there are ranks per core.
+    # Ranks that share a core do the work of every rank one after the other.
     ranks_per_core = topology.local_world_size / topology.ranks_at_once
     phases = {name: rank_costs.phase_s(number) for number, name in enumerate(PHASES)}
     phases["arrange"] = rank_costs.arrange_s * ranks_per_core
@@ -181,7 +181,7 @@ def _prediction(
                     for used, c in zip(rank_costs.nbytes, rank_costs.common_nbytes, strict=True)
                 )
             ),
-            MemoryBytes(*rank_costs.free_memory[r][1:]),  # device memory is in it twice
+            MemoryBytes(*rank_costs.free_memory[r][1:]),  # which has device memory twice
             num_shards[r],
         )
         for r in range(topology.world_size)
@@ -235,7 +235,7 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
-    """Return a row of text per table, the slowest ones if there are many."""
+    """Return the header and a row of cells per table: of the slowest only, if there are many."""
     rows = [["table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"]]
     slowest = sorted(tables, key=lambda table: -table.step_s)[:_MAX_TABLES]
     tables_shown = (
@@ -251,7 +251,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
                 ranges(sharding.ranks, max_ranges=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
-                f"{sum(lookup.ids_per_example for lookup in table.workload.by_reader):g}",
+                f"{sum(reader.ids_per_example for reader in table.workload.by_reader):g}",
                 format_bytes(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
                 _format_ms(table.step_s),
             ]
@@ -262,7 +262,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
-    """Return a row of text per rank, the slowest ones if there are many."""
+    """Return the header and a row of cells per rank: of the slowest only, if there are many."""
     fields = [f for f in ("host", "disk") if any(getattr(r.nbytes, f) for r in prediction.ranks)]
     heads = ["rank", "tables", "memory", "of", *fields]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
@@ -290,7 +290,7 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
 
 
 def _describe_phases(prediction: Prediction) -> list[str]:
-    """Describe the slowest phase and the fullest rank, as lines."""
+    """Return lines that describe all phases, the longest one, and the fullest rank."""
     phase_times = ", ".join(f"{name} {_format_ms(s)}" for name, s in prediction.phases.items())
     longest = max(prediction.phases, key=prediction.phases.__getitem__)
     lines = [f"Phases, ms: {phase_times}."]

@@ -30,11 +30,11 @@ class PlacedOption:
 class RankCosts:
     """The costs by rank of the choices so far; choices can be added and removed.
 
-    Costs are multiples of a grid and whole bytes (see `estimate`), so that removing a choice
-    restores the costs exactly.
+    Seconds are multiples of a grid and bytes are whole numbers (see `estimate`), so that removing a
+    choice restores the costs exactly.
 
     Args:
-        model: cost model of everything that does not depend on the batch.
+        model: cost model, for the topology and the seconds that do not depend on the batch.
         free_memory: bytes for tables and batches, by rank.
         is_weighted: whether any collection sends weights.
 
@@ -45,13 +45,13 @@ class RankCosts:
         common_seconds: seconds of every rank, by phase.
         common_arrange_s: sum of `CommonCost.arrange_s`.
         common_nbytes: bytes of every rank, by field of `MemoryNeed`.
-        uneven_s: sum of `CommonCost.uneven_s`.
+        uneven_s: sum of `CommonCost.uneven_s`, which counts if any table drops empty bags.
         num_row_cuts: tables that are cut by rows.
         num_node_sums: tables whose rows nodes sum.
         num_without_empty_bags: tables whose empty bags are not sent.
         num_sharded: tables for which ranks exchange something.
         num_replicated: tables without shards.
-        penalty: sum of the options' penalties.
+        penalty: sum of the penalties of the options.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankCosts:
         self.num_row_cuts = self.num_node_sums = self.num_without_empty_bags = 0
         self.num_sharded = self.num_replicated = 0
         self.penalty = 0
-        # Sum of `CommonCost.position_nbytes`, and how many of these are in `common_nbytes`.
+        # The sum of `CommonCost.position_nbytes`, and the part of it that is in `common_nbytes`.
         self._position_nbytes = self._counted_nbytes = 0.0
         self._exchanges_s = model.exchanges_s(is_weighted=is_weighted)
         self._sums_s = model.sums_s()
@@ -147,7 +147,7 @@ class RankCosts:
     def fits(self, unit: Unit, target: int) -> bool:
         """Return whether the ranks of a target have enough free memory for a unit.
 
-        The common costs of its option must have been added.
+        The caller must have added the common costs of the unit's option; not checked.
         """
         rank = self.first_rank(unit, target)
         for _, nbytes in unit.members:
@@ -163,7 +163,7 @@ class RankCosts:
         return True
 
     def common_fits(self) -> bool:
-        """Return whether the memory of all choices fits on each rank, where any is common."""
+        """Return whether every rank fits, for the kinds of memory that have a common cost."""
         return all(
             common + max(map(operator.sub, self.nbytes[pool], self._free_columns[pool])) <= 0
             for pool, common in enumerate(self.common_nbytes)
@@ -171,7 +171,10 @@ class RankCosts:
         )
 
     def phase_s(self, phase: int) -> float:
-        """Return the seconds until the slowest rank has finished a phase, e.g. `INPUT`."""
+        """Return the seconds until the slowest rank has finished a phase, e.g. `INPUT`.
+
+        Ranks of a node take turns if fewer compute at a time than it has.
+        """
         topology, seconds = self.topology, self.seconds[phase]
         local, computing = topology.local_world_size, topology.ranks_at_once
         common = self.common_seconds[phase]
@@ -209,9 +212,9 @@ class RankCosts:
         return costs.step_s + exchanges + blocks + copies + sums
 
     def spread(self) -> float:
-        """Return the sum of squares of the ranks' seconds; of equal totals, the most even is least.
+        """Return the sum of squares of the ranks' seconds: smaller for a more even distribution.
 
-        It is no time: compare it with that of the same tables only.
+        It is no time; compare it only between plans of the same tables.
         """
         return sum(map(operator.mul, self.totals, self.totals))
 
@@ -231,10 +234,10 @@ class Problem:
         model: cost model.
         free_memory: memory of each rank for tables and batches.
         options: options of each table.
-        is_weighted: whether ids have weights.
-        max_trials: maximum number of placements that local moves try. The search takes bounded
-            time by it, and finds the same plan on any machine.
-        num_tried: number of these so far.
+        is_weighted: whether any collection sends weights.
+        max_trials: maximum number of placements that local moves try. It bounds the time of the
+            search without a clock, so that the same plan is found on any machine.
+        num_tried: number of placements that local moves have tried so far.
     """
 
     model: CostModel
@@ -284,7 +287,7 @@ def score(rank_costs: RankCosts) -> Score:
 
 
 def _is_better(new: Score, old: Score) -> bool:
-    """Return whether a plan is better by more than noise in seconds and imbalance."""
+    """Return whether a plan is better, apart from relative differences below `_TOLERANCE`."""
     if new.penalty != old.penalty:
         return new.penalty < old.penalty
     if abs(new.step_s - old.step_s) > _TOLERANCE * old.step_s:
@@ -298,14 +301,15 @@ def _is_better(new: Score, old: Score) -> bool:
 def place(
     rank_costs: RankCosts, option: Option, order: Sequence[int] | None = None
 ) -> PlacedOption | None:
-    """Place every unit on the least loaded rank or node with memory; None if there is none.
+    """Find targets for every unit: the least loaded ranks or nodes with memory; None without.
 
-    The units of a table go to different ranks or nodes.
+    The units of a table go to different ranks or nodes. `rank_costs` are changed while the function
+    runs; on return they are as before, without the new table.
 
     Args:
-        rank_costs: costs of the other tables, the same again on return.
-        option: how the table is sharded.
-        order: targets to try before the least loaded ones.
+        rank_costs: costs of the other tables.
+        option: sharding of the table.
+        order: targets to try first; None for the least loaded first.
     """
     targets: list[int] = []
     rank_costs.add_common(option)
@@ -327,7 +331,10 @@ def place(
 def _target(
     rank_costs: RankCosts, unit: Unit, used_targets: Sequence[int], order: Sequence[int] | None
 ) -> int | None:
-    """Return the first rank or node of `order` with memory, then by time; None if none has."""
+    """Return the first target with memory: in `order`, then by seconds; None if none has.
+
+    Targets in `used_targets` are left out. A unit of the domain WORLD gets target 0 unchecked.
+    """
     if unit.domain is Domain.WORLD:
         return 0  # `common_fits` checks the memory of all ranks at once
     if unit.domain is Domain.RANK:
@@ -354,7 +361,7 @@ def greedy(
 ) -> Plan:
     """Place tables in this order, each by the option with the smallest `key` after placement.
 
-    Returns an empty plan if a table fits nowhere.
+    Returns the placements in the order of tables; an empty plan if a table fits nowhere.
     """
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
@@ -378,8 +385,8 @@ def greedy(
 def table_wise(problem: Problem) -> Plan:
     """Place every table whole, in order of decreasing cost, on the least loaded rank with memory.
 
-    A table that fits on no rank takes its first option that fits. Returns an empty plan if there is
-    none.
+    A table that fits on no rank takes its first option that fits. Returns an empty plan if a table
+    has no such option.
     """
     world = problem.model.topology.world_size
     ranked = [
@@ -399,7 +406,10 @@ def table_wise(problem: Problem) -> Plan:
 
 
 def starts(problem: Problem) -> list[Plan]:
-    """Return greedy plans that fit, by different orders and rules; an empty list if none does."""
+    """Return greedy plans that fit, by different orders and rules; an empty list if none fits.
+
+    The rule that ignores time is tried only if the others find no plan.
+    """
     options, world = problem.options, problem.model.topology.world_size
     tables = range(len(options))
     cost = {t: min(option.seconds(world) for option in options[t]) for t in tables}
@@ -435,7 +445,10 @@ def starts(problem: Problem) -> list[Plan]:
 
 
 def improve(problem: Problem, plan: Plan) -> Plan:
-    """Return the plan after moves that shorten its step, until none does or no trial is left."""
+    """Return a plan after moves that improve its score, until none does or no trial is left.
+
+    Counts its trials in `problem.num_tried`; the argument `plan` is not changed.
+    """
     plan = list(plan)
     rank_costs = problem.costs_of(plan)
     _sweep(problem, plan, rank_costs, range(len(plan)))
@@ -448,9 +461,9 @@ def improve(problem: Problem, plan: Plan) -> Plan:
 
 
 def _sweep(problem: Problem, plan: Plan, rank_costs: RankCosts, tables: Iterable[int]) -> bool:
-    """Choose the best option per table with all others fixed; return whether any changed.
+    """Choose the best option of each of `tables`, one after the other; return whether any changed.
 
-    Like the moves below, it changes `plan` and `rank_costs` in place.
+    Like the moves below, it changes `plan` and `rank_costs` in place and counts its trials.
     """
     is_changed = False
     for t in tables:
@@ -503,9 +516,9 @@ def _placings(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
 
 
 def _by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
-    """Return ranks or nodes, as the unit needs, in the order of ascending seconds.
+    """Return ranks, or nodes for a unit of the domain NODE, in the order of ascending seconds.
 
-    `seconds` are by rank; those of a node are of its slowest rank.
+    `seconds` are by rank; a node has the seconds of its slowest rank.
     """
     if unit.domain is Domain.NODE:
         local = rank_costs.topology.local_world_size
@@ -520,7 +533,7 @@ def _slow_ranks(rank_costs: RankCosts) -> list[int]:
 
 
 def _seconds_on(rank_costs: RankCosts, choice: PlacedOption, rank: int) -> float:
-    """Return the seconds that a table costs on a rank."""
+    """Return the seconds of a table's units on a rank, without its common cost."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
         member = rank - rank_costs.first_rank(unit, target)
@@ -538,7 +551,10 @@ def _tables_by_time(rank_costs: RankCosts, plan: Plan, rank: int) -> list[int]:
 
 
 def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
-    """Choose again for tables of the slowest ranks, and for those most costly to all ranks."""
+    """Choose again for tables of the slowest ranks and tables most costly to all ranks.
+
+    Returns whether any option changed.
+    """
     tables: dict[int, None] = {}
     for rank in _slow_ranks(rank_costs):
         tables.update(dict.fromkeys(_tables_by_time(rank_costs, plan, rank)))
@@ -551,9 +567,10 @@ def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) 
 
 
 def _swap(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
-    """Swap a table of a slow rank with one of a little loaded rank; return whether it helped.
+    """Swap a table of a slow rank with a table of one of the least loaded ranks.
 
-    Only tables that lie whole on one rank are swapped.
+    Only tables that lie on one rank as a whole are swapped. The first swap that improves the score
+    is kept; returns whether there was one.
     """
     rank_of_table = {
         t: c.targets[0]
@@ -583,7 +600,7 @@ def _swap(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
 
 
 def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table: int) -> bool:
-    """Swap the ranks of two tables if that shortens the step; return whether it did."""
+    """Swap the ranks of two tables if that fits and improves the score; return whether it did."""
     old_score = score(rank_costs)
     old_placements = plan[first_table], plan[second_table]
     new_placements = (
@@ -607,7 +624,10 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
 
 
 def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """Improve the two best starts, each with half the trials, and return the best plan."""
+    """Improve the two best of `plans`, each with half of the trials, and return the best plan.
+
+    `plans` must have a plan, which fits. Counts the trials in `problem.num_tried`.
+    """
     ranked = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
     best_two = ranked[:2]
     improved = []

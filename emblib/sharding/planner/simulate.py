@@ -55,7 +55,7 @@ def simulate(
 ) -> list[Simulated]:
     """Predict steps of a model in other worlds of the same machines.
 
-    Each world is planned separately. All arguments are as they were on return.
+    Each world is planned separately. The arguments are not changed.
 
     Args:
         planner: planner of the measured world, whose settings are used.
@@ -94,9 +94,9 @@ def _simulate_world(
     constraints = dict(planner.constraints)
     if sharding is not None:
         for workload in workloads_of(module, batch_size, constraints):
-            for lookup in workload.by_reader:
-                constraint = constraints.get(lookup.name, constraints.get(lookup.config.name))
-                constraints[lookup.name] = replace(
+            for reader in workload.by_reader:
+                constraint = constraints.get(reader.name, constraints.get(reader.config.name))
+                constraints[reader.name] = replace(
                     constraint or TableConstraints(), sharding_types=(sharding,)
                 )
     planner_of_size = Planner(
@@ -167,7 +167,7 @@ def compare(
         seed: seed of the ids, to which each rank adds its number.
 
     Raises:
-        ValueError: `rounds` is below 1; a plan that does not fit the model, see `shard`.
+        ValueError: `rounds` is below 1, or a plan does not fit the model, see `shard`.
     """
     check_count("rounds", rounds)
     steps = {}
@@ -196,9 +196,10 @@ def rank_correlation(points: Sequence[Point]) -> float:
 
 
 def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
-    """Draw uniform ids for the tables of one collection, as many as their workloads say.
+    """Draw a batch of uniform ids for the tables of one collection, sized by their workloads.
 
-    The ids of a feature of several tables are valid in all of them.
+    The ids of a feature of several tables are valid in all of these tables. Weights are ones; the
+    batch has none if no workload is weighted.
     """
     generator = torch.Generator().manual_seed(seed)
     min_rows: dict[str, int] = {}  # of the tables that a feature reads
@@ -225,14 +226,14 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
 
 
 def _lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
-    """Return int64 bag lengths with the given mean: its floor, and one more for some bags."""
+    """Return int64 bag lengths whose expected value is `mean`: its floor, or one more."""
     floor = int(mean)
     has_one_more = torch.rand(batch_size, generator=generator) < mean - floor
     return floor + has_one_more.long()
 
 
 class _CollectionStep(NamedTuple):
-    """The part of a step that one collection does: its batch, and the gradients of its outputs."""
+    """The part of a step for one collection: its batch, and the gradients of its outputs."""
 
     collection: Any
     batch: KeyedJaggedTensor
@@ -244,7 +245,7 @@ def _steps(
 ) -> list[_CollectionStep]:
     """Shard the model, and draw a batch and gradients for each of its collections."""
     by_table = workloads_of(module, planner.batch_size, planner.constraints)
-    workloads = [lookup for workload in by_table for lookup in workload.by_reader]
+    workloads = [reader for workload in by_table for reader in workload.by_reader]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(workload.path for workload in workloads):
@@ -264,7 +265,7 @@ def _outputs(result: Any) -> list[Tensor]:
 
 
 def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
-    """Measure the seconds of a step on the slowest rank."""
+    """Return the seconds of a step on the slowest rank; a collective that may update the tables."""
     ranks.barrier()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)

@@ -26,9 +26,9 @@ def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes that a rank needs, whole numbers; of device memory at the two peaks of a step.
+    """Bytes that a rank needs, as whole numbers; device memory at each of the two peaks of a step.
 
-    Code of the search refers to fields by number, in this order.
+    The search refers to fields by number, in this order.
 
     Attributes:
         combining: device memory while returned rows are combined into the output.
@@ -48,7 +48,7 @@ class MemoryNeed(NamedTuple):
         return max(self.combining, self.updating)
 
     def plus(self, other: "MemoryNeed", factor: float = 1) -> "MemoryNeed":
-        """Add `factor` times another need."""
+        """Return the sum of this need and `factor` times another need."""
         return MemoryNeed(*(a + factor * b for a, b in zip(self, other, strict=True)))
 
 
@@ -65,8 +65,8 @@ class Topology:
             host's.
         disk: bytes of disk per rank.
         device: "cpu" or "cuda".
-        processors: ranks of a node that compute at the same time; by default all of them. Fewer
-            where several ranks share a core.
+        processors: number of ranks of a node that compute at the same time; by default all of
+            them. Smaller if several ranks share a core.
         calibration: the constants; by default those of the device, `calibration.CPU` or `CUDA`.
 
     Raises:
@@ -131,7 +131,7 @@ class Topology:
 
     @property
     def ranks_at_once(self) -> int:
-        """Return how many ranks of a node compute at the same time."""
+        """Return the number of ranks of a node that compute at the same time."""
         return min(self.processors or self.local_world_size, self.local_world_size)
 
     if not TYPE_CHECKING:
@@ -144,10 +144,13 @@ class Topology:
         return [MemoryBytes(device, self.host_memory, self.disk) for device in memory_per_rank]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
-        """Return the topology of another number of ranks like these.
+        """Return the topology of another number of ranks on machines like these.
 
-        Nodes keep their size, or are one node of fewer ranks. Ranks get the smallest memory of
-        these.
+        By default nodes keep their size; a world smaller than a node is one node. If ranks differ
+        in memory, every new rank has the smallest.
+
+        Raises:
+            ValueError: the ranks do not fill whole nodes.
         """
         local = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
@@ -162,11 +165,12 @@ class Topology:
         device: str | None = None,
         calibration: Calibration | None = None,
     ) -> "Topology":
-        """Describe this machine, and assume that the other ranks have equal ones.
+        """Describe this machine, and assume that the machines of other ranks are equal.
 
-        Memory is that of the current GPU, or the host's (or its container's limit) divided by the
-        ranks per node. Ranks of a CPU compute at the same time if each has cores for all its
-        threads. Disk is 0: set `disk=` with `dataclasses.replace` to use it.
+        The memory of a rank is that of the current GPU. On a CPU it is the memory of the host, or
+        the limit of its container, divided by the ranks per node. Ranks on a CPU compute at the
+        same time if each has cores for all its threads. Disk is 0: set `disk=` with
+        `dataclasses.replace` to use it.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

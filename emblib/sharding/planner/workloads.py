@@ -25,7 +25,7 @@ class TableConstraints:
         storages: alternative storages where the table does not fit as configured,
             `TensorTrain(...)` or `Dense(Placement....)`, in order of preference.
         pooling_factor: mean ids per bag; one number, or one per feature.
-        batch_size: examples per rank, where they differ from the planner's.
+        batch_size: examples per rank, if they differ from the planner's.
         min_partition: minimum number of columns of a column shard.
 
     Raises:
@@ -79,7 +79,8 @@ class TableWorkload:
         batch_size: examples per rank.
         ids_per_example: mean ids of an example in all features of the table together.
         constraints: limits on the sharding of the table.
-        readers: lookups of a shared table by other collections, which have no readers themselves.
+        readers: workloads of the other collections that read a shared table; their own `readers`
+            are empty.
     """
 
     path: str
@@ -93,7 +94,7 @@ class TableWorkload:
 
     @property
     def by_reader(self) -> tuple["TableWorkload", ...]:
-        """Return the lookups of the table by each collection that reads it, this one first."""
+        """Return the workload of each collection that reads the table, this one first."""
         return (self, *self.readers)
 
     @property
@@ -142,10 +143,10 @@ class Reservation:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory of a rank for tables and batches, given all its memory.
+        """Return the memory of a rank that is left for tables and batches, of its `capacity`.
 
-        Negative if the reservation is too large. Of host memory and disk only `share` is reserved.
-        `dense_bytes` is the size of the dense parameters.
+        The device memory left is negative if the reservation is larger. Of host memory and disk
+        only `share` is reserved. `dense_bytes` is the size of the dense parameters.
         """
         memory = capacity.times(1.0 - self.share)
         return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
@@ -174,7 +175,7 @@ def workloads_of(
             `pooling_factor` has another length than the table has features.
     """
     workloads: list[TableWorkload] = []
-    numbers: dict[int, int] = {}  # of workloads of shared tables, by id() of the table
+    numbers: dict[int, int] = {}  # index of the workload of each shared table, by id() of the table
     names = set()
     for path, collection in collections_of(module).items():
         source: Any = collection
