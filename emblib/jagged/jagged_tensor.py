@@ -84,7 +84,7 @@ class JaggedTensor(metaclass=TracedClass):
     def from_valid(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
-        """Construct without checks; at most one of `[B]` lengths and `[B + 1]` offsets is None."""
+        """Construct without checks; `[B]` lengths or `[B + 1]` offsets may be None, not both."""
         jagged = cls.__new__(cls)
         jagged._values = values
         jagged._weights = weights
@@ -126,7 +126,11 @@ class JaggedTensor(metaclass=TracedClass):
     def from_dense(
         values: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> "JaggedTensor":
-        """Concatenate a list of bags, one tensor each; lengths are int32."""
+        """Concatenate a list of bags, one tensor each; lengths are int32.
+
+        Raises:
+            ValueError: no bags, or another number of weights than of values.
+        """
         joined, lengths = join(values)
         return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
 
@@ -136,13 +140,17 @@ class JaggedTensor(metaclass=TracedClass):
     ) -> "JaggedTensor":
         """Take the first `lengths[b]` entries of `values[b]` as bag b; waits for a GPU.
 
-        `values` and `weights` are `[B, N, ...]`. Raises ValueError if B is not that of `lengths`.
+        `values` and `weights` are `[B, N, ...]`. Lengths must be at most N; not checked. Raises
+        ValueError if there are not B lengths.
         """
         return JaggedTensor(unpad(values, lengths), unpad(weights, lengths), lengths)
 
     @staticmethod
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
-        """Take the bags of a `torch.nested` tensor of jagged layout, sharing its memory.
+        """Take the bags of a `torch.nested` tensor of jagged layout.
+
+        They share its memory, or are copied if it has holes between its bags. Waits for a GPU if
+        there are weights, to compare the lengths.
 
         Args:
             nested: `[B, j, ...]`.
@@ -156,7 +164,7 @@ class JaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def adopt(other: Any) -> "JaggedTensor":
-        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor, uncopied."""
         return JaggedTensor(*convert.jagged_tensors(other))
 
     # Contents
@@ -217,7 +225,7 @@ class JaggedTensor(metaclass=TracedClass):
         return rows_of(self._values, self.lengths())
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """Return one view of the weights per bag."""
+        """Return one view of the weights per bag; None without weights."""
         return None if self._weights is None else rows_of(self._weights, self.lengths())
 
     def to_padded_dense(
@@ -232,7 +240,7 @@ class JaggedTensor(metaclass=TracedClass):
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Return the weights as `to_padded_dense` returns the values."""
+        """Return the weights as `to_padded_dense` returns the values; None without weights."""
         if self._weights is None:
             return None
         return self._pad_dense(self._weights, desired_length, padding_value)
@@ -245,7 +253,7 @@ class JaggedTensor(metaclass=TracedClass):
         return pad(values, lengths, self.offsets(), width, padding)
 
     def to_nested(self) -> Tensor:
-        """Return a `torch.nested` tensor of jagged layout `[B, j, ...]`, sharing memory."""
+        """Return the values as a jagged `torch.nested` tensor `[B, j, ...]`, sharing memory."""
         return torch.nested.nested_tensor_from_jagged(self._values, self.offsets())
 
     def as_type(self, kind: Any) -> Any:
@@ -260,7 +268,7 @@ class JaggedTensor(metaclass=TracedClass):
     # Devices
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "JaggedTensor":
-        """Copy to `device`. Arguments are those of `Tensor.to`."""
+        """Return the bags on `device`, as `Tensor.to` does; tensors that are there are shared."""
         return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
@@ -273,7 +281,9 @@ class JaggedTensor(metaclass=TracedClass):
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with that of `other`, of equal sizes; return self.
+        """Overwrite every tensor with that of `other`; return self.
+
+        Both must have equal sizes; not checked, apart from what `Tensor.copy_` refuses.
 
         Raises:
             ValueError: weights in only one of them, or other sizes; nothing is changed.
@@ -339,7 +349,7 @@ def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
 def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the rows concatenated, and their lengths, int32.
 
-    All rows have one dtype and the same shape apart from dimension 0.
+    The rows must have the same shape apart from dimension 0.
 
     Raises:
         ValueError: no rows, so that there is no dtype.
@@ -354,7 +364,8 @@ def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
     """Return the first `lengths[b]` rows of each `padded[b]`, concatenated; waits for a GPU.
 
-    `padded` is `[B, N, ...]`; None is returned as it is. Raises ValueError for another B.
+    `padded` is `[B, N, ...]`; None is returned as it is. Lengths beyond N count as N. Raises
+    ValueError if there are not B lengths.
     """
     if padded is None:
         return None

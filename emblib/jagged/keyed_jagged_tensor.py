@@ -52,23 +52,25 @@ _Change = Callable[[Tensor], Tensor]
 class KeyedJaggedTensor(metaclass=TracedClass):
     """The sparse inputs of a batch of B examples with F features: one bag of values per pair.
 
-    Bags are ordered by feature: that of feature f and example b is
-    `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. If features differ
-    in their number of bags (variable batch sizes, e.g. because equal examples were merged),
-    `stride_per_key_per_rank` has these numbers, and `inverse_indices` the bag of each example.
+    Bags are ordered by feature. Usually every feature has B bags, and the bag of feature f and
+    example b is `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. If
+    features differ in their number of bags (variable batch sizes, e.g. because equal examples were
+    merged), `stride_per_key_per_rank` has these numbers, and `inverse_indices` the bag of each
+    example.
 
-    `length_per_key` and other numbers on the host are read from the device once, and are passed on
-    to objects made from this one. Tensors are not copied. After these numbers or the offsets were
-    read, overwrite the lengths only with `copy_`.
+    `length_per_key` and other numbers on the host are read from the device once. Copies, splits and
+    permutations get them, except a permutation that a CUDA graph captures. Tensors are not copied.
+    After these numbers or the offsets were read, overwrite the lengths only with `copy_`.
 
     Args:
-        keys: the name of each feature.
+        keys: the name of each feature. A list is not copied: do not change it afterwards.
         values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
         weights: `[L, ...]`, one per value.
         lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
             computed on first use.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
-        stride: batch size B; None computes it from the number of bags per key.
+        stride: batch size B. None computes it: the number of bags per key or, if that varies, the
+            columns of the inverse indices, without these the largest number.
         stride_per_key_per_rank: number of bags per feature and rank, `[F][R]` on the host, if
             features differ in it.
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
@@ -172,7 +174,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             self._vary_strides(lists_of(stride_per_key_per_rank), bags, stride)
 
     def _vary_strides(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
-        """Set strides that differ by feature; the batch size is that of the inverse indices."""
+        """Set strides that may differ by feature; a `stride` of None is computed, see the class."""
         self._stride_per_key_per_rank = strides
         self._stride_per_key = bags_per_key(strides, len(self._keys), bags)
         if stride is None:
@@ -194,7 +196,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         inverse: InverseIndices | None = None,
         strides: list[list[int]] | None = None,
     ) -> "KeyedJaggedTensor":
-        """Construct without checks; one of lengths and offsets may be None.
+        """Construct without checks; the caller must pass lengths, offsets, or both.
 
         `strides` is `stride_per_key_per_rank`; the lists are not copied.
         """
@@ -255,13 +257,16 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def from_nested(nested: Mapping[str, Tensor]) -> "KeyedJaggedTensor":
-        """Construct from one `torch.nested` tensor of jagged layout `[B, j, ...]` per feature."""
+        """Copy one `torch.nested` tensor of jagged layout `[B, j, ...]` per feature to a batch."""
         jagged = {key: JaggedTensor.from_nested(tensor) for key, tensor in nested.items()}
         return KeyedJaggedTensor.from_jt_dict(jagged)
 
     @staticmethod
     def adopt(other: Any) -> "KeyedJaggedTensor":
-        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedJaggedTensor."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedJaggedTensor.
+
+        Tensors are not copied. A `KeyedJaggedTensor` of emblib is returned as it is.
+        """
         if isinstance(other, KeyedJaggedTensor):
             return other
         return KeyedJaggedTensor(**convert.keyed_jagged_arguments(other))
@@ -271,7 +276,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Combine the features of `batches` of the same examples; values are copied.
 
         Raises:
-            ValueError: no batches, different strides, or weights in only some of them.
+            ValueError: no batches, weights in only some of them, or strides, numbers of ranks or
+                inverse indices that do not fit each other.
         """
         return concat_batches(batches)
 
@@ -384,7 +390,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._keys
 
     def stride(self) -> int:
-        """Return the batch size: bags per feature, or columns of the inverse indices."""
+        """Return the batch size: bags per feature or, if these vary, see `stride` of the class."""
         return self._stride
 
     def variable_stride_per_key(self) -> bool:
@@ -397,7 +403,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return [self._stride] * len(self._keys) if varied is None else varied
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return `[F][R]`, empty where all features have `stride()` bags."""
+        """Return the bags per feature and rank, `[F][R]`; [] for a batch constructed without."""
         return [] if self._stride_per_key_per_rank is None else self._stride_per_key_per_rank
 
     def lengths_offset_per_key(self) -> list[int]:
@@ -405,14 +411,17 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return bounds_of(self.stride_per_key())
 
     def offset_per_key(self) -> list[int]:
-        """Return the offset of each feature's values, and L; read from the device on first use."""
+        """Return the offset of each feature's values, and L; read from the device on first use.
+
+        On the meta device, the values are assumed to be divided evenly.
+        """
         bounds = self._offset_per_key
         if bounds is None:
             bounds = self._offset_per_key = self._read_bounds()
         return bounds
 
     def length_per_key(self) -> list[int]:
-        """Return the values per feature; read from the device on first use."""
+        """Return the number of values per feature, as `offset_per_key` reads or assumes it."""
         lengths = self._length_per_key
         if lengths is None:
             bounds = self.offset_per_key()
@@ -443,12 +452,15 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self
 
     def unsync(self) -> "KeyedJaggedTensor":
-        """Forget `length_per_key`, e.g. because the lengths were overwritten, and return self."""
+        """Forget `length_per_key` and `offset_per_key`, so that they are read again; return self.
+
+        Computed lengths and offsets are not forgotten.
+        """
         self._length_per_key = self._offset_per_key = None
         return self
 
     def _read_bounds(self) -> list[int]:
-        """Return the first position of each key's ids, then the number of ids (waits for a GPU)."""
+        """Return the first position of each key's values, then their number; waits for a GPU."""
         offsets = self.offsets()
         if offsets.is_meta:  # no data to read: assume features of about the same size
             count = max(len(self._keys), 1)
@@ -508,7 +520,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def to_dict(self, compute_offsets: Any = True) -> dict[str, JaggedTensor]:
         """Return the bags of each feature, as views, whose offsets are computed on first use.
 
-        `compute_offsets` is an argument of TorchRec's method, and ignored.
+        Reads `length_per_key` from the device if it is not known. `compute_offsets` is an argument
+        of TorchRec's method, and ignored.
         """
         sizes = self.length_per_key()
         values = self._values.split(sizes)
@@ -521,8 +534,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
 
+        Reads `length_per_key` from the device if it is not known. Every part has all inverse
+        indices of the batch.
+
         Raises:
-            ValueError: segments that do not add up to the number of keys.
+            ValueError: segments that are negative or do not add up to the number of keys.
         """
         if sum(segments) != len(self._keys) or any(count < 0 for count in segments):
             raise ValueError(
@@ -540,10 +556,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Select features by position, in this order; positions may be omitted or repeated.
 
-        Consecutive features become views; other selections copy. Reads `length_per_key` from the
-        device if it is not known, except during the capture of a CUDA graph with `indices_tensor`
-        and equal strides: then the result is as large as this batch times the most repetitions of a
-        feature, with padding ids (-1) before its first offset.
+        Usually, consecutive features become views and other selections are copied, and
+        `length_per_key` is read from the device if it is not known. During the capture of a CUDA
+        graph, unknown lengths are not read if strides are equal and `indices_tensor` is passed.
+        Then the result is a copy without inverse indices, as large as this batch times the largest
+        number of repetitions of a feature, with padding (-1; weights 0) before its first offset.
 
         Args:
             indices: positions of the features.
@@ -565,8 +582,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Select features during the capture of a CUDA graph, when their sizes are unknown.
 
-        The result has as many values as this batch, times the most repetitions of a feature; those
-        before its first offset are padding, -1.
+        The result has the number of values of this batch, times the largest number of repetitions
+        of a feature. Values before its first offset are padding: -1, with weights of 0.
         """
         count = self._values.size(0) * max(Counter(order).values(), default=0)
         starts = self.offsets()[:: self._stride]
@@ -585,7 +602,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def _select_keys(
         self, order: Sequence[int], order_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
-        """Return the keys with numbers `order`; `order_tensor` is the same on the device."""
+        """Return the features at the positions `order`; `order_tensor` has them on the device."""
         sizes = self.length_per_key()
         tensors = self._view(order) if is_run(order) else self._gather(order, order_tensor)
         keys, strides = self._keys, self._stride_per_key_per_rank
@@ -636,7 +653,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
-        """Return self: lengths are always `[F * B]`."""
+        """Return self: lengths always have one dimension."""
         return self
 
     # Conversion
@@ -667,7 +684,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         non_blocking: Any = False,
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
-        """Copy to `device`; convert the weights to `dtype`. Arguments are those of `Tensor.to`."""
+        """Return the batch on `device`, with weights of `dtype` if given, as `Tensor.to` does.
+
+        Tensors that are there already are shared, not copied.
+        """
         on_device = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
         if dtype is not None and on_device._weights is not None:
             on_device._weights = on_device._weights.to(dtype)
@@ -685,10 +705,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def copy_(
         self, other: "KeyedJaggedTensor", *, non_blocking: bool = False
     ) -> "KeyedJaggedTensor":
-        """Overwrite every tensor with that of `other`, of equal keys and sizes.
+        """Overwrite tensors, and numbers known on the host, with those of `other`; return self.
 
         Raises:
-            ValueError: other keys or strides, or weights or inverse indices in only one of them.
+            ValueError: other keys, strides or shape of the values, or weights or inverse indices in
+                only one of them.
         """
         is_alike = (
             self._keys == other._keys
@@ -715,14 +736,14 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self
 
     def clear_storage(self) -> int:
-        """Free the memory of all tensors, also for other references to them; return its bytes."""
+        """Free the storage of all tensors, also for other tensors in it; return their bytes."""
         freed = self.size_in_bytes()
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)
         return freed
 
     def _map_tensors(self, change: _Change) -> "KeyedJaggedTensor":
-        """Return a tensor in which `change` has replaced each tensor; cached sizes are kept."""
+        """Return a batch in which `change` has replaced each tensor; known numbers are kept."""
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
         mapped = KeyedJaggedTensor.from_valid(

@@ -30,12 +30,15 @@ def positions_of(keys: Sequence[str]) -> dict[str, int]:
 
 
 def is_run(order: Sequence[int]) -> bool:
-    """Return whether an order of features is consecutive, or empty."""
+    """Return whether an order of features is ascending without gaps, or empty."""
     return all(second == first + 1 for first, second in pairwise(order))
 
 
 def span(tensor: Tensor, bounds: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the blocks of consecutive features as one view; block f starts at `bounds[f]`."""
+    """Return the blocks of the features `order` as one view; block f starts at `bounds[f]`.
+
+    The caller must pass an `order` for which `is_run` holds.
+    """
     if not order:
         return tensor.narrow(0, 0, 0)
     start = bounds[order[0]]
@@ -69,7 +72,7 @@ def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> l
 
 
 def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
-    """Return `stride_per_key_per_rank` as lists `[F][R]` on the host."""
+    """Return `stride_per_key_per_rank` as new lists `[F][R]`; a tensor is read from its device."""
     if isinstance(strides, Tensor):
         return strides.tolist()
     return [list(row) for row in strides]
@@ -112,8 +115,8 @@ def cached_strides(
 ) -> Strides | None:
     """Return `stride_per_key_per_rank` of a batch with the fields that TorchRec's batches cache.
 
-    None if all features have the same number of bags. Without `stride` and `strides` it is computed
-    from `stride_per_key`; the other fields are ignored.
+    If `stride` or `strides` is given, that is `strides`, unchanged. Otherwise it is computed from
+    `stride_per_key`: None if all features have the same number of bags. Other fields are ignored.
     """
     if stride is not None or strides is not None or stride_per_key is None:
         return strides
@@ -154,6 +157,8 @@ def dict_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the `KeyedJaggedTensor` of one JaggedTensor per feature.
 
+    Strides vary if the features differ in their bags, or with `force_variable_stride`.
+
     Raises:
         ValueError: no features, or weights in only some of them.
     """
@@ -175,7 +180,8 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments of the `KeyedJaggedTensor` that combines batches of the same examples.
 
     Raises:
-        ValueError: no batches, different strides, or weights in only some of them.
+        ValueError: no batches, weights in only some of them, or strides, numbers of ranks or
+            inverse indices that do not fit each other.
     """
     if not batches:
         raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
@@ -199,7 +205,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
 
 
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
-    """Join the numbers of bags of batches of different keys."""
+    """Join the numbers of bags of batches; raise ValueError if their numbers of ranks differ."""
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
     some_are_equal = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
     if len(ranks) > 1 or (some_are_equal and ranks != {1}):
@@ -216,7 +222,10 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
 
 
 def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
-    """Join the inverse indices of batches with different keys."""
+    """Join the inverse indices of batches.
+
+    A batch of equal strides may have none. Raises ValueError if one of variable stride has none.
+    """
     keys: list[str] = []
     rows: list[Tensor] = []
     for batch in batches:

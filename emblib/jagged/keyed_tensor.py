@@ -16,8 +16,8 @@ class KeyedTensor(metaclass=TracedClass):
 
     Args:
         keys: the name of each block. Of a repeated key, all methods take the last block.
-        length_per_key: number of columns of each block. This list and that of `keys` are not
-            copied: do not change them afterwards.
+        length_per_key: size of each block along `key_dim`, by default its columns. Lists here and
+            in `keys` are not copied: do not change them afterwards.
         values: the matrix, or any tensor with these blocks along `key_dim`.
         key_dim: the dimension that is divided into blocks.
 
@@ -68,7 +68,10 @@ class KeyedTensor(metaclass=TracedClass):
     def from_tensor_list(
         keys: Sequence[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> "KeyedTensor":
-        """Construct from one tensor per key, concatenated along `cat_dim`, equal to `key_dim`."""
+        """Construct from one tensor per key, concatenated along `cat_dim`.
+
+        `cat_dim` must be `key_dim`; not checked.
+        """
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
@@ -94,7 +97,7 @@ class KeyedTensor(metaclass=TracedClass):
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the columns of each block."""
+        """Return the size of each block along `key_dim`."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
@@ -131,7 +134,11 @@ class KeyedTensor(metaclass=TracedClass):
         return self
 
     def __getitem__(self, key: str) -> Tensor:
-        """Return the block of `key`, `[B, dim]`, as a view."""
+        """Return the block of `key`, usually `[B, dim]`, as a view.
+
+        Raises:
+            KeyError: a key that the tensor does not have.
+        """
         position = self.index_per_key().get(key)
         if position is None:
             raise KeyError(f"no key {key!r}; there are {self._keys}")
@@ -153,7 +160,7 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: a key that no tensor has.
-            ValueError: a key that several tensors have.
+            ValueError: a key that several tensors have, no tensors, or several values of `key_dim`.
         """
         return regroup(keyed_tensors, groups)
 
@@ -174,7 +181,7 @@ class KeyedTensor(metaclass=TracedClass):
         )
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "KeyedTensor":
-        """Return one with the values on `device`, not copied if they are there already."""
+        """Return a tensor with the values on `device`, not copied if they are there already."""
         return self._with_values(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":
@@ -214,6 +221,9 @@ class KTRegroupAsDict(nn.Module):
     Args:
         groups: the keys of each group.
         keys: the name of each group.
+
+    Raises:
+        ValueError: not one name per group.
 
     Example:
         >>> pooled = emblib.KeyedTensor(["user", "item", "ad"], [2, 3, 1], torch.rand(4, 6))

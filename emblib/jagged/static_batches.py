@@ -2,14 +2,14 @@
 
 `BatchLayout` has what all batches share: keys, dense shapes, dtypes. Only the number of values of a
 jagged tensor may vary. A `StaticBatch` has buffers for any batch of a layout with at most `bound`
-ids per jagged tensor. The ids of a batch are at the end of the buffer, padding ids of -1 before
-them, and the first offset is the number of padding ids. All kernels ignore ids before the first
-offset.
+ids per jagged tensor. The ids of a batch are at the end of the buffer, with padding before them: -1
+for ids, 0 for weights and values that are not integers. The first offset is the number of padding
+entries. All kernels ignore ids before the first offset.
 
 `StaticBatch.fill` does not wait for the device, unless the host is `MAX_STAGING_BLOCKS` batches
 ahead. For a GPU, tensors on the host are written into a block of pinned memory and copied from
 there, in one copy if the whole batch is on the host. `StagingRing` reuses a block once its copy has
-ended. None of these objects may be used by several threads at once.
+ended. The caller must not use one of these objects in several threads at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class BatchPart(NamedTuple):
 
 
 class _FixedPart(NamedTuple):
-    """The part of a leaf that all batches share: type, and keys and stride or the value."""
+    """The part of a leaf that all batches share: its kind, and what `value` says of it.
+
+    `value` is keys and stride of a keyed jagged tensor, a plain value itself, and None for tensors.
+    """
 
     kind: str
     value: Any
@@ -146,7 +149,10 @@ class BatchLayout:
         return pytree.tree_unflatten(list(leaves), self.tree)
 
     def moved(self, leaves: Sequence[Any], device: torch.device) -> Any:
-        """Return the tree of `leaves` with its tensors on the device; the host does not wait."""
+        """Return the tree of `leaves` with its tensors on the device.
+
+        Copies are `non_blocking`: the host does not wait if its tensors are in pinned memory.
+        """
         return self.joined(
             [
                 leaf.to(device, non_blocking=True) if _is_jagged(leaf) or _is_tensor(leaf) else leaf
@@ -208,10 +214,11 @@ class StaticBatch:
         return self._layout.joined(leaves)
 
     def fill(self, leaves: Sequence[Any]) -> None:
-        """Copy a batch into the static tensors, on the current stream; the host does not wait.
+        """Copy a batch into the static tensors, on the current stream.
 
-        `leaves` are those of a batch with the layout and at most `bound` ids per jagged tensor, on
-        the host or on the device. The caller checks this (`BatchLayout.check`, `num_ids`).
+        The host waits only if it is `MAX_STAGING_BLOCKS` batches ahead of the copies. `leaves` must
+        be those of a batch with the layout and at most `bound` ids per jagged tensor, on the host
+        or on the device; the caller must check this (`BatchLayout.check`, `num_ids`).
         """
         sources = [_tensor_of(leaves[part.leaf], part.kind) for part in self._layout.parts]
         paddings = [
@@ -241,7 +248,8 @@ class StaticBatch:
 class StagingRing:
     """Blocks of `nbytes` of pinned memory; a block is reused once the copy from it has ended.
 
-    Blocks are reused in the order of `give_back`, so all copies should be on one stream.
+    Only the copy of the block that was given back first is examined. So all copies should be on one
+    stream, where they end in the order of `give_back`.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -349,7 +357,10 @@ def _num_offsets(leaf: KeyedJaggedTensor | JaggedTensor) -> tuple[int, torch.dty
 
 
 def _write(target: Tensor, source: Tensor, kind: str, padding: int) -> None:
-    """Write a tensor of a batch after `padding` padding values; the host does not wait."""
+    """Write a tensor of a batch after `padding` padding values; add `padding` to offsets.
+
+    A dense tensor has no padding. The host does not wait for a device.
+    """
     source = source.detach()
     if kind == "dense":
         target.copy_(source, non_blocking=True)

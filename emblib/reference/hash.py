@@ -12,11 +12,11 @@ The rules:
 - a key is in one of its two buckets (`addresses`), of 32 slots each; a table grows by splitting
   buckets as its keys grow (`wanted_buckets`)
 - entries rank by stamp and key ("lru"), by score and key ("lfu"), by score, stamp and key
-  ("lru_lfu", "assigned"); the lowest is evicted. With "none" nothing is evicted, and never an entry
-  that the current batch used
+  ("lru_lfu", "assigned"); the lowest is evicted. No order evicts an entry that the current batch
+  used, and "none" evicts nothing
 - missing keys that are admitted choose their bucket in rounds (`choosers`), all by the state at the
-  beginning of the round: the first one if it has more than 16 free slots or no fewer than the
-  other, else the second one; if both are full, the one with the lower entry to evict
+  beginning of the round: the first bucket if it has more than 16 free slots or no fewer free slots
+  than the second one, else the second one; if both are full, the one with the lower entry to evict
 - a bucket then serves the keys that chose it in order, until half of its free slots, or of its
   entries that may be evicted, are taken, rounded up; the other keys choose again in the next round
 - a key that would have to evict is refused if there is no such entry, or, with the policy
@@ -43,7 +43,7 @@ from emblib.reference.random import mix, philox_counters
 SLOTS = 32  # slots per bucket
 PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
 FIRST_CHOOSERS = 8  # keys per bucket that may choose a bucket in the first round
-CHOOSERS_GROWTH = 4  # how many times as many may choose in each later round
+CHOOSERS_GROWTH = 4  # keys that may have chosen after a round ÷ those after the previous round
 # Eviction orders, and counters in the order of `HashCounter`.
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
@@ -85,7 +85,7 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
 def choosers(buckets: int, number: int) -> int:
     """Return how many missing keys of a table have had their first choice after round `number`.
 
-    Rounds count from 0. Each has several times as many keys as the previous, so there are few.
+    Rounds count from 0. There are few of them, because the number grows by CHOOSERS_GROWTH.
     """
     return FIRST_CHOOSERS * buckets * CHOOSERS_GROWTH**number
 
@@ -169,7 +169,7 @@ class ReferenceHashTable:
         self.counters[counter] += 1
 
     def grow(self, keys: int) -> dict[int, int]:
-        """Split buckets until `keys` keys fit the load; return old to new slots of moved keys."""
+        """Split buckets for `keys` keys (`wanted_buckets`); return old to new slots of moved keys."""
         old_buckets, self.buckets = (
             self.buckets,
             wanted_buckets(keys, self.buckets, self.max_buckets, self.load),
@@ -210,9 +210,10 @@ class HashModel:
         return [self.tables[t].find(key) for t, key in batch]
 
     def touch(self, batch: Batch, counts: Sequence[int], batch_scores: Sequence[int]) -> list[int]:
-        """Find keys and record their use; return their slots, -1 for missing keys.
+        """Begin a batch: find its keys and record their use; return slots, -1 for missing keys.
 
-        `counts` are the uses of each position, `batch_scores` the scores by table ("assigned").
+        Advances the clock and counts lookups and hits. `counts` are the uses of each position,
+        `batch_scores` the scores by table ("assigned").
         """
         self.clock += 1
         slots = self.find(batch)
@@ -252,9 +253,10 @@ class HashModel:
         ]
 
     def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
-        """Insert or refuse every miss, into a free slot or by eviction; set the status of each.
+        """Insert or refuse every admitted miss; set its slot, status and evicted entry.
 
-        Misses choose their buckets in rounds, see `emblib.ops.hash`.
+        Misses choose their buckets in rounds, see `emblib.ops.hash`. All misses are counted by
+        their status.
         """
         for table, misses_of_table, score in zip(self.tables, misses, batch_scores, strict=True):
             pending: list[Miss] = []
@@ -344,7 +346,10 @@ class HashModel:
     def _replace(
         self, table: ReferenceHashTable, number: int, miss_and_entry: tuple[Miss, HashEntry]
     ) -> bool:
-        """Replace an entry of the bucket by the new key; return False if the key is refused."""
+        """Replace an entry of the bucket by the new key; return False if it may evict none.
+
+        The key then chooses again, and may be refused.
+        """
         miss, entry = miss_and_entry
         candidate = self._candidate(table, number)
         if candidate is None or self._is_refused(entry, self._rank(candidate)):
@@ -376,7 +381,7 @@ class HashModel:
     # Without a batch of training
 
     def erase(self, batch: Batch) -> list[int]:
-        """Remove keys; return the slot that each position freed, -1 where its key is missing."""
+        """Remove keys; return the slot that each position freed, -1 for missing or repeated keys."""
         freed = []
         for t, key in batch:
             freed.append(self.tables[t].find(key))
@@ -404,6 +409,8 @@ class HashModel:
         Of the entries of the removed buckets, the lowest-ranked ones are dropped, in proportion to
         the entries of the table that have no slot left. The others are inserted, the highest-ranked
         first, like the missing keys of a batch that evict others; their stamps and scores stay.
+        Entries that these evict, or that find no slot, are dropped too. Dropped entries count as
+        evicted. The table must have at least `buckets` buckets; not checked.
         """
         table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
         displaced = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]

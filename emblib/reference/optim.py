@@ -93,7 +93,7 @@ class RowBatch:
         lr: learning rate.
         step: number of this step, from 1.
         numbers: hyperparameters that only this optimizer has, in the order of its functor in csrc;
-            eps is the first of the Adagrad family.
+            optimizers of the Adagrad family begin with eps.
     """
 
     w: Tensor
@@ -161,7 +161,10 @@ def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
-    """Decay a row by all steps since its last update, then by this one."""
+    """Decay a row for this step and, from step `start` on, for steps since its last update.
+
+    The factor for the missed steps is at least `min_scale`.
+    """
     _, max_norm, rate, min_scale, start = rows.numbers
     sums, previous = rows.states
     last_step = decode_steps(previous).double()  # 0 for rows that had no update
@@ -196,7 +199,10 @@ def _current_step_state(rows: RowBatch, like: Tensor) -> Tensor:
 
 
 def _update_count(rows: RowBatch, halflife: float) -> Tensor:
-    """Return the count of updates: 1 for halflife 0, plain for < 0, else halved per `halflife`."""
+    """Return the count of updates with this one: 1 for a halflife of 0, a plain count below 0.
+
+    Otherwise the earlier count is halved per `halflife` steps.
+    """
     counter = rows.states[2]
     if halflife == 0:
         return torch.ones_like(counter)
@@ -251,7 +257,8 @@ def _counter(rows: RowBatch) -> tuple[Tensor, States]:
     """Apply FBGEMM's counter-based regularization: see `emblib.optim.Counter`.
 
     An `AdagradW` decay changes the step size by the count for a halflife of exactly -1 or -2, and
-    catches up on the decay of the steps since the row's last update.
+    catches up on the decay of the steps since the row's last update. Changes of the step size and
+    decays of rows begin after step `start`; sums have the L2 penalty from the first step on.
     """
     n = _CounterNumbers(*rows.numbers)
     penalised = rows.g + n.decay_rate * rows.w if n.decay_kind == 1 else rows.g
@@ -320,7 +327,7 @@ def _partial_rowwise_lamb(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _lars(rows: RowBatch) -> tuple[Tensor, States]:
-    """Scale the learning rate of a row by the ratio of its norm to that of its gradient."""
+    """Scale the learning rate of a row by its norm ÷ the norm of its gradient, unless one is 0."""
     momentum, eta, decay = rows.numbers
     norm = _norm(rows.w)
     denominator = _norm(rows.g) + decay * norm
@@ -331,7 +338,10 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
 
 
 def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
-    """Apply FTRL-Proximal; elements whose gradient is 0 (squared, in float32) do not change."""
+    """Apply FTRL-Proximal, except to elements whose gradient is 0 (squared, in float32).
+
+    These only decay. A learning rate of 0 changes nothing.
+    """
     beta, l1, l2 = rows.numbers
     total, linear = rows.states
     if rows.lr == 0:

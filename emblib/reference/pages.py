@@ -39,7 +39,10 @@ def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tens
 def without_mark(
     marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int
 ) -> Tensor:
-    """Return the pages of rows that have a mark and it is 0, int64; a page may repeat."""
+    """Return the pages of rows whose mark is 0, int64; a page may repeat.
+
+    Pages beyond the end of `marks` have no mark and are left out.
+    """
     pages = pages_of(rows, width, first_byte, page_bytes)
     pages = pages[pages < marks.numel()]
     return pages[marks[pages] == 0]
@@ -48,7 +51,7 @@ def without_mark(
 def mark_(
     marks: Sequence[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int
 ) -> None:
-    """Set the marks of the pages of rows to 1 in every vector of marks, in place."""
+    """Set the marks of the pages of rows to 1 in every vector of marks, which must reach them."""
     for vector in marks:
         vector[pages_of(rows, width, first_byte, page_bytes)] = 1
 

@@ -27,12 +27,13 @@ _FLOAT_DTYPES = {
 
 
 def quantize_rows(weights: Tensor, format: int) -> Tensor:
-    """Pack finite `weights` `[R, D]` to rows uint8 `[R, row_bytes]`; `format` is a `RowFormatCode`.
+    """Pack `weights` `[R, D]` to rows uint8 `[R, row_bytes]`; `format` is a `RowFormatCode`.
 
-    The range of a row is clamped to that of float16. Integers have the offset `min` and the scale
-    `(max - offset) / (2^bits - 1)`, each rounded to float16; 8-bit floats have the offset 0 and the
-    smallest float16 scale with which the largest magnitude is at most that of the format. A scale
-    of 0 is replaced by 1. Numbers are rounded to nearest, ties to even.
+    The weights must be finite; not checked. FP16, BF16 and FP32 rows are the converted weights. In
+    other formats the range of a row is clamped to that of float16. Integers have the offset `min`
+    and the scale `(max - offset) / (2^bits - 1)`, each rounded to float16; 8-bit floats have the
+    offset 0 and the smallest float16 scale with which the largest magnitude fits the format. A
+    scale of 0 is replaced by 1. Numbers are rounded to nearest, ties to even.
     """
     rows = weights.float()
     if format >= RowFormatCode.FP16:
@@ -69,7 +70,10 @@ def _pad_row(rows: Tensor) -> Tensor:
 
 
 def _pack_bits(numbers: Tensor, format: int) -> Tensor:
-    """Pack numbers `[R, D]` of 2 or 4 bits into bytes, the first number in the lowest bits."""
+    """Pack numbers `[R, D]` of 2 or 4 bits into bytes, the first number in the lowest bits.
+
+    Numbers of 8 bits are bytes already.
+    """
     per_byte = max(8 // format, 1)
     numbers = torch.nn.functional.pad(numbers, (0, -numbers.size(1) % per_byte))
     joined = numbers[:, ::per_byte].clone()
@@ -141,7 +145,7 @@ def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows, int64 `[L]`, of the ids of one feature.
 
     An id that the index does not have gets the row MISSING. Ids outside of `[0, NUM_IDS)`, such as
-    -1, are returned unchanged.
+    -1, are returned unchanged, and without an index all ids are. A negative NUM_IDS is no limit.
 
     Args:
         index: int64, the entries of all features: of an array int32 rows by id, of a hash table

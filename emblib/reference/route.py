@@ -38,7 +38,8 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     """Return the block of each id of one feature, int64 `[L]`, and the id within that block.
 
     `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`. The
-    ids within blocks have the dtype of `ids`.
+    ids within blocks have the dtype of `ids`. By range, -1 goes to the first block as -1, and other
+    ids outside the table go unchanged to the block of row 0, see `emblib.ops.route`.
     """
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
@@ -123,7 +124,10 @@ def _rows(flat: Tensor, offset: int, stride: int, rows: int, width: int) -> Tens
 
 
 def _divisors(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | float:
-    """Return what rows of a target are divided by, `[rows, 1]`: lengths of bags, or 1 for sums."""
+    """Return what rows of a target are divided by: lengths of bags, at least 1, or 1.0 for sums.
+
+    The lengths are `[rows, 1]`.
+    """
     if first_bag < 0 or lengths is None:
         return 1.0
     return lengths[first_bag : first_bag + rows].clamp(min=1).float().unsqueeze(1)
@@ -205,9 +209,10 @@ def combine_backward(
 ) -> Tensor:
     """Apply the adjoint of `combine`: copy each target's gradient, divided, to all its pieces.
 
-    The arguments are those of `combine`. `grad` is that of its output, `source_numel` the size of
-    the whole source. Elements that no piece names are 0. `local` is written; the gradient of the
-    others, flat in `dtype`, is returned.
+    `grad` is the gradient of the output of `combine`, `source_numel` the size of the whole source;
+    other arguments are those of `combine`. Returns the gradient of the source, flat in `dtype`, 0
+    where no piece is. With `local`, its part is written there and missing in the result. Pieces
+    must not overlap; not checked.
     """
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():

@@ -38,12 +38,12 @@ NO_EXTRAS = Extras()
 
 
 class RowGroups(NamedTuple):
-    """Lookups grouped by row: those of `rows[u]` are `lookups[segments[u]:segments[u + 1]]`.
+    """Lookups grouped by row: `rows[u]` has the lookups `lookups[segments[u]:segments[u + 1]]`.
 
     Attributes:
         rows: int64 `[U]`, linear rows, ascending.
         segments: int64 `[U + 1]`, from 0.
-        lookups: int64, positions in the batch, those of a row ascending.
+        lookups: int64, positions in the batch, ascending within a row.
         bags: int64, the bag of each of `lookups`.
     """
 
@@ -54,7 +54,7 @@ class RowGroups(NamedTuple):
 
 
 def repair_offsets(offsets: Tensor, num_lookups: int) -> Tensor:
-    """Clamp offsets to `[0, L]`, make them non-decreasing and the last one L."""
+    """Clamp offsets to `[0, L]` and make them non-decreasing; if there are bags, end them at L."""
     repaired = offsets.long().clamp(0, num_lookups).cummax(0).values
     if repaired.numel() > 1:
         repaired[-1] = num_lookups
@@ -62,7 +62,10 @@ def repair_offsets(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
-    """Return the bag of each lookup, int64 `[L]`; -1 before the first bag."""
+    """Return the bag of each lookup, int64 `[L]`; -1 before the first bag.
+
+    The offsets must be repaired, see `repair_offsets`.
+    """
     positions = torch.arange(num_lookups, device=offsets.device)
     return torch.searchsorted(offsets[:-1].long().contiguous(), positions, right=True) - 1
 
@@ -133,10 +136,11 @@ def lookup(
     output_dim: int = 0,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Pool bags: `[B, output_dim]`; `[L, output_dim]` for NONE, `[output_dim]` with a bag layout.
+    """Pool bags to `[B, output_dim]`, or to `[output_dim]` with a bag layout.
 
-    MEAN divides by the length of the bag, skipped lookups included. Differentiable in `weights` and
-    `sample_weights`.
+    NONE returns the row of each lookup, `[L, output_dim]`, with and without a layout. MEAN divides
+    by the length of the bag, skipped lookups included. The result is differentiable in `weights`
+    and `sample_weights`.
 
     Args:
         weights: flat tensor, or a list of flat tensors by `Tier`; the result has their dtype.

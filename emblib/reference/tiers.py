@@ -41,8 +41,9 @@ def swap_(
         first_overflow: the overflow row of the first refused miss; the others follow.
 
     Returns:
-        Slots and status `[n]`, with overflow rows for refused misses; keys, stamps and scores of
-        evicted keys, int64 `[3, k]`, and their rows; the refused misses; the slots of `found`.
+        Slots `[n]`, overflow rows for refused misses; status `[n]`, NEW for these and HIT for
+        `found`; keys, stamps and scores of evicted keys, int64 `[3, k]`, and their rows; the
+        refused misses; the slots of `found`.
     """
     slots, status = slots.clone(), status.clone()
     is_evicting = status == EVICTING

@@ -80,7 +80,7 @@ def to_dense(
 def permuted(ids: Tensor, num_rows: int, permutation: tuple[int, int]) -> Tensor:
     """Return the rows of valid ids: `(multiplier * id + offset) % num_rows`, without overflow.
 
-    `permutation` is (multiplier, offset); the multiplier is coprime to `num_rows`.
+    `permutation` is (multiplier, offset). The multiplier must be coprime to `num_rows`, unchecked.
     """
     multiplier, offset = permutation
     rows = [(multiplier * i + offset) % num_rows for i in ids.tolist()]
@@ -97,7 +97,7 @@ def keys(
 
     A key has the digits of an id in another order: with three or more cores the first two are
     swapped, so that the digit of the large second core leads. -1 stays -1, any other id outside the
-    table becomes row 0.
+    table gets the key of id 0.
     """
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
@@ -112,7 +112,10 @@ def keys(
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
-    """Return the rows, int64 `[L]`, whose `keys` these are; rows are numbered as permuted."""
+    """Return the rows, int64 `[L]`, that have these `keys`, numbered as after the permutation.
+
+    The keys must be valid: -1 is not handled.
+    """
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]

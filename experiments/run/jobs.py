@@ -20,9 +20,9 @@ from experiments.results.identity import point_key
 from experiments.results.store import Record, read_records
 
 START_SECONDS = 1.5  # start of a process, imports and first batches, on a machine of two cores
-BLOCK = 4  # cells whose processes take turns
-# Statuses of jobs that are not measured again by default, because the outcome would be the same. A
-# missing package changes the point_key once it is installed.
+BLOCK = 4  # number of cells per block; the processes of the cells of a block take turns
+# Statuses of jobs whose records are reused: SETTLED by default, GOOD with rerun=failed. A missing
+# package changes the point_key once it is installed, so its job is then measured.
 GOOD = ("ok", "unsupported", "missing")
 SETTLED = (*GOOD, "oom", "timeout", "wrong")
 
@@ -56,7 +56,11 @@ def num_replicates(cell: Cell, config: Config) -> int:
 
 
 def max_job_seconds(cell: Cell, config: Config) -> float:
-    """Return an upper estimate of the seconds of a job, without building tables."""
+    """Return an upper estimate of the seconds of a job, without building tables.
+
+    A cache may warm up for longer. Kinds of `Effort.TRAINED` have no limit: the caller must not use
+    the result for them.
+    """
     if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
     timing = config.timing
@@ -67,15 +71,19 @@ def max_job_seconds(cell: Cell, config: Config) -> float:
 def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """Yield the jobs of a run pass by pass: first the headline's cells, then blocks of the others.
 
-    A pass is a job for each cell of a block; the cells of a block take turns until each has all its
-    processes. So a run that is short of time has fewer cells, not fewer processes per cell, without
-    which there is no interval. Passes after the first are in random order, so that a drift does not
-    always affect the same cells.
+    A pass is a job for each cell of a block that still needs a process; the cells of a block take
+    turns until each has all its processes. So a run that is short of time has fewer cells, not
+    fewer processes per cell: an interval needs several processes. The first pass of each block is
+    in the order of the cells. Its other passes are in random order, so that a drift does not always
+    affect the same cells.
     """
     headline = config.report.headline
-    answer = [cell for cell in cells if headline and cell.section == headline]
-    other_cells = _axes_in_turn([cell for cell in cells if cell not in answer])
-    blocks = [answer, *(other_cells[n : n + BLOCK] for n in range(0, len(other_cells), BLOCK))]
+    headline_cells = [cell for cell in cells if headline and cell.section == headline]
+    other_cells = _axes_in_turn([cell for cell in cells if cell not in headline_cells])
+    blocks = [
+        headline_cells,
+        *(other_cells[n : n + BLOCK] for n in range(0, len(other_cells), BLOCK)),
+    ]
     numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
@@ -103,7 +111,7 @@ def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
         base = swept[0].workload
         axes = tuple(a for a in AXES if getattr(cell.workload, a) != getattr(base, a))
         lines.setdefault(axes, []).append(cell)
-    # The first value, the last one unless it is the first, and those between.
+    # Of each axis the first value, the last value unless it is the first, then the others.
     ends_first = [[line[0], *line[1:][-1:], *line[1:-1]] for line in lines.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*ends_first))
     return [*cases, *swept[:1], *(cell for cell in turns if cell is not None)]
@@ -113,10 +121,11 @@ EarlierJobs = Mapping[tuple[str, int], list[Record]]
 
 
 def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
-    """Return {key of a job: its records} of earlier runs in `folder`, the latest of each.
+    """Return {key of a job: its records} of the latest run in `folder` that may be reused per job.
 
-    `rerun=failed` ignores jobs with a failure, `rerun=all` all jobs. A timeout by another
-    limit_seconds is ignored, because the present limit may suffice.
+    Only complete jobs of runs with the same `context_id` count, whose statuses are all SETTLED,
+    with `rerun=failed` GOOD; `rerun=all` ignores all jobs. A timeout by another limit_seconds is
+    ignored, because the present limit may suffice. Damaged runs are skipped.
     """
     jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:

@@ -29,6 +29,8 @@ NONE_COLLECTED = 5  # exit status of pytest without tests
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Lead a run; each replicate is a process with all benchmarks. Return the exit status.
 
+    A dry run lists the benchmarks instead.
+
     Raises:
         UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.
     """
@@ -75,7 +77,11 @@ def pytest_command(config: Config) -> list[str]:
 
 
 def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
-    """Run all benchmarks in a fresh process; raise RuntimeError if pytest itself fails."""
+    """Run all benchmarks in a fresh process; return a record per benchmark and per failed test.
+
+    Raises:
+        RuntimeError: pytest itself fails, or finds no benchmark.
+    """
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     if config.device.threads:
         variables["OMP_NUM_THREADS"] = str(config.device.threads)

@@ -126,11 +126,11 @@ class RankClock(Clock):
         return [self._sample(task) for task in tasks]
 
     def _sample(self, task: SampleTask) -> Reading:
-        """Take a sample on all ranks at once; every rank returns the slowest one's times.
+        """Take a sample on all ranks at once; on every rank, return the largest times of any rank.
 
         Every rank makes the same collectives whatever happened on it, or all would wait for each
         other: a barrier, a gather of times and failures, and after a failure on any rank one
-        exchange of errors.
+        exchange of errors. A failed clock raises on all ranks; a failed arm leaves the race on all.
         """
         ranks, raised = self.ranks, None
         ranks.failed = None
@@ -174,7 +174,7 @@ class RankClock(Clock):
         return self.inner.describe()
 
     def seconds_of(self, key: str, samples: Sequence[tuple[int, float]], calls: int) -> Any:
-        """Return the seconds of every rank per sample, or None.
+        """Return the seconds of every rank per sample, None for a sample that the log lacks.
 
         Args:
             key: key of the task.
@@ -191,7 +191,7 @@ class RankClock(Clock):
 
 
 class SharedTelemetry(Telemetry):
-    """Telemetry of all ranks: all repeat a round in which one of them was slowed."""
+    """Telemetry of one rank, whose `check` counts for all: all repeat a round if one was slowed."""
 
     def __init__(self, telemetry: Telemetry, peers: Peers) -> None:
         self.inner, self.peers = telemetry, peers
@@ -274,9 +274,9 @@ def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> No
 
 
 def _restrict_to_cores(rank: int, size: int) -> int:
-    """Restrict this rank to an equal number of consecutive cores, if there is one per rank.
+    """Restrict this rank to its share of consecutive cores, if there is at least one per rank.
 
-    Return the number of cores of all ranks.
+    Return the number of cores of all ranks together.
     """
     if not hasattr(os, "sched_setaffinity"):
         return os.cpu_count() or 1

@@ -46,13 +46,16 @@ from experiments.workloads.workload import dense_bytes, table_shapes
 
 WIDTH = 120  # columns of the table outside a terminal
 BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
-MIN_SHARE = 0.1  # timing of a job that begins late ÷ timing.cell_seconds
+MIN_SHARE = 0.1  # minimum of the timing of a job that begins late ÷ timing.cell_seconds
 TIMED_SHARE = 0.6  # timing ÷ time of a job, which builds and checks contenders too
 FAILURES = ("error", "timeout", "wrong")
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure and report; return the exit status (see cli.HELP).
+
+    A dry run prints the plan instead, and a kind that leads its run does all by itself. In the main
+    thread, SIGTERM acts as Ctrl-C from now on.
 
     Args:
         config: checked configuration.
@@ -199,9 +202,11 @@ class JobRunner:
                 self.display.skip()
 
     def _fits(self, job: Job) -> bool:
-        """Return whether to measure a job, which the first process of a cell decides for all.
+        """Return whether to measure a job, and count it in `remaining` or its cell in `not_begun`.
 
-        The headline's cells always fit, and all cells of a run with a process per cell.
+        The first process of a cell decides for all. A cell always fits if it has one process only
+        or is the headline's, if an earlier run has its records, before anything was measured, and
+        in a run without a budget.
         """
         key, config = job.cell.key, self.session.config
         if key not in self.remaining and key not in self.not_begun:
@@ -225,10 +230,11 @@ class JobRunner:
         return time.monotonic() - self.started + expected_s <= total
 
     def _records(self, job: Job) -> list[Record]:
-        """Return the records of a job: those of an earlier run, or newly measured ones.
+        """Return the records of a job, reused from an earlier run or newly measured.
 
-        All processes of a cell have tables of one size, which the first one sets: earlier records
-        are reused only if theirs had the same.
+        All processes of a cell have tables of one size. The first process sets it in `fitted`, and
+        earlier records are reused only if their tables had it. Also counts `reused`, or stores the
+        duration in `process_s`.
         """
         key, replicate = job.key(self.session.config)
         earlier_records = self.earlier.get((key, replicate))
@@ -259,9 +265,10 @@ class JobRunner:
         return records
 
     def _same_tables(self, cell: Cell, scale: float) -> bool:
-        """Return whether an earlier job had tables of this run's size, which the first job sets.
+        """Return whether an earlier job had tables of this run's size, `scale`.
 
-        Earlier runs may differ, because tables are shrunk to the free memory.
+        Earlier runs may differ, because tables are shrunk to the free memory. A cell without a size
+        in `fitted` gets this one.
         """
         if cell.key not in self.fitted:
             self.fitted[cell.key] = dataclasses.replace(cell, rows_scale=scale)
@@ -277,7 +284,7 @@ class JobRunner:
         return min(timing.cell_seconds, max(job_share, MIN_SHARE * timing.cell_seconds))
 
     def _print(self, job: Job, records: Sequence[Record]) -> None:
-        """Print a line for each cell's first process and for every failure."""
+        """Count the outcomes; print a line for each cell's first process and for every failure."""
         self.outcomes.update(r["status"] for r in records)
         failures = [r for r in records if r["status"] in FAILURES]
         reused = " (reused)" * ("reused_from" in records[0])
@@ -302,6 +309,8 @@ def finish(
     store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
 ) -> int:
     """Write run.json and the report, print the answer, and return the exit status.
+
+    If writing fails or is interrupted, prints the command that writes the report later.
 
     Args:
         store: directory of the run.
@@ -335,7 +344,10 @@ def finish(
 
 
 def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Return the cell with its tables shrunk if the contenders would exceed the free memory."""
+    """Return the cell, its tables shrunk if the contenders would exceed device.memory_share.
+
+    That is a share of the free memory. Compressed tables do not count.
+    """
     kind = kinds.find(cell.kind)
     if not kind.measurement.makes_tables:
         return cell
@@ -358,7 +370,7 @@ def dense_arms(cell: Cell) -> int:
 
 
 def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
-    """Return the values of the sweep without a cell because of timing.max_cells, as "D=16"."""
+    """Return the values of the sweep that no cell has, as "D=16"; [] without timing.max_cells."""
     if not config.timing.max_cells:
         return []
     swept_cells = [cell for cell in cells if cell.section == SWEEP]
@@ -418,7 +430,7 @@ def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> i
 
 
 def max_process_seconds(cell: Cell, config: Config) -> float:
-    """Return an upper estimate of the seconds of a process, with building its tables."""
+    """Return `max_job_seconds` of a cell plus an estimate for building its uncompressed tables."""
     built_bytes = 0
     if num_dense := dense_arms(cell):
         built_bytes = num_dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))

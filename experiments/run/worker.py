@@ -49,7 +49,7 @@ def measure_job(
     """Measure a job in a child, and return its records.
 
     If the child dies, the arm that it was measuring gets records of the failure, and another child
-    measures the other arms.
+    measures the other arms. If that arm is unknown, all arms get these records.
 
     Args:
         job: job to measure.
@@ -83,7 +83,7 @@ def measure_job(
 
 
 def _start_child(request: MeasureRequest) -> Child | RankProcesses:
-    """Start the process, or the ranks, of a request, limited to most of the free memory."""
+    """Start the process, or the ranks, of a request; on a CPU limit its memory to MEMORY_LIMIT."""
     config = request.session.config
     limit = None
     if request.session.device.type == "cpu":

@@ -25,7 +25,7 @@ class TimedCall(ABC):
 
     @abstractmethod
     def before(self, number: int) -> Any:
-        """Undo the last call; return the arguments of call `number`. Not timed."""
+        """Undo what the last call changed, if need be; return the arguments of call `number`."""
 
     @abstractmethod
     def call(self, ready: Any) -> object:
@@ -37,7 +37,10 @@ class TimedCall(ABC):
 
 
 class CallClock(Clock):
-    """A clock of the host around the inner calls, between two synchronisations on a GPU."""
+    """A clock of the host around the inner calls, between two synchronisations on a GPU.
+
+    The phases must be `TimedCall`s, and adapted; not checked. Other calls would read as 0 seconds.
+    """
 
     def __init__(
         self, device: torch.device, mode: Mode, now: Callable[[], int] = time.perf_counter_ns
@@ -48,7 +51,7 @@ class CallClock(Clock):
             )
         self.mode, self.device, self.now = mode, device, now
         self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
-        self.inside = 0.0  # nanoseconds in the calls since `time` began
+        self.inside = 0.0  # nanoseconds per repeat in the calls since `time` began
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
         return self._timed(phase) if isinstance(phase, TimedCall) else phase

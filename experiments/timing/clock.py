@@ -1,9 +1,10 @@
 """Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall.
 
 A *phase* is a function of a batch number, e.g. a training step. `Clock.read` takes samples of it in
-one of the modes that `clock_for` explains. On a GPU, each call is launched behind a kernel that
-spins, so that the launch is over before the GPU reaches the call; a spin that turns out too short
-makes the next one longer.
+one of the modes that `clock_for` explains. On a GPU, except in mode wall, each call is launched
+behind a kernel that spins, so that the launch is over before the GPU reaches the call. A spin that
+turns out too short makes the next one longer. A call that waits for the GPU itself gets no spin
+after MAX_VAIN_SPINS attempts.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
     """Return the clock of a device in a mode; raise UnsupportedMode for graph on a CPU.
 
     hot: caches as the last sample left them; on a GPU the call is launched behind a spin, so that
-    the GPU never waits for the host. cold: the same with empty caches. graph: a CUDA graph per
-    batch. wall: from the call on an idle device to its end, with launches; on a CPU equal to hot.
+    the GPU does not wait for the host (`Reading.exposed` tells where it does). cold: the same with
+    empty caches. graph: a CUDA graph per batch. wall: from the call on an idle device to its end,
+    with launches; on a CPU equal to hot.
     """
     if device.type == "cuda":
         return CudaClock(TorchGpu(device), mode)
@@ -86,7 +88,8 @@ class Reading:
         seconds: time of the call, which is the sample.
         wall: time of the host inside the call; a GPU may have worked longer.
         cost: time of taking the sample, with its preparation.
-        exposed: True if the GPU waited for the host, so that launches are inside `seconds`.
+        exposed: True if the GPU waited for the host, so that launches are inside `seconds`. False
+            in mode wall, where they always are.
     """
 
     seconds: float
@@ -96,7 +99,7 @@ class Reading:
 
 
 class Clock:
-    """A clock by time.perf_counter for CPU work, which ends when the call returns.
+    """A clock by time.perf_counter for work on a CPU, where work ends when the call returns.
 
     Caches stay as the previous sample left them. Subclasses override `time` or `read`.
 
@@ -134,8 +137,8 @@ class Clock:
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
 
-    It adds to a buffer of twice the last-level cache. Adding reads as well as writes; plain stores
-    may bypass the caches and leave their content.
+    It adds to a buffer of `size` times the last-level cache, by default twice. Adding reads as well
+    as writes; plain stores may bypass the caches and leave their content.
     """
 
     mode = Mode.cold
@@ -171,7 +174,8 @@ class CudaClock(Clock):
     """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU.
 
     Attributes:
-        ahead: seconds of the next spin by the key of a task; `spin` for unknown keys.
+        ahead: seconds of the next spin by the key of a task; `spin` for unknown keys, 0 for calls
+            that wait for the GPU themselves.
         in_vain: number of longer spins in a row without effect, by key.
     """
 
@@ -184,7 +188,10 @@ class CudaClock(Clock):
         self._rate = 0.0  # cycles of a spin per second; 0 before it is measured
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
-        """Take the samples; wait for the GPU once per 64 of them, in wall mode after each."""
+        """Take the samples; wait for the GPU once per SAMPLES_PER_CHUNK, in wall mode after each.
+
+        The seconds between samples of a chunk are divided evenly among their costs.
+        """
         if self.mode is Mode.wall:
             return [self._read_alone(task) for task in tasks]
         readings: list[Reading] = []
@@ -265,7 +272,10 @@ class CudaClock(Clock):
         return lambda number: graphs[number]()
 
     def describe(self) -> dict[str, object]:
-        """Return the bytes of a flush and the spins that were long enough, in microseconds."""
+        """Return the mode, in mode cold the bytes of a flush, and spins in microseconds.
+
+        Spins are the last lengths by key of a task; keys with the initial length are left out.
+        """
         facts: dict[str, object] = {"mode": self.mode.value}
         if self.mode is Mode.cold:
             facts["flush_bytes"] = self.gpu.flush_bytes
@@ -302,11 +312,11 @@ class TorchGpu:
         return start.elapsed_time(end) / 1e3
 
     def spin(self, cycles: int) -> None:
-        """Launch a kernel that spins for so many cycles."""
+        """Launch a kernel that spins for `cycles` cycles of the GPU."""
         torch.cuda._sleep(cycles)
 
     def flush(self) -> None:
-        """Empty the L2 cache by writing a buffer of twice its size."""
+        """Empty the L2 cache by writing a buffer of `flush_bytes`."""
         if self._buffer is None:
             self._buffer = torch.empty(self.flush_bytes, dtype=torch.uint8, device=self.device)
         self._buffer.zero_()

@@ -1,9 +1,9 @@
 """Interleaved timing: a round runs all phases of all contenders in random order and back.
 
 A *round* takes two samples of every phase (a timed call) of every arm (a contender): in random
-order, then in the reverse order. The arms stop together, when all are precise or no longer change,
-or when the budget is used up; one that uses half of it stops earlier. Reports compare samples of
-one round only.
+order, then in the reverse order. The arms stop together: when all are precise or no longer change,
+when the budget is used up, or after the last round. An arm that uses half of the budget stops
+earlier, and an arm that fails stops at once. Reports compare samples of one round only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_EXPOSED_SHARE = 0.1  # share of samples with launches that raises the flag `
 MAX_EXECUTIONS = 64  # maximum number of calls in a sample
 SLOW_MIN_ROUNDS = 3  # minimum number of rounds of a very slow contender
 MAX_RETRIES = 3  # maximum repetitions of a round in which the machine was throttled
-BACK_OFF_SECONDS, BACK_OFF_GROWTH = 0.05, 2.5  # wait before the first one; factor for the next
+BACK_OFF_SECONDS, BACK_OFF_GROWTH = 0.05, 2.5  # wait before the first repetition; its growth
 
 
 @dataclass
@@ -66,7 +66,10 @@ class Race:
     _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases adapted by the clock
 
     def run(self) -> dict[str, Measured]:
-        """Warm up, run rounds until each contender has a reason to stop; return the samples."""
+        """Warm up, run rounds until each contender has a reason to stop; return the samples.
+
+        Contenders that fail are among the results. Garbage collection is off meanwhile.
+        """
         for name, phases in self.arms.items():
             self.results[name] = Measured({phase: [] for phase in phases})
             self._ready[name] = dict(phases)
@@ -101,21 +104,25 @@ class Race:
             result.error, result.stop_reason = error, "failed"
 
     def _warm_up(self, name: str) -> None:
-        """Warm up a contender, for at most its share of the budget."""
+        """Adapt the phases of a contender to the clock, warm it up, and set its calls per sample.
+
+        The warm-up ends after timing.warmup_cap or the contender's share of the budget. A contender
+        with a cache may use the whole budget, except in a smoke run.
+        """
         timing, phases, result = self.timing, self._ready[name], self.results[name]
         self.note(f"{name}|warming up")
         for phase, run in phases.items():
             phases[phase] = self.clock.adapt(run, timing.pool)
         counters = partial(self.counters, name)
         cap = min(timing.warmup_cap, timing.cell_seconds / len(self.arms))
-        # A cache that is still filling has times of its own, so it may use the whole budget.
+        # Times change while a cache fills.
         if counters() and not timing.max_rows:
             cap = max(cap, timing.cell_seconds)
         warm = warm_up(phases, self.clock, timing, key=name, max_seconds=cap, counters=counters)
         result.warm = warm
         if timing.warmup and (not warm.passes or warm.filling):
             result.flags.add("not_warm")
-        shortest = self.clock.min_sample_seconds  # calls that take less share a sample
+        shortest = self.clock.min_sample_seconds  # several shorter calls form one sample
         for phase in phases:
             seconds = warm.typical.get(phase, math.inf)
             calls = math.ceil(shortest / seconds) if 0 < seconds < shortest else 1
@@ -159,7 +166,10 @@ class Race:
         return samples
 
     def _take(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
-        """Take a sample per turn of the contenders that have not failed; return the good ones."""
+        """Take a sample per turn of the contenders that have not failed; return the good ones.
+
+        If the clock itself fails, all contenders of these turns fail.
+        """
         requested: list[Turn] = []
         finished: set[int] = set()  # indices of requested turns that raised nothing
 
@@ -198,8 +208,9 @@ class Race:
     def _stop(self, rounds: int) -> None:
         """Set the stop reason of contenders that are precise or have used up their time.
 
-        All stop when the budget is used up, a contender that takes half of it earlier. One that
-        takes twice the budget may stop before min_rounds, but not before SLOW_MIN_ROUNDS.
+        All stop when together they have used up the budget; a contender that alone takes half of it
+        stops earlier. A contender that takes twice the budget may stop before min_rounds, but not
+        before SLOW_MIN_ROUNDS.
         """
         timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
         running = {name: r for name, r in self.results.items() if not r.stop_reason}
@@ -233,10 +244,10 @@ class Turn:
 
 @dataclass
 class Measured:
-    """The raw samples of a contender, {phase: [(round, seconds), ...]}; none is dropped.
+    """The raw samples of a contender, and what else was observed; a completed sample is kept.
 
     Attributes:
-        samples: samples that count.
+        samples: samples that count, {phase: [(round, seconds), ...]}.
         stop_reason: "precise", "stabilised", "budget", "max_rounds" or "failed"; "" while running.
         error: exception that ended the contender.
         warm: result of the warm-up.
@@ -273,11 +284,11 @@ class Measured:
         )
 
     def stabilised(self) -> bool:
-        """Return whether the noise of every phase has not changed for many rounds."""
+        """Return whether the noise of every phase has settled, see `statistics.settled`."""
         return bool(self.noise) and all(statistics.settled(n) for n in self.noise.values())
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
-        """Add a sample; its seconds are divided by its number of calls."""
+        """Add a sample, as seconds per call."""
         share = 1 / self.executions.get(phase, 1)
         self.samples[phase].append((number, reading.seconds * share))
         if reading.wall != reading.seconds:
@@ -299,7 +310,7 @@ class Measured:
     def conclude(
         self, flags: Sequence[str], hardware: dict[str, Any], clock: dict[str, Any]
     ) -> None:
-        """Add the observations of the machine at the end of the race."""
+        """Add the observations of the machine, and all flags, at the end of the race."""
         self.flags |= set(flags)
         if self.exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
             self.flags.add("launch_exposed")

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache
 
 CONFIDENCE = 0.95  # probability of every interval
-SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05  # estimates of the noise that agree to this share
+SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05  # number of estimates of the noise; range ÷ median
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def tail(samples: Sequence[float]) -> Tail:
 
 
 def settled(noise: Sequence[float]) -> bool:
-    """Return whether the last 32 estimates of the noise agree to 5 %."""
+    """Return whether the last 32 estimates of the noise agree to 5 %; False for fewer estimates."""
     last = noise[-SETTLED_WINDOW:]
     if len(noise) < SETTLED_WINDOW:
         return False
@@ -171,7 +171,7 @@ def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
 
 
 def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
-    """Return the effect over processes from their log ratios.
+    """Return the effect over processes from their log ratios; nan for none.
 
     Two processes have one degree of freedom, so an interval from their spread alone is mostly far
     too wide and sometimes far too narrow. `others` is the pooled spread of all comparisons of the
@@ -205,14 +205,21 @@ def verdict(effect: Effect, margin: float) -> Verdict:
 
 
 def smallest_visible(effect: Effect, margin: float) -> float:
-    """Return the smallest relative effect that would be detected: margin plus half the interval."""
+    """Return the smallest relative effect that would be detected: margin plus half the interval.
+
+    It is inf below two processes.
+    """
     if effect.processes < MIN_PROCESSES:
         return math.inf
     return margin + math.log(effect.hi / effect.lo) / 2
 
 
 def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
-    """Return the margin of a gate: `min_effect`, or 3 median deviations of an A/A mean of k."""
+    """Return the margin of a gate over `k` pairs.
+
+    It is the larger of `min_effect` and 3 median deviations of a mean of k effects in an A/A
+    comparison, whose single effects have the median deviation `mad_aa`.
+    """
     return max(min_effect, NOISE_FACTOR * mad_aa / math.sqrt(k))
 
 
@@ -222,7 +229,10 @@ def median_deviation(logs: Sequence[float]) -> float:
 
 
 def p_value(logs: Sequence[float], direction: int) -> float:
-    """Return the p-value of a one-sided t-test for a mean in `direction` (+1 or -1)."""
+    """Return the p-value of a one-sided t-test for a mean in `direction` (+1 or -1).
+
+    It is 1 below two values; equal values give 0 or 1.
+    """
     n = len(logs)
     if n < MIN_PROCESSES:
         return 1.0

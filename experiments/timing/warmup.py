@@ -24,9 +24,9 @@ class Warm:
     Attributes:
         passes: complete passes over the pool.
         seconds: cost of the warm-up.
-        steady: True if the last two passes were alike.
+        steady: True if the last two passes were alike, and both minima of the warm-up are reached.
         hit_rate: share of the last pass's lookups that a cache served; None without a cache.
-        filling: True if the hit rate was still changing.
+        filling: True if the hit rate was still changing, or if only one pass has one.
         typical: median seconds of each phase in the last pass.
     """
 
@@ -58,12 +58,13 @@ def warm_up(
     max_seconds: float | None = None,
     counters: Counters = dict,
 ) -> Warm:
-    """Repeat passes over the pool until two are alike.
+    """Repeat passes over the pool until two are alike or the time is used up.
 
     Args:
         phases: phases of the contender.
         clock: clock of the race.
-        timing: `warmup` and `warmup_seconds` are minima.
+        timing: amount of measuring; `warmup` and `warmup_seconds` are minima. Without `warmup`
+            nothing is run.
         key: name of the contender in the keys of tasks.
         max_seconds: maximum duration, by default timing.warmup_cap. A slow contender gets as many
             batches as fit, at least one, and does not count as steady.
