@@ -169,7 +169,7 @@ class ReferenceHashTable:
         self.counters[counter] += 1
 
     def grow(self, keys: int) -> dict[int, int]:
-        """Split buckets for `keys` keys (`wanted_buckets`); return old to new slots of moved keys."""
+        """Split buckets for `keys` keys (`wanted_buckets`); return moved keys' {old: new slot}."""
         old_buckets, self.buckets = (
             self.buckets,
             wanted_buckets(keys, self.buckets, self.max_buckets, self.load),
@@ -381,7 +381,7 @@ class HashModel:
     # Without a batch of training
 
     def erase(self, batch: Batch) -> list[int]:
-        """Remove keys; return the slot that each position freed, -1 for missing or repeated keys."""
+        """Remove keys; return the slot that each position freed, -1 if its key was not there."""
         freed = []
         for t, key in batch:
             freed.append(self.tables[t].find(key))

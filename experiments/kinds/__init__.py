@@ -41,8 +41,9 @@ def find(name: str) -> Kind:
 def expand(config: Config) -> list[Cell]:
     """Return the cells of a run, resolved and capped; raise UsageError.
 
-    Cases mostly come first, so that an interrupted run has its headline. If a cap makes two cells
-    equal, the second is dropped, because its samples would count as further processes of the first.
+    Cases come first, unless the kind says `sweep_first`, so that an interrupted run has its
+    headline. If a cap makes two cells equal, the second is dropped, because its samples would count
+    as further processes of the first. timing.max_cells cuts the sweep.
     """
     kind = find(config.kind)
     cases, swept = kind.cells(config)

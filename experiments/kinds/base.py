@@ -100,7 +100,7 @@ class Measurement:
 
     Attributes:
         cell: "module:function" of the function (cell, session, seconds) -> records.
-        effort: number of processes.
+        effort: number of processes, and their time limit.
         modes: modes; () for timing.modes.
         makes_tables: True if tables are built: their rows must be known, and their bytes fit.
         packages: packages, besides those of contenders, whose version changes a result.
@@ -195,7 +195,10 @@ class Kind:
     # Cells
 
     def check(self, config: Config) -> None:
-        """Raise UsageError if the configuration does not suit the kind."""
+        """Raise UsageError if the configuration does not suit the kind.
+
+        The default checks only that the kind can have the ranks of `device.ranks`.
+        """
         if config.device.ranks > 1 and self.arms.ranks is not Ranks.OF_RUN:
             hint = "; say sharding.worlds" * (self.arms.ranks is Ranks.OF_WORLDS)
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
@@ -219,7 +222,7 @@ class Kind:
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError for values of `options` that break a rule.
 
-        `prefix` is that of a case, or empty.
+        `prefix` names the case that has the options; it is empty for options of the run.
         """
         for name, rule in self.option_rules.items():
             value, option = options[name], f"{prefix}options.{name}"
@@ -291,7 +294,7 @@ class Kind:
         return getattr(importlib.import_module(module), "NOTES", ()) if module else ()
 
     def section_table(self, run: Run, section: str) -> Table | None:
-        """Return the table of results of a section; None without results."""
+        """Return the table of results of a section, by default of timed cells; None without any."""
         table: Table | None = self._part("section_table", None, run, section)
         if table is None and len(run.of(section)):
             table = load("experiments.report.results:section_table")(run, section)
@@ -337,7 +340,7 @@ def median_of(record: Record, phase: str) -> float:
 
 
 def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
-    """Raise UsageError unless all contenders are of a sort."""
+    """Raise UsageError unless all contenders are of a sort; skip names that are no contenders."""
     for name in names:
         entry = registry.facts_of(name)
         sort = Sort.KEYED if entry.keyed else Sort.SERVED if entry.served else Sort.BAGS

@@ -112,7 +112,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     `measured_s`, `predicted_s`, `two_terms_s` (rows and products alone; nan with a cache) and
     `by_hits_s` (uncached time × lookups that miss) are seconds of a step; `ratio` is predicted ÷
     measured, of which `ratio_lo` and `ratio_hi` are the extremes over processes. `rows` is distinct
-    rows per batch; `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows.
+    rows per batch; `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows. All
+    numbers but the extremes are medians over processes.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:

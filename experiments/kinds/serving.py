@@ -88,12 +88,13 @@ NAMES = ("section", "cell", "contender", "arm", "label")
 def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     """Return latencies.csv: a row per cell, arm, clients and load, over all processes.
 
-    `load` is the rate of arrival ÷ that of closed blocks, CLOSED for these. `p50_s` and `p99_s` are
-    percentiles of the latency in seconds; `p99_lo_s` and `p99_hi_s` the extremes over processes
-    (nan below MIN_TAIL `requests`). Medians over processes: `requests_per_s`, `bags_per_s` (bags of
-    one table), `offered_per_s` (requests that arrived). `bytes` are those of the tables. `ratio` is
-    the time per request of closed blocks ÷ that of the arm `baseline`, paired within rounds. An arm
-    that was not measured has one row.
+    `load` is CLOSED for closed blocks, else the rate of arrival ÷ the rate of closed blocks.
+    `p50_s` and `p99_s` are percentiles of the latency in seconds; `p99_lo_s` and `p99_hi_s` the
+    extremes of the latter over processes; every p99 is nan below MIN_TAIL `requests`. Medians over
+    processes: `requests_per_s`, `bags_per_s` (bags of one table), `offered_per_s` (rate of
+    arrival). `bytes` are those of the tables. `ratio`, in rows of closed blocks only, is the time
+    per request ÷ the time of the arm `baseline`, paired within rounds. An arm that was not measured
+    has one row.
     """
     groups = _groups(records)
     rows = []

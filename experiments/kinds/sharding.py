@@ -37,9 +37,10 @@ class OverRanks(base.Kind):
         return base.KEYS if case.keys.loads else self.name
 
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
-        """Yield the cell in each world and scaling, which are the same on one rank.
+        """Yield the cell for each world and scaling; on one rank all scalings are the same.
 
-        Contenders for one process are left out of worlds of several ranks.
+        Contenders for one process are left out of worlds of several ranks, and a world without
+        contenders is skipped. timing.max_ranks caps the worlds.
         """
         case = config.cases.get(cell.section)
         sharding = case.sharding if case else config.sharding
@@ -164,7 +165,7 @@ def _row(
 
 
 def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the steps in `rows` of `frame`, with times of parts and efficiency.
+    """Return the successful steps in `rows` of `frame`, with times of parts and efficiency.
 
     New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
     of one rank on the batch from which the row's batch is scaled), and efficiency (base_s ÷
@@ -207,7 +208,7 @@ def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
 
 
 def predictions(records: Sequence[Record]) -> pd.DataFrame:
-    """Return predictions.csv: a row per measured cell and arm, and per larger, unmeasured world.
+    """Return predictions.csv: a row per predicted step of a measured cell or of a larger world.
 
     `predicted_s` and `predicted_compute_s` are the cost model's seconds of a step; a process
     predicts with its own constants, and several processes are averaged. `median_s` is the measured

@@ -41,8 +41,9 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
 
     A contender visits every batch, and its counters are read after each one. So the samples of a
     record are the counts of each batch by counter (`Contender.counters`), those of the warm-up too.
-    Ideal caches have no counts of the warm-up, but `most_lookup_hits` (the bound of the offline
-    optimum) or `expected_lookup_hit_rate` and `expected_row_hit_rate` (static_top).
+    Ideal caches have no counts of the warm-up. Their records may have `most_lookup_hits` (the bound
+    of the offline optimum), or `expected_lookup_hit_rate` and `expected_row_hit_rate` (static_top,
+    unless the lookups are from a file). Fractions that give the same size have one record.
 
     Raises:
         TraceError: the trace has too few batches.
@@ -64,7 +65,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
         extra: dict[str, Any] = {}
         size = WAYS * cache_sets(shapes, arm.cache)
         if (arm.contender, size) in measured_sizes:
-            continue  # fractions of a small table may round to the same number of sets
+            continue  # fractions of a small table may be rounded to the same number of sets
         measured_sizes.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
         with outcome.catching():

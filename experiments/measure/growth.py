@@ -61,7 +61,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def call_sizes(cell: Cell) -> tuple[int, int]:
-    """Return the number of keys per call, and that of all calls, a multiple of it."""
+    """Return the number of keys per call, and of all calls, at least one, together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
     return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size

@@ -39,7 +39,7 @@ class FilledTable:
     Attributes:
         table: the table.
         calls: source of the keys of calls.
-        added: keys that the last call added, to be erased before the next one.
+        added: keys that the last call added, to be erased before the next one; None if they stay.
     """
 
     table: KeyTable
@@ -47,7 +47,7 @@ class FilledTable:
     added: Tensor | None = None
 
     def restore(self) -> None:
-        """Erase the keys that the last call added, except from a full table."""
+        """Erase the keys in `added`; without any, do nothing."""
         if self.added is not None:
             self.table.erase(self.added.to(self.table.task.device))
             self.added = None
@@ -56,7 +56,8 @@ class FilledTable:
 class Operation(TimedCall):
     """An operation of an arm.
 
-    A call that changes the table gets new keys each time; other calls use `pool` prepared ones.
+    A call that inserts absent keys gets new keys each time; other calls use `pool` prepared ones.
+    Inserted keys are erased before the next call, unless the table cannot erase or is full.
     """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:
@@ -131,11 +132,11 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
-    """Insert keys until `table.task.resident` are present; return the number of inserted keys.
+    """Insert keys until FULL_SHARE of `table.task.resident` are present; return how many it took.
 
     Filling a table completely takes more keys than slots, because late keys evict earlier ones
     before the last slot is taken. The keys that calls use are then inserted once more, because some
-    of them were evicted too.
+    of them were evicted too. After MAX_FILL_ROUNDS further calls the table stays as it is.
     """
     num_wanted, num_inserted = table.task.resident, 0
     for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):

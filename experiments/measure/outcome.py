@@ -37,7 +37,10 @@ ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weig
 
 
 def verify(contender: Contender, batch: Batch) -> None:
-    """Compare a forward and a step of a fresh contender with the reference; raise Wrong."""
+    """Compare a forward and a step of a fresh contender with the reference; raise Wrong.
+
+    The step stays in the contender's parameters.
+    """
     state_before = contender.observe(batch)
     output, expected_state = contender.expect(batch, state_before)
     prepared = contender.prepare(batch)
@@ -55,7 +58,10 @@ def verify(contender: Contender, batch: Batch) -> None:
 
 
 def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """Raise Wrong unless `actual` equals `expected` within `tolerance`; all of one shape."""
+    """Raise Wrong unless the tensors have one shape and are equal within the tolerance.
+
+    That is `tolerance` plus MAX_ERROR of the largest expected element.
+    """
     actual, expected = actual.detach().cpu().float(), expected.float()
     if actual.shape != expected.shape:
         raise Wrong(

@@ -50,7 +50,7 @@ class TimedSteps:
 
     Attributes:
         module: module whose steps are timed.
-        batches: taken in turns.
+        batches: batches, which are taken in turns.
         terms: work of a batch on the cores, mean over the batches; columns as `TERMS`.
         cache_terms: work of a batch on the cache, mean over the batches; columns as `CACHE_TERMS`,
             empty without a cache.
@@ -131,7 +131,10 @@ class _Experiment:
                     self.steps.append(self._steps(order, module, num_cached, batches, point))
 
     def _module(self, order: str, share: float) -> tuple[Any, int]:
-        """Return trains that cache `share` of their rows, the most frequent, and their number."""
+        """Return trains that cache `share` of their rows, the most frequent, and the cached rows.
+
+        The latter is a number. Raises Wrong if other rows are cached.
+        """
         if not share:
             return self.trains[order], 0
         num_cached = max(1, int(share * self.work.E))
@@ -146,9 +149,9 @@ class _Experiment:
         return bags, num_cached
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw `lookups` ids in [0, ids), the most frequent one 0.
+        """Draw `lookups` ids among `ids` different ones: usually [0, ids), the most frequent one 0.
 
-        With `spread`, the ids are a random selection of all.
+        With `spread`, these are a random selection of all rows.
         """
         ids_drawn = distributions.zipf_ranks(self.draw, lookups, ids, skew) - 1
         if spread and ids < self.work.E:
@@ -237,7 +240,10 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
 
 
 def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
-    """Time the steps in turns, in random order, after a round that warms up."""
+    """Time the steps in turns, in random order, after a round that warms up; add the samples.
+
+    With one thread, times are processor times, else wall times.
+    """
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
     order = random.Random(seed)

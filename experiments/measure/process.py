@@ -99,10 +99,11 @@ class Child:
         return bytes(self._note.value).decode(errors="replace")
 
     def receive(self, watch: Callable[[str], object] | None = None) -> Any:
-        """Wait for the child's next message; raise Died if there is none.
+        """Wait for the child's next message; raise Died if there is none or it is an exception.
 
-        The time limit restarts whenever the note changes. Before its first note or message the
-        child has at least START_SECONDS, because it may be loading libraries.
+        The time limit restarts whenever the note changes; a child that exceeds it is killed. Before
+        its first note or message the child has at least START_SECONDS, because it may be loading
+        libraries.
 
         Args:
             watch: function that is called with the child's note now and then.
@@ -148,13 +149,13 @@ class Child:
         return Died("error", f"the process crashed ({name})")
 
     def kill(self) -> None:
-        """End the child now."""
+        """Kill the child, and wait for its end."""
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
 
     def close(self) -> None:
-        """Wait for the child to end, or end it."""
+        """Close the pipe, and wait for the child to end; kill it after GOODBYE_SECONDS."""
         self._pipe.close()
         self.process.join(GOODBYE_SECONDS)
         self.kill()
@@ -172,7 +173,10 @@ _pages: list[Any] = []  # the shared memory of a child's note; empty in the pare
 
 
 def note(text: str) -> None:
-    """Set the note of this child: its present activity, which the parent shows."""
+    """Set the note of this child: its present activity, which the parent shows.
+
+    Longer texts are cut to NOTE_BYTES. Outside of a child this does nothing.
+    """
     if _pages:
         _pages[0].value = text.encode()[: NOTE_BYTES - 1]
 
@@ -210,8 +214,8 @@ def _child_main(
 def die_with_parent() -> None:
     """End this process when its parent ends, so that no child survives a killed run.
 
-    A thread waits for the parent. The system's signal is for the fork server, which lives as long
-    as its children.
+    A thread waits for the parent. The system's own signal would wait for the fork server, which is
+    the parent in its view and lives as long as its children.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -243,7 +247,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _limit_memory(limit: int | None) -> None:
-    """Limit the private memory of this process to its present use plus `limit` bytes."""
+    """Limit the private memory of this process to its present use plus `limit` bytes; Linux only.
+
+    None limits nothing.
+    """
     if limit is None or sys.platform != "linux":
         return
     import resource

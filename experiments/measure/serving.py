@@ -69,9 +69,9 @@ class Load:
     Attributes:
         request: function that makes the request of a number.
         clients: number of threads.
-        share: rate of arrival ÷ `capacity`; CLOSED for closed blocks.
+        share: rate of arrival ÷ rate of the last closed block; CLOSED for closed blocks.
         blocks: blocks of requests.
-        offered: requests that arrived per second, by block; empty for closed blocks.
+        offered: rate of arrival per second that was aimed at, by block; empty for closed blocks.
     """
 
     request: Request
@@ -83,7 +83,10 @@ class Load:
     def send(
         self, threads: ThreadPoolExecutor, seconds: float, rng: random.Random, capacity: Load
     ) -> None:
-        """Send a block of requests; `capacity` is the load of closed blocks of as many clients."""
+        """Send a block of requests, and add it to `blocks`.
+
+        `capacity` is the load of closed blocks of as many clients; open blocks need one of these.
+        """
         if self.share == CLOSED:
             self.blocks.append(closed_block(threads, self.request, self.clients, seconds))
             return
@@ -166,8 +169,9 @@ def _build(
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
     """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
 
-    A value may be off by MAX_STEPS_OFF steps of its row: rounding to the nearest number takes a
-    half, the rounding of scale and offset to 16 bits the rest.
+    At most CHECKED_BAGS bags per table are compared. A value may be off by MAX_STEPS_OFF steps of
+    its row: rounding to the nearest number takes a half, the rounding of scale and offset to 16
+    bits the rest.
     """
     output, column = served.lookup(served.prepare(batch)).float(), 0
     for f, rows in enumerate(weights):
@@ -302,7 +306,7 @@ def _gather(
 ) -> RequestBlock:
     """Run clients, each of which returns (start, end, latencies); wait for all, also if one fails.
 
-    Else those that are left would disturb the block of the next contender.
+    Otherwise clients that still run would disturb the block of the next contender.
     """
     futures = [threads.submit(client, number) for number in range(clients)]
     wait(futures)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RankSync:
-    """The synchronisation of the ranks of a cell; this base class is that of a single process."""
+    """The synchronisation of the ranks of a cell; this base class serves a single process."""
 
     rank = 0
 
@@ -50,7 +50,7 @@ class RankSync:
 ALONE = RankSync()
 
 SEED_STEP = 7919  # seed difference of replicates; a prime, so that runs with seeds n, n + 1 differ
-RANK_STEP = 104_729  # seed difference of ranks; larger than that of all replicates
+RANK_STEP = 104_729  # seed difference of ranks; larger than the differences of 13 replicates
 
 
 def ignore_message(text: str) -> None:

@@ -84,7 +84,11 @@ class Predictor:
         return cls(cell, session, calibrate_ranks(session), cores_of(session))
 
     def of(self, contender: str) -> Record:
-        """Return the steps predicted for a contender, for the record; {} if it has no plan."""
+        """Return the steps predicted for a contender, for the record.
+
+        {} without measured constants, and for contenders other than emblib's over ranks. Larger
+        worlds are predicted only if the cell has several ranks with a core each.
+        """
         calibration = self.calibration
         if calibration is None or not contender.startswith(registry.SHARDED):
             return {}

@@ -40,7 +40,7 @@ def measure_cell(
         session: run and process.
         seconds: budget for timing all arms in all modes.
         phases_of: function that returns the phases of a contender on a pool of batches, by default
-            forward and step.
+            forward and step. "step" must be among them.
     """
     gc.collect()  # the traceback of a failed contender keeps its tables alive in a cycle
     timing = session.config.timing
@@ -126,7 +126,7 @@ def race_modes(
 def _measure_sizes(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
-    """Measure counters, memory and energy in separate passes after the timing."""
+    """Measure counters, sizes and memory, and energy if asked for, in passes after the timing."""
     step, pool, device = phases["step"], timing.pool, contender.task.device
     outcome.counters = counting_pass(step, pool, contender.reset_counters, contender.counters)
     outcome.nbytes = contender.nbytes()

@@ -38,7 +38,10 @@ FORMULA = (
 
 
 def useful_bytes(record: Record, phase: str, *, distinct: bool = False) -> float:
-    """Return the bytes of FORMULA for a batch; `distinct` counts each row of the batch once."""
+    """Return the bytes of FORMULA for a batch; `distinct` counts each row of the batch once.
+
+    Every phase other than "forward" counts as a step.
+    """
     row = WEIGHT_BYTES * record["params"]["D"]
     lookups, unique = record["lookups"], record["unique_rows"] or math.nan
     output = WEIGHT_BYTES * record["params"]["B"] * record["columns"]
@@ -99,7 +102,7 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     - `useful_gb_s` and `distinct_gb_s` by FORMULA, `gflop_s`, `lookups_per_s`.
     - `*_bytes` of parameters, optimizer state, cache, scratch and plain tables; `compression`.
 
-    A row whose status is not "ok" has nan in place of numbers.
+    A row whose status is not "ok" has nan in place of times, rates and ratios.
     """
     return phase_rows(records, "time", lambda _: baseline, _row, phases_of=lambda _: PHASES)
 
@@ -172,7 +175,7 @@ def sampled_phases(group: Group, default: str) -> Sequence[str]:
 class Pools:
     """The variation of times and ratios between processes, in a mode and phase of a run.
 
-    None if no arm was measured in two processes.
+    Either is None if no arm was measured in two processes.
     """
 
     times: ProcessSpread | None
@@ -261,7 +264,10 @@ def _flops(record: Record, phase: str) -> float:
 
 
 def status_of(group: Sequence[Record]) -> str:
-    """Return "wrong" if one process found so, else "ok" if one measured, else a status."""
+    """Return "wrong" if one process found so, else "ok" if one measured, else the first status.
+
+    It is "missing" for an empty group.
+    """
     statuses = [r["status"] for r in group]
     if "wrong" in statuses:
         return "wrong"
@@ -345,5 +351,5 @@ def hit_rate(record: Record, unit: str) -> float:
 
 
 def compression(record: Record) -> float:
-    """Return the bytes of plain float32 tables ÷ those of the contender's parameters."""
+    """Return the bytes of plain float32 tables ÷ bytes of the contender's parameters, or nan."""
     return record["dense_bytes"] / record["weights_bytes"] if record["weights_bytes"] else math.nan

@@ -47,9 +47,9 @@ of older versions: an entry that came later is read with `get` and a default. ""
 class RunStore:
     """The directory of a run that is written; every file can be read at any time.
 
-    Files are replaced as a whole (`write`), and points.jsonl only grows (`append`), so that a
-    reader or a killed writer never leaves half of one. A directory has one writer, which `claim`
-    ensures.
+    Files are replaced as a whole (`write`), so that no reader sees half of one and no killed writer
+    leaves it. Only points.jsonl grows (`append`), and may end with half a line. A directory must
+    have one writer: `begin` claims it, other writers must call `claim`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,14 +167,14 @@ def runs_in(folder: Path, pattern: str) -> list[Path]:
 
 
 def pack_records(path: Path) -> None:
-    """Compress a finished run's points.jsonl to points.jsonl.xz."""
+    """Replace a finished run's points.jsonl by points.jsonl.xz."""
     source = path / POINTS
     (path / PACKED_POINTS).write_bytes(lzma.compress(source.read_bytes()))
     source.unlink()
 
 
 def unpack_records(path: Path) -> None:
-    """Decompress points.jsonl.xz, if there is one, to points.jsonl."""
+    """Replace points.jsonl.xz, if there is one, by points.jsonl."""
     packed = path / PACKED_POINTS
     if packed.is_file():
         (path / POINTS).write_bytes(lzma.decompress(packed.read_bytes()))
@@ -182,7 +182,11 @@ def unpack_records(path: Path) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of a run; ignore an incomplete last line, raise ValueError for others."""
+    """Return the records of a run, [] without any; ignore an incomplete last line.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
     source = path / POINTS
     if not source.exists() and has_records(path):
         source = path / PACKED_POINTS
