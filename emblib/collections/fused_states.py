@@ -1,4 +1,4 @@
-"""Optimizer states of the tables of a collection that backward updates, by parameter."""
+"""Optimizer states of the tables of a collection with fused optimizers, by parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Handles = Mapping[str, TableHandle]
 
 @dataclass(frozen=True)
 class FusedTableEntry:
-    """A table that backward updates.
+    """A table with a fused optimizer: backward updates it, or the optimizer's own step if deferred.
 
     Attributes:
         optimizer: optimizer of the table.
@@ -39,7 +39,7 @@ class FusedTableEntry:
 
 
 def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
-    """Return the tables that backward updates."""
+    """Return the tables with a fused optimizer, deferred ones included."""
     entries = []
     for table, handle in handles.items():
         parameters = handle.fused_parameters()

@@ -49,8 +49,8 @@ class GroupInfo:
 class GroupInput(NamedTuple):
     """The part of a batch that one group looks up.
 
-    During the capture of a CUDA graph the host does not know the positions of a part. Then it has
-    as many ids as the batch, with padding, ids of -1, in front.
+    During the capture of a CUDA graph the host does not know the positions of a part. Then every
+    part has as many ids as the batch, with padding, ids of -1, in front.
 
     Attributes:
         info: the group.
@@ -156,7 +156,7 @@ class TableGroups(nn.Module):
         output_dim: columns of the output.
         column_of: first output column of each unit.
         dims: number of columns of each unit.
-        groups: the modules, with the units of each; `active` are those that have units.
+        groups: the modules, with the units of each; `active` has the groups that have units.
         is_one: whether `forward` just calls one module.
         handles: one module per slice, with its parameters.
         seeds: seeds of the initial values, by table.
@@ -571,8 +571,8 @@ def group(
 ) -> list[Grouping]:
     """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Each slice of a table in `shared`, names of tables, is a group of its own. `optimizer` is that
-    of tables whose configuration has none.
+    Each slice of a table in `shared`, names of tables, is a group of its own. `optimizer` is for
+    tables whose configuration has none.
 
     Raises:
         ValueError: a table with `rounding` whose optimizer leaves gradients.
@@ -714,7 +714,7 @@ class CachedModule(TableModule, Protocol):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Load the rows of a batch, whose tensors are those of the later `forward`."""
+        """Load the rows of a batch; the later `forward` must get the same tensors."""
 
 
 def is_cached(module: TableModule) -> TypeGuard[CachedModule]:

@@ -133,7 +133,10 @@ class TableCollection(nn.Module):
     def _make_groups(
         self, device: torch.device | str | None, seeds: Mapping[str, int] | None
     ) -> TableGroups:
-        """Build the modules of the tables; `seeds` are those of initial values, by table."""
+        """Build the modules of the tables; `seeds` has the seed of initial values of each table.
+
+        If `seeds` is None they are drawn from torch's generator.
+        """
         return TableGroups(
             [TableSlice.whole(config) for config in self.configs],
             [unit.table for unit in self._units],
@@ -409,7 +412,7 @@ class TableCollection(nn.Module):
     # Fused optimizers, see emblib.collections.optimizers.HasFusedTables
 
     def fused_tables(self) -> list[FusedTableEntry]:
-        """Return the tables that backward updates."""
+        """Return the tables with a fused optimizer, deferred ones included."""
         return fused_tables(self.handles_name, self.handles())
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -436,10 +439,10 @@ class EmbeddingBagCollection(TableCollection):
     """Look up the features of a batch in tables, and pool the bags of each feature.
 
     Tables may differ in storage, dtype and optimizer; those that agree share a module. Without an
-    `optimizer` tables leave dense gradients on their parameters, for `torch.optim`. With an
+    `optimizer` tables leave dense gradients on their parameters, for `torch.optim`. With a fused
     optimizer, of the collection or of a table, backward updates the rows of the batch at once and
-    stores no gradient (see `TableBatchedEmbeddingBags`, and `emblib.collections.optimizers` for
-    learning rates and states).
+    stores no gradient, unless it is `deferred` (see `TableBatchedEmbeddingBags`, and
+    `emblib.collections.optimizers` for learning rates and states).
 
     State dicts have `embedding_bags.<table>.weight` for a dense table, `.cores.<k>` for a tensor
     train, with a cache of rows `.cache.<name>` and `.counts.<name>` too, and `.keys`, `.weight` and
@@ -633,7 +636,7 @@ class _ColumnOrder:
                 divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
             )
             last = batch, targets.to(device), self._pieces.to(device)
-            if type(last[1]) is Tensor:  # those of a trace have no values
+            if type(last[1]) is Tensor:  # tensors of a trace have no values
                 self._last_descriptors = last
         return last[1], last[2]
 
@@ -690,7 +693,7 @@ class EmbeddingCollection(TableCollection):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the vectors `[L, D]`, float32, by feature (`feature@table` if several have it).
 
-        The order is that of the configurations; features without a table are ignored.
+        Features follow the order of the configurations; features without a table are ignored.
 
         Raises:
             KeyError: the batch lacks a feature of a table.

@@ -1,8 +1,9 @@
 """Shared tables: one table that several collections of a model read.
 
 `SharedTables` owns the tables. A collection with `shared=` reads the shared tables that its
-configurations name, with its own features and pooling, and has no memory for them. A backward makes
-one update with the summed gradients of all lookups (`emblib.ops.joint_step`).
+configurations name, with its own features and pooling, and has no memory for them. If backward
+updates the table, it makes one update with the summed gradients of all lookups
+(`emblib.ops.joint_step`); otherwise autograd adds the gradients up.
 
 All collections register the same handle, so `named_parameters` and state dicts have a shared table
 once, under the first collection in the order of the model.
@@ -36,8 +37,8 @@ from emblib.tables.reading import TableReading
 
 __all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
-# A reader chooses its features and pooling. `optimizer` is compared separately: None accepts the
-# table's.
+# A reader chooses its features and pooling. `optimizer` is compared separately: None accepts any
+# optimizer of the table.
 _NOT_IN_COMMON_FIELDS = ("feature_names", "pooling", "optimizer")
 
 

@@ -138,7 +138,10 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
-        """Select the misses of counted tables, sorted by table; of `mask`, bool `[L]`, if given."""
+        """Select the misses of counted tables, sorted by table; only those of `mask`, if given.
+
+        `mask` is bool `[L]`.
+        """
         length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
         tables = self.table_of[missing_keys.tables]
         is_counted = tables < tail
@@ -390,7 +393,7 @@ class Admission(nn.Module):
         self._is_per_feature = any(isinstance(value, PerFeature) for value in specified)
         largest = [s.admission.max_threshold if s.admission else 0 for s in specs]
         for name, thresholds in (
-            # The last threshold is that of padding, whose result is ignored.
+            # The last threshold is for padding, whose result is ignored.
             ("thresholds", [*largest, 0]),
             ("feature_thresholds", values_by_feature(specified, feature_tables)),
         ):
@@ -444,8 +447,9 @@ class Admission(nn.Module):
     ) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
-        The result of padding is undefined. `thresholds`, int64 `[L]`, are those of the keys; None
-        is those of their tables.
+        Exact counters forget the keys that are admitted. The result of padding is undefined.
+        `thresholds`, int64 `[L]`, has the threshold of each key; None uses the largest threshold of
+        its table.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
@@ -474,7 +478,7 @@ class Admission(nn.Module):
         return self._counter_of(table).counts(self._exact_tables.index(table))
 
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
-        """Replace the counts of a table; keys must be distinct.
+        """Replace the counts of a table; keys must be distinct (not checked).
 
         If there are more keys than the counter can hold, those with the lowest counts are left out.
         """

@@ -82,8 +82,8 @@ class MemoryBudget:
     used up, tables whose evicted keys are youngest grow at the expense of tables whose
     lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
 
-    The bytes of a table are those of its rows in use: weights, optimizer states and index, with 8
-    bytes per row for versions, which are recorded only if steps overlap, and its fallback rows.
+    The bytes of a table count its rows in use, with weights, optimizer states and index, 8 bytes
+    per row for versions, which are recorded only if steps overlap, and its fallback rows.
     Overflow rows and the store of a `BackingStore`, counters of admission and statistics do not
     count. Tables that cannot grow count with their whole size. Tables with `Eviction.NONE` grow,
     but never shrink.
@@ -190,7 +190,7 @@ class MemoryBudget:
             ]
 
     def _used(self) -> int:
-        """Return the bytes in use, after those of deleted modules were given back."""
+        """Drop deleted modules, and return the bytes that the tables of the others may use."""
         self._members = [member for member in self._members if member.state() is not None]
         return sum(member.nbytes for member in self._members)
 
@@ -200,7 +200,8 @@ class MemoryBudget:
     def raise_limit(self, table: _Table, buckets: int) -> None:
         """Raise the limit of a table towards a number of buckets, as far as bytes are free.
 
-        Bytes that are reserved for other tables are not free; those for this table are used first.
+        Bytes that are reserved for other tables are not free. Bytes reserved for this table are
+        used first.
         """
         with self._lock:
             reserved = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
@@ -212,14 +213,20 @@ class MemoryBudget:
                 table.limit += more
 
     def lower_limit(self, table: _Table, buckets: int) -> None:
-        """Lower the limit of a table that has shrunk; reserve the bytes for a receiver, if set."""
+        """Lower the limit of a table that has shrunk; it is no donor any more.
+
+        If it has a receiver, the bytes are reserved for that table.
+        """
         with self._lock:
             if table.receiver is not None:
                 table.receiver.reserved_bytes += (table.limit - buckets) * table.bucket_bytes
             table.limit, table.target, table.receiver = buckets, None, None
 
     def decide(self) -> None:
-        """Choose a donor and a receiver among the published tables, if their ages differ enough."""
+        """Choose a donor and a receiver among the published tables, if their ages differ enough.
+
+        Sets `target` and `receiver` of the donor. All reservations end, in any case.
+        """
         with self._lock:
             free = self.nbytes - self._used()
             for table in self._tables():
@@ -309,7 +316,7 @@ class _Member:
     Args:
         budget: the budget.
         state: the tables of the module, which are referenced weakly.
-        tables: those that can grow.
+        tables: tables of the module that can grow.
         fixed_bytes: bytes of the other tables and of all fallback rows.
     """
 

@@ -111,8 +111,7 @@ class CachedTTEmbeddingBags(nn.Module):
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
-    State dicts load into modules with another number of stored rows, if those of the state dict
-    fit.
+    State dicts load into modules with another number of stored rows, if the saved rows fit.
 
     Attributes:
         trains: module of the cores.
@@ -352,7 +351,9 @@ class CachedTTEmbeddingBags(nn.Module):
     def _skip_rows(self) -> bool:
         """Return whether a lookup reads only the cores, because no rows are stored.
 
-        Its backward counts a step of the cores only, `_count_skipped_steps` those of stored rows.
+        Its backward then counts a step of the cores only. This method stores the difference of the
+        steps, with which `_count_skipped_steps` later sets the step of the stored rows; if rows are
+        read with gradients, it calls that method now.
         """
         skips = not self._spills and not self._has_stored_rows()
         if not torch.is_grad_enabled():
@@ -463,7 +464,7 @@ class CachedTTEmbeddingBags(nn.Module):
         Args:
             table: number of the table whose rows are chosen; None chooses those of all tables.
 
-        The host waits for the device. Lookups before it have no backward any more.
+        The host waits for the device. If stored rows change, backward of an earlier lookup raises.
         """
         self._populate(range(len(self.tables)) if table is None else [table])
 

@@ -181,9 +181,9 @@ class Expiry(nn.Module):
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
     keys with a stamp up to the tick of a pair were used no later than at its time. The list is
     short: every second pair is at least a 16th of the ttl apart, and pairs older than the ttl are
-    dropped except for one. `times`, int64 `[N, 40, 2]`, has them with ticks as 2^62 - tick, so the
-    element-wise maximum over ranks is true of the keys of all of them. A table whose features have
-    times of their own has a list for each (`lifetimes`).
+    dropped except for one. `times`, int64 `[N, 40, 2]`, has the pairs with ticks as 2^62 - tick, so
+    that the element-wise maximum over ranks holds for the keys of all ranks. A table whose features
+    have different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched once per eighth of its ttl in steps, or 16th of its ttl in
     time. So a key stays for at least `ttl` after its last use and at most an eighth longer, or in
@@ -245,7 +245,7 @@ class Expiry(nn.Module):
     def before(self, table: int, tick: int) -> tuple[int, ...]:
         """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
 
-        Those of the second and later lifetimes are at least 1, which is any use.
+        The ticks of the second and later lifetimes are at least 1, since 0 stands for no use.
         """
         numbers = self._numbers_of(table)
         ticks = []
@@ -350,7 +350,10 @@ class Expiry(nn.Module):
         self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
 
     def forget(self, table: int | None = None) -> None:
-        """Forget when keys were used: as if it were at the next step. None is all tables."""
+        """Forget when keys were used: they count as used at the next step.
+
+        `table` is the number of a table; None forgets the times of all tables.
+        """
         times = self.times.clone()
         times[slice(None) if table is None else self._numbers_of(table)] = torch.tensor(_NO_PAIR)
         self.times = times
@@ -430,7 +433,8 @@ class EvictionLog:
     def record(self, table: int, keys: Tensor, tick: int) -> None:
         """Record keys, int64 `[n]`, that left a table at `tick`.
 
-        The tick is at least that of the last record. An expected call may have removed no keys.
+        Ticks must not decrease from record to record; not checked. Call it also if an expected call
+        removed no keys.
         """
         log = self._logs[table]
         if keys.numel():

@@ -122,7 +122,7 @@ class DynamicTable:
         return sum(self._map_shards("size", dynamic_state.size))
 
     def capacity(self) -> int:
-        """Return the current number of rows, which grows; those in a backing store do not count."""
+        """Return the current number of rows, which grows; rows in a backing store do not count."""
         return sum(self._map_shards("capacity", dynamic_state.capacity))
 
     def stats(self) -> dict[str, int]:
@@ -154,7 +154,7 @@ class DynamicTable:
     def statistics(self) -> TableStatistics:
         """Return the numbers of the whole table since the last reset, added up over its shards.
 
-        `local.statistics()` returns those of the shards of this rank.
+        `local.statistics()` returns the numbers of the shards of this rank.
 
         Raises:
             ValueError: `local` of a rank without a shard.
@@ -162,7 +162,7 @@ class DynamicTable:
         return TableStatistics.merged(self._map_shards("statistics", dynamic_state.statistics))
 
     def statistics_by_rank(self) -> list[TableStatistics | None]:
-        """Return the numbers of each rank's shards, on all ranks; None for one without a shard."""
+        """Return the numbers of each rank's shards, on all ranks; None for a rank without one."""
 
         def merge_local() -> TableStatistics | None:
             return self.local.statistics() if self.shards else None
@@ -218,7 +218,7 @@ class DynamicTable:
         Right after the forward of a batch this is the same as scores per lookup, since keys of a
         batch never evict each other: with a feature of ids and one of their scores, pass the values
         of both. A key that occurs more than once, on any rank, gets the largest of its scores; the
-        next batch that uses it assigns that of `set_score` again.
+        next batch that uses it assigns the score of `set_score` again.
 
         Args:
             keys: keys of this rank.
@@ -325,8 +325,8 @@ class DynamicTable:
     def entries(self, since: int | None = None) -> Entries:
         """Return copies of the entries: all, or those used at training step `since` or later.
 
-        Every rank gets all entries of a sharded table; `local.entries()` are those of this rank,
-        and `save` writes a table of any size.
+        Every rank gets all entries of a sharded table. `local.entries()` returns the entries of
+        this rank's shards, and `save` writes a table of any size.
         """
         shard_entries = self._map_shards(
             "entries", lambda state, index: _copy_entries(state, index, since)
@@ -337,7 +337,7 @@ class DynamicTable:
         """Return copies of the fallback rows of the whole table, on all ranks; {} if it has none.
 
         `keys` int64 `[n]` name the rows in checkpoints; `weight` `[n, dim]` and the states of the
-        optimizer are the rows. Row f is that of the keys with `checkpoints.owner(keys, n) == f`.
+        optimizer are the rows. Keys with `checkpoints.owner(keys, n) == f` share row f.
         """
 
         def shard_rows(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
@@ -369,8 +369,8 @@ class DynamicTable:
     def changes_since(self, step: int) -> TableChanges:
         """Return the entries used at training step `step` or later, and the keys that left.
 
-        Every rank gets those of all shards; `save(directory, since=step)` instead writes them, each
-        rank its own.
+        Every rank gets the changes of all shards. With `save(directory, since=step)` each rank
+        instead writes the changes of its own shards.
 
         Raises:
             RuntimeError: `track_evictions` was not called.
@@ -489,7 +489,11 @@ class DynamicTable:
     # Shards and ranks
 
     def local_shards(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield number, state and index of the table in the state, per shard of this process."""
+        """Yield number, state and index of the table in the state, per shard of this process.
+
+        Raises:
+            RuntimeError: the table is on meta, where it has no memory.
+        """
         for number, location in sorted(self.shards.items()):
             if not hasattr(location.module, "state"):
                 raise RuntimeError(

@@ -70,7 +70,7 @@ class HashIndex(nn.Module):
     The index has no lock: the module that owns it holds its own lock around every call. Calls that
     read the device wait for it.
 
-    Code that changes `tensors()` without its methods calls `versions.advance()`.
+    Code that changes `tensors()` without its methods must call `versions.advance()`; not checked.
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
@@ -348,7 +348,10 @@ class HashIndex(nn.Module):
         effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
     def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
-        """Enable the rows that a table needs to grow to a number of keys."""
+        """Prepare memory for the rows that a table needs to grow to a number of keys.
+
+        A memory budget may grant fewer rows.
+        """
         spec, num_buckets = self.specs[table], self.buckets(table)
         wanted_buckets = hash.wanted_buckets(
             keys, num_buckets, spec.max_buckets, spec.max_load_1024ths
@@ -377,7 +380,7 @@ class HashIndex(nn.Module):
             self._prepare_growth(table, self.size(table) + num_new, rows)
         offsets = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)
         offsets[table + 1 :] = num_new
-        # A batch of as many misses; the values of its keys do not matter.
+        # A batch of `num_new` misses; the values of its keys do not matter.
         ids = torch.zeros(num_new, dtype=torch.int64, device=device)
         slots = torch.full_like(ids, -1)
         self._split(Keys.of(ids, table), slots, offsets, None, rows, Effects())
@@ -437,9 +440,9 @@ class HashIndex(nn.Module):
     def set_entries(
         self, table: int, slots: Tensor, stamps: Tensor, scores: Tensor | None = None
     ) -> None:
-        """Overwrite the stamps and scores of entries, int64 `[N]` each.
+        """Overwrite the stamps and scores of entries, int64 `[N]` each; None leaves the scores.
 
-        `slots` of the table are distinct and >= 0; None leaves the scores.
+        `slots` of the table must be distinct and >= 0; not checked.
         """
         self.forget_queues(table, slots)
         entries = self.table_entries(table)
@@ -529,8 +532,8 @@ class HashIndex(nn.Module):
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use.
 
-        `tables`, `clock` and `counters` are those tensors; `tags` and `entries` are lists, by
-        table, of what `table_tags` and `table_entries` return.
+        `tables`, `clock` and `counters` are copies of the buffers; `tags` and `entries` are lists
+        of copies, by table, of what `table_tags` and `table_entries` return.
         """
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
         tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor([s.max_buckets for s in self.specs])
@@ -612,7 +615,7 @@ class HashIndex(nn.Module):
         return self
 
     def copy_to(self, device: torch.device) -> "HashIndex":
-        """Return a copy on another device; slots on this one are stale in it."""
+        """Return a copy on another device; slots that were found in this index are stale there."""
         copied = HashIndex(self.specs, device)
         copied.restore(self.snapshot())
         copied.versions.current = self.versions.current + 1

@@ -64,7 +64,7 @@ class Insertion(NamedTuple):
 
 
 class HashTable(nn.Module):
-    """Vectors for keys of any 64 bits, at most `spec.capacity`; the lowest scores are evicted.
+    """Vectors for keys of any 64 bits, at most `spec.capacity`; a full table evicts by its spec.
 
     Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
     for LFU and LRU_LFU they are numbers of uses, which are added up (None: 1 each); for CUSTOM the
@@ -85,7 +85,7 @@ class HashTable(nn.Module):
         device: device of the table; None is torch's default device.
 
     Attributes:
-        values: `[capacity, dim]`, rows by slot; those of empty slots are unspecified.
+        values: `[capacity, dim]`, rows by slot; the rows of empty slots are unspecified.
 
     Example:
         >>> table = emblib.HashTable(emblib.DynamicSpec(capacity=1_000, dim=2))
@@ -341,7 +341,7 @@ class HashTable(nn.Module):
         initial_rows_(flat, layout, rule, batch.ids, misses.first, misses.offsets, slots, self.seed)
 
     def _start_arguments(self) -> tuple[Tensor, Tensor]:
-        """Return the location and the initializer of new rows; a GPU waits for both."""
+        """Return the location and the initializer of new rows; the host waits for a GPU."""
         spec, device = self.spec, self.values.device
         layout = torch.tensor([[[0, spec.dim, spec.rows, spec.dim, 0]]], device=device)
         rule = torch.tensor([[rule_of(spec.initializer, spec)]], dtype=torch.float64, device=device)
@@ -455,7 +455,7 @@ class HashTable(nn.Module):
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
         """Yield all rows, or those used at tick `since` or later, by ascending slot (waits).
 
-        The table is not changed meanwhile.
+        The caller must not change the table until the iterator has ended; not checked.
         """
         exported = self.index.export(0, since)
         scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
@@ -469,10 +469,11 @@ class HashTable(nn.Module):
     @without_gradients
     @atomic
     def load(self, rows: TableRows) -> Insertion:
-        """Insert exported rows with their stamps and scores; keys are distinct.
+        """Insert exported rows with their stamps and scores; keys must be distinct (not checked).
 
-        They are inserted like the new keys of one batch, so some may be evicted or rejected. The
-        table's tick continues from the newest stamp.
+        They are inserted like the keys of one batch, so some may be evicted or rejected, and keys
+        that are in the table are overwritten. The tick of the table becomes at least the newest
+        stamp.
         """
         batch = self._batch(rows.keys)
         values = self._checked(batch, rows.values)

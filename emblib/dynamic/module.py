@@ -51,16 +51,17 @@ _OFFSETS_MESSAGE = (
 class DynamicEmbeddingBags(FusedTables):
     """Look up F features in T dynamic tables and pool their rows into one `[B, sum D]` output.
 
-    A training forward inserts every new key of the batch, evicting old keys when a table is full,
-    and touches the keys that are there; backward applies `optimizer` to the rows of the batch, as
-    in `TableBatchedEmbeddingBags`. A forward trains if the module is in training mode and gradients
-    are enabled. Any other forward changes nothing: keys that are not in their table read
-    `DynamicSpec.default_value`, and its backward changes no row.
+    A training forward inserts the new keys of the batch that are admitted, evicting old keys when a
+    table is full, and touches the keys that are there; backward applies `optimizer` to the rows of
+    the batch, as in `TableBatchedEmbeddingBags`. A forward trains if the module is in training
+    mode, gradients are enabled and the tables are not frozen. Any other forward changes nothing:
+    keys that are not in their table read `DynamicSpec.default_value` or a fallback row, and its
+    backward changes no row.
 
-    With `backing`, each key is in one of two tiers: `DynamicSpec.capacity` is that of the fast one,
-    and evicted rows move to a store, from which they return when they are used. Outputs and updates
-    are those of one large table, bit for bit (stochastic rounding excepted), until a row leaves the
-    store (docs/tiers.md).
+    With `backing`, each key is in one of two tiers: `DynamicSpec.capacity` is the capacity of the
+    fast tier, and evicted rows move to a store, from which they return when they are used. Outputs
+    and updates are the same as with one large table, bit for bit (stochastic rounding excepted),
+    until a row leaves the store (docs/tiers.md).
 
     Threads may share a module: every call is atomic, and so is every update in backward; a forked
     process may not use a store in files (docs/threads.md). The result of a batch is defined by a
@@ -72,7 +73,7 @@ class DynamicEmbeddingBags(FusedTables):
             `insert_policy`; with `backing` its mode determines the latter.
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`.
-        backing: store behind the tables, which must not be used by another module; None has none.
+        backing: store behind the tables, which must not be used by another module, or None.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
@@ -82,7 +83,7 @@ class DynamicEmbeddingBags(FusedTables):
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: seeds of the hash of keys alone, one per table; None is `seed`.
+        hash_seeds: seeds of the hash of keys alone, one per table; None uses `seed`.
 
     Raises:
         BlockingIOError: the store is open elsewhere.
@@ -100,7 +101,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     state: DynamicState  # has the tables; the module has its tensors as parameter and buffers
     tables: TableSpecs
-    _lock: CompletingLock  # that of the state
+    _lock: CompletingLock  # the lock of `state`
     _calls: KeyedCalls | None = None
     feature_table: Tensor
     dropped_updates: Tensor
@@ -336,7 +337,10 @@ class DynamicEmbeddingBags(FusedTables):
     def _train_at_once(
         self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
     ) -> Tensor | None:
-        """Look up a training batch that one op inserts; for any other, None and no change."""
+        """Insert a training batch with one op, and look it up.
+
+        Returns None, with nothing changed, if the tables or the batch need more ops.
+        """
         calls, state = self._calls, self.state
         if calls is None or not calls.matches(self):
             calls = self._prepare_calls()
@@ -368,7 +372,7 @@ class DynamicEmbeddingBags(FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> tuple[Keys, autograd.Lookup]:
-        """Return the batch as keys, and as a `Lookup` without rows."""
+        """Check the offsets of a batch; return it as keys, and as a `Lookup` without rows."""
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
         bag_layout, columns = None, self.output_dim
@@ -395,7 +399,7 @@ class DynamicEmbeddingBags(FusedTables):
         )
 
     def _zeros_like(self, ids: Tensor) -> Tensor:
-        """Return int32 zeros, one per id; those of the last batch if it had as many."""
+        """Return int32 zeros, one per id, usually in memory that batches share."""
         if torch.compiler.is_exporting():  # zeros of the last batch would fix the number of ids
             return torch.zeros_like(ids, dtype=torch.int32)
         zeros, count = self._zeros, ids.numel()
@@ -471,7 +475,10 @@ class DynamicEmbeddingBags(FusedTables):
         return self._calls
 
     def _trains(self, running: recomputation.RunningForward | None) -> bool:
-        """Return whether a lookup inserts keys: in training mode with gradients enabled."""
+        """Return whether a lookup inserts keys: in training mode with gradients enabled.
+
+        If backward leaves gradients, the weights must also require them.
+        """
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         is_wanted = self._updates_in_backward or self.weights.requires_grad
         return self.training and with_grad and is_wanted
@@ -534,7 +541,7 @@ class DynamicEmbeddingBags(FusedTables):
     ) -> None:
         """Read the rows of a later batch that are in the backing store, in another thread.
 
-        This changes no result and moves no row between the tiers.
+        This changes no result and moves no row between the tiers. Without a store it does nothing.
         """
         if self.state.backing is not None:
             keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes, is_prefetch=True)

@@ -41,7 +41,7 @@ class RowLayout:
         names: names of the tables, on which the initial values of rows depend.
         states: the states of the optimizer.
         precision: dtypes of weights and states.
-        overflow_rows: number of rows after those of each table, which have no slot in the index.
+        overflow_rows: number of rows per table behind its rows with slots; they have no slot.
 
     Attributes:
         names: names of the P buffers: `weight`, then the states.
@@ -237,9 +237,9 @@ class RowLayout:
         return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
 
     def snapshot(self, buffers: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
-        """Copy rows on their device, by table and buffer: those in use, then the fallback rows.
+        """Copy rows on their device, by table and buffer: the rows in use, then the fallback rows.
 
-        `capacities` are the rows in use of each table.
+        `capacities` has the number of rows in use of each table.
         """
         return [
             [
@@ -264,7 +264,10 @@ class RowLayout:
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot, which is not checked, into buffers without rows in use."""
+        """Write the rows of a snapshot into buffers without rows in use.
+
+        The caller must call `check_snapshot` for a snapshot that it did not make.
+        """
         for t, parts in enumerate(snapshot):
             views = self.views(buffers, t).values()
             fallback_views = self.fallback_views(buffers, t).values()
@@ -331,7 +334,8 @@ class RowInitializer(nn.Module):
     """Write the initial values of new rows, and choose what keys without a row read.
 
     A key without a row reads, in this order: a fallback row, if its table has any; random values,
-    if admission refused it and names an initializer for that; else the table's default value.
+    if this training lookup did not admit it and the admission names an initializer for that; else
+    the table's default value.
 
     Args:
         layout: layout of the rows.
@@ -397,7 +401,7 @@ class RowInitializer(nn.Module):
         )
 
     def write_fallback_(self, buffers: list[Tensor]) -> None:
-        """Write initial values into the fallback rows: those of the keys -1, -2, ... in order."""
+        """Write initial values into the fallback rows, as for the keys -1, -2, ... in order."""
         if not self._has_fallback:
             return
         first_rows, counts = self.fallback.unbind(1)
@@ -483,7 +487,7 @@ class BackingSearch(Protocol):
     generation: int  # changes whenever overflow rows are assigned to other keys
 
     def search(self, keys: Keys) -> Tensor:
-        """Return the slots of keys, int64 `[L]`; those in the backing store get overflow rows."""
+        """Return the slots of keys, int64 `[L]`; keys in the backing store get overflow rows."""
 
     def will_update(self) -> None:
         """Record that backward is about to update overflow rows."""
@@ -506,7 +510,7 @@ class TrainingUpdate:
         keys: keys of the batch.
         slots: int64 `[L]`, their rows after the forward, -1 for none; fallback rows included.
         reads: rows that the forward read.
-        dropped_updates: int64 `[1]`, counter to which lost rows are added.
+        dropped_updates: int64 `[1]`, counter to which lookups of lost rows are added.
         backing: backing tier, which is referenced weakly; None for none.
     """
 
@@ -569,7 +573,7 @@ class TrainingUpdate:
         )
 
     def has_keys(self, keys: Keys) -> bool:
-        """Return whether a batch has the same keys; on CUDA, whether it has as many."""
+        """Return whether a batch has the same keys; on CUDA only their number is compared."""
         ids, other_ids = self._keys.ids, keys.ids
         return ids.shape == other_ids.shape and (ids.is_cuda or torch.equal(ids, other_ids))
 
@@ -608,6 +612,8 @@ class TrainingUpdate:
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return the current slots of the batch, -1 for none, and the rows it reads; `[L]`.
 
+        Lookups whose rows were lost are added to `dropped_updates`.
+
         Raises:
             RuntimeError: sample weights get a gradient, which needs a row that was evicted.
         """
@@ -623,7 +629,11 @@ class TrainingUpdate:
         return slots, self.reads.at(slots).indices
 
     def present_slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return current slots, int64 `[L]`, and lost rows, bool `[L]` (None: none lost)."""
+        """Return current slots, int64 `[L]`, and which lookups lost their rows, bool `[L]`.
+
+        The second is None if no row can have moved. With a backing store, keys in the store get
+        copies in overflow rows.
+        """
         if not self.is_stale():
             return self._slots, None
         if self._backing is None:

@@ -42,9 +42,9 @@ class KeyedCalls:
         insertion: the arguments of insertions in one op.
 
     Attributes:
-        tiers: the same.
+        tiers: argument `tiers`.
         rule: how the optimizer changes rows.
-        insertion: the same.
+        insertion: argument `insertion`.
         grad_anchor: scalar of the module that makes autograd call backward.
     """
 
@@ -66,7 +66,7 @@ class KeyedCalls:
         return type(None), ()
 
     def matches(self, module: FusedTables) -> bool:
-        """Return whether a module still has the tensors and optimizer of its last call."""
+        """Return whether a module still has the tensors and the optimizer of these calls."""
         return (
             self._optimizer is module.optimizer
             and module._parameters.get("weights") is self._weights
@@ -188,7 +188,7 @@ class KeyedLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE, in `output_dtype`.
 
-        `grad_anchor` makes autograd call backward; `offsets` and `update` are those of one lookup.
+        `grad_anchor` makes autograd call backward; `offsets` and `update` belong to one lookup.
         """
         ctx.calls, ctx.update, ctx.are_repaired = calls, update, are_repaired
         ctx.save_for_backward(offsets, sample_weights)

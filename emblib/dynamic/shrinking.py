@@ -113,7 +113,8 @@ class _TableShrink:
         self._tags = index.table_tags(table)[buckets * SLOTS :]
         occupied = self._tags.nonzero().view(-1) + buckets * SLOTS
         self._size_left = size - occupied.numel()
-        # The dissolved entries, the highest rank first. The last ones leave from the beginning.
+        # The dissolved entries, the highest rank first. Entries from `_num_inserted` on are evicted
+        # without an attempt to insert them.
         slots = occupied[self._order(occupied)]
         self._slot_values = [view[slots] for view in self._slot_views]
         self._row_values = [view[slots] for view in self._row_views]

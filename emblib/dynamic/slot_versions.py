@@ -66,7 +66,7 @@ class LastInsertion(NamedTuple):
 
 
 class SlotVersions:
-    """The version of an index, which each change of slots advances, and those of its slots.
+    """The version of an index, which each change of slots advances, and the versions of its slots.
 
     `has_left` tells an object that was registered by `watch` which keys have left since. For this
     the version at which each slot got its key is stored, 8 bytes per slot, but lazily: the last
@@ -84,7 +84,7 @@ class SlotVersions:
             restores.
         by_slot: int64 `[S + 1]`, the version at which the key of each slot was inserted, then a
             spare entry, which is 0 between calls. None until a watcher needs it.
-        layout: layout of `by_slot` as a buffer of `RowBuffers`; None if it is.
+        layout: layout of `by_slot` as a buffer of `RowBuffers`; None if `by_slot` is None.
     """
 
     def __init__(self, first_slots: Sequence[int]) -> None:

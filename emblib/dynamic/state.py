@@ -70,10 +70,10 @@ class DynamicState:
         admission: rule for inserting missing keys; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the keys that expire; None without `ttl`.
-        last_uses: last uses by features with a longer ttl; None if those of a table agree.
+        last_uses: last uses by features with a longer ttl; None if no table has several ttls.
         eviction_log: the keys that left; None until `track_evictions`.
         reports_failures: whether keys that find no slot are reported.
-        is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
+        is_deferred: whether a later step applies gradients; it drops gradients of evicted keys.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
         backing: the backing tier; None without a store.
@@ -273,7 +273,10 @@ def of_state(
 
 @of_state
 def size(state: DynamicState, table: int | str) -> int:
-    """Return the number of keys of a table, in both tiers (reads the device)."""
+    """Return the number of keys of a table, in both tiers (reads the device).
+
+    With a backing store, pending moves and updated overflow rows are written to it first.
+    """
     table = state.table_number(table)
     if state.backing is None:
         return state.index.size(table)
@@ -291,7 +294,8 @@ def capacity(state: DynamicState, table: int | str) -> int:
 def find(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
     """Return the row of each id in `table_rows(table)`, int64 `[n]`, -1 for none.
 
-    Rows are valid until the next training forward. Ids in the backing store have none.
+    Rows are valid until the next training forward or other change of the tables. Ids in the backing
+    store have no row.
     """
     return state.index.find(state.keys_of(table, ids))
 
@@ -350,7 +354,10 @@ def stats(state: DynamicState) -> dict[str, dict[str, int]]:
 
 @of_state
 def tier_stats(state: DynamicState) -> dict[str, TierStats]:
-    """Return counts of both tiers by table since `reset_stats`; {} without a backing store."""
+    """Return counts of both tiers by table since `reset_stats`; {} without a backing store.
+
+    Pending moves and updated overflow rows are written to the store first.
+    """
     if state.backing is None:
         return {}
     state.backing.write_back()
@@ -427,7 +434,10 @@ def nbytes(state: DynamicState) -> dict[str, int]:
 
 @of_state
 def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog:
-    """Record from now on which keys leave and when, at most `max_keys` per table."""
+    """Record from now on which keys leave and when, at most `max_keys` per table.
+
+    If evictions are tracked already, return the existing log; `max_keys` then has no effect.
+    """
     if state.eviction_log is None:
         if state.backing is not None:  # no thread may move rows while there is a log
             state.backing.move_rows()
@@ -568,6 +578,9 @@ def flush(state: DynamicState) -> None:
 
 @of_state
 def close(state: DynamicState) -> None:
-    """Close the backing store; undo changes since the last flush. The module is unusable then."""
+    """Close the backing store, if there is one; changes since the last flush are lost.
+
+    The module is unusable then.
+    """
     if state.backing is not None:
         state.backing.store.close()

@@ -5,7 +5,7 @@ inserted. It reads nothing back, so a training step on a GPU does not wait. `Tab
 what a reader gets: numbers of one table on one rank, which `TableStatistics.merged` adds up.
 
 Keys that return are recognised by the last evicted keys, which are stored in cells, one per hash
-value: a key replaces the one before it in its cell. So memory is bounded, old evictions are
+value: a key replaces the previous key of its cell. So memory is bounded, old evictions are
 forgotten, and no key is recognised that was not evicted. With m cells, a key is still recognised
 with probability exp(-n / m) after n later evictions; the count is thus a lower bound.
 """
@@ -78,8 +78,8 @@ class AgeHistogram:
     def since(self, earlier: AgeHistogram) -> AgeHistogram:
         """Return the keys that were added after an earlier histogram of the same table.
 
-        If the counts were reset in between, these are all keys. A reset is recognised by numbers
-        that no keys have.
+        If the counts were reset in between, all keys are returned. A reset is recognised by
+        differences of counts and ages that keys cannot have.
         """
         counts = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
         total_age = self.total_age - earlier.total_age
@@ -344,7 +344,7 @@ class StatisticsCollector:
         _add(effects, self._reinserted, tables, is_known * weight)
 
     def _remember(self, cells: _Cells, weight: Tensor) -> None:
-        """Store evicted keys; of those in one cell the largest, whatever the order of threads."""
+        """Store evicted keys; of several keys of one cell the largest, in any order of threads."""
         assert self._evicted_keys is not None
         spare = self._evicted_keys.numel() - 1
         at = torch.where(weight > 0, cells.at, spare)

@@ -155,13 +155,13 @@ class InsertionArguments(NamedTuple):
 def insert_at_once(
     state: DynamicState, arguments: InsertionArguments, ids: Tensor, offsets: Tensor
 ) -> BatchAtOnce | None:
-    """Insert a training batch in one op; None, with nothing changed, if it does not serve it.
+    """Insert a training batch in one op; return None, with no key changed, if the op cannot.
 
     Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
 
     Args:
-        state: the tables, whose lock this thread holds, and which `inserts_at_once`.
-        arguments: those of the state.
+        state: the tables, whose lock this thread holds; `inserts_at_once` must be true of them.
+        arguments: arguments of the state.
         ids: int64 `[L]`, contiguous.
         offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
 
@@ -363,7 +363,7 @@ class BatchInsertion:
 def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) -> list[int]:
     """Remove the keys that expired in some buckets; return the number of keys per sweep.
 
-    The backing store of a table is searched with its first bucket.
+    The backing store of a table is searched in the sweep that begins with bucket 0.
     """
     effects.restart()
     counts = []
@@ -443,7 +443,8 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 def clear(state: DynamicState) -> None:
     """Remove all keys, in both tiers; tables have their initial capacity again.
 
-    The count of training steps restarts, unless evictions are tracked.
+    Counts of admission and statistics and the times of use are forgotten, and fallback rows have
+    their initial values. The count of training steps restarts, unless evictions are tracked.
     """
     tick = 0
     if state.eviction_log is not None:
@@ -507,7 +508,10 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
 
 
 def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
-    """Drop the gradients that a later step would apply to rows, which have new keys now (waits)."""
+    """Drop the gradients that a later step would apply to rows, which have new keys now (waits).
+
+    Dropped sparse gradients are counted in `dropped_updates`.
+    """
     weights, grad = state.weights, state.weights.grad
     if grad is None:
         return
@@ -626,9 +630,10 @@ def check_batch(
 
 
 def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
-    """Return the number of ids before the first offset, which are padding; 0 on a GPU.
+    """Return the number of ids before the first offset, if they are padding.
 
-    Kernels on a GPU skip padding. On the CPU the caller removes it from the batch.
+    The result is 0 outside `lookups_with_padding`, and on a GPU, whose kernels skip padding. On the
+    CPU the caller must remove the padding from the batch.
     """
     if not is_padded() or ids.is_cuda or not offsets.numel():
         return 0
@@ -640,7 +645,7 @@ def feature_starts(
 ) -> Tensor:
     """Return the first id of each feature, then the number of ids, int64 `[features + 1]`.
 
-    `batch_sizes` are the bags per feature and rank; None if all features have as many bags.
+    `batch_sizes` are the bags per feature and rank; None if all features have equally many bags.
     """
     if batch_sizes is not None:
         starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]

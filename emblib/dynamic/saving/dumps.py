@@ -107,8 +107,8 @@ def _abbreviate(value: Any) -> str:
 class Writer:
     """A writer of one part of a dump, as a context manager; readers see the part after `commit`.
 
-    Leaving the context by an exception deletes the arrays that no manifest names. One thread calls
-    a writer; parts may be written at the same time.
+    Leaving the context by an exception deletes the arrays that no manifest names. Only one thread
+    may call a writer; not checked. Several parts may be written at the same time.
 
     Args:
         directory: directory of the dump, created with its parents if it does not exist. It may hold
@@ -400,7 +400,7 @@ def _checksum(content: dict[str, Any]) -> int:
 
 
 def _descriptions(tree: Any) -> Iterator[dict[str, Any]]:
-    """Return the descriptions of all arrays that a manifest names."""
+    """Yield the descriptions of all arrays that a manifest names."""
     if isinstance(tree, dict):
         if "crc32" in tree:
             yield tree

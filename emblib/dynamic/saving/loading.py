@@ -344,7 +344,7 @@ def put(target: TableTarget, entries: Entries, report: Report | None = None) -> 
 
     If both buckets of a key are full, entries move to their other buckets, so that a copy of a
     table has room for all of its entries. Keys that still find no slot evict entries, as in
-    training.
+    training, or are left out if the table evicts none.
     """
     check(target, entries)
     return _put(target, entries, report, _place_among)
@@ -519,7 +519,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
         uses = entries.rows.get(LAST_USES)
         if _has_levels_of(uses, target):
             used = uses[placed]
-        else:  # by a feature that is not known; 0 would be no use by one of the level
+        else:  # which feature used them is not known: count every level; 0 would mean no use
             used = entries.stamps[placed][:, None].clamp(min=1)
         target.last_uses[slots[placed].to(device)] = used.to(device)
     for name, view in target.views.items():

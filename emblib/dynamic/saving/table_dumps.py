@@ -56,6 +56,10 @@ def save(
 
     Returns:
         The tick to pass as `since` the next time.
+
+    Raises:
+        RuntimeError: `since` is set, and `track_evictions` was not called.
+        ValueError: the eviction log does not reach back to `since`.
     """
     identity = str(state.index.tick) if identity is None else identity
     tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
@@ -234,7 +238,7 @@ def changes_since(
 
 @of_state
 def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
-    """Return the hash keys in changes by table.
+    """Check that changes fit the tables; return the hash keys in the changes, by table.
 
     Raises:
         ValueError: see `apply_changes`.

@@ -224,6 +224,8 @@ class BackingTier:
     def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
         """Read the rows of misses from the store, per table; expired rows are erased there.
 
+        Updated overflow rows are written back first; then no earlier copy in one is valid.
+
         `FoundRows.positions` number the misses of the table from 0.
 
         Raises:
@@ -262,14 +264,17 @@ class BackingTier:
 
     @staticmethod
     def in_store(misses: Misses, rows: Sequence[FoundRows]) -> Tensor:
-        """Return which misses are in the store, bool `[L]`; `rows` are those of `find_in_store`."""
+        """Return which misses are in the store, bool `[L]`; `rows` is from `find_in_store`."""
         is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool)
         for begin, records in zip(misses.offsets.tolist(), rows, strict=False):
             is_stored[begin + records.positions] = True
         return is_stored.to(misses.first.device)
 
     def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
-        """Add the use counts of rows in the store to `misses.counts`, in place."""
+        """Add the use counts of rows in the store to `misses.counts`, in place.
+
+        Does nothing if eviction does not count uses.
+        """
         if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
@@ -289,7 +294,7 @@ class BackingTier:
         return type(self.store.behind) is HostRows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
-        """Prepare for a batch; return the last arguments of `tier_insert_batch_`.
+        """Write overflow rows back, and return the last arguments of `tier_insert_batch_`.
 
         These are `store_indices`, `records` and `first_overflow`.
         """
@@ -415,7 +420,7 @@ class BackingTier:
         found: FoundRows,
         effects: Effects,
     ) -> SwappedRows:
-        """Copy rows out and in as `tier_swap_` does; `table_misses` are those of the table."""
+        """Copy rows out and in as `tier_swap_` does; `table_misses` is the range of the misses."""
         buffers, first_overflow = [*self._fast_rows.buffers_of(table)], self.fast.specs[table].rows
         slots, status, evicted = (column[table_misses] for column in result)
         positions, rows = found.positions, found.rows.values.contiguous()
@@ -476,7 +481,8 @@ class BackingTier:
     def demote(self, table: int, rows: StoredRows, num_demoted: int) -> None:
         """Record that rows left their slots without a batch; `move_rows` puts them into the store.
 
-        Repeated calls have no further effect; no other rows of the table are moving.
+        Repeated calls have no further effect. The caller must have called `move_rows` for earlier
+        moves of the table; not checked.
 
         Args:
             table: number of the table.
@@ -620,7 +626,7 @@ class BackingTier:
         return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
 
     def join_entries(self, table: int, fast: Entries, since: int | None) -> Entries:
-        """Append the entries in the store to those of the fast tier; rows are read when indexed."""
+        """Append the entries in the store to `fast`; rows in the store are read when indexed."""
         columns: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(3)]
         for rows in self.store.iterate(table):
             used = rows if since is None else rows.at(rows.stamps >= since)
@@ -640,9 +646,11 @@ class BackingTier:
 
     @without_gradients
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
-        """Put entries, whose keys are not in the fast tier, into the store; report each block.
+        """Put entries into the store, and report each block.
 
-        The entries to be evicted last come last, since in a full store later rows displace earlier.
+        No key may be in the fast tier; not checked. The entries to be evicted last are put last,
+        since in a full store later rows displace earlier ones. The tick becomes at least the newest
+        stamp.
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
@@ -673,7 +681,7 @@ class BackingTier:
         return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
-        """Return those of `keys`, int64 `[n]` on the CPU, that are not in the store."""
+        """Return which of `keys`, int64 `[n]` on the CPU, are not in the store, as int64 keys."""
         self.move_rows()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True

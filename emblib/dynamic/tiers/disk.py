@@ -147,7 +147,7 @@ class RowFile:
         sums: page checksums of `heads` and of `values`.
         count: number of slots in the files.
         committed: end of the slots of the last commit; later slots were free then.
-        allocator: slot of each key, those in the fast tier included.
+        allocator: slot of each key; keys in the fast tier are included.
         is_changing: whether slots of keys are being assigned or freed, see `recover`.
         journaled: uint8 `[count]`, whether a slot needs no journal before it changes.
         in_fast_tier: uint8 `[count]`, whether the row of a slot was promoted.
@@ -306,7 +306,7 @@ class RowFile:
         return slots, new_keys
 
     def write(self, slots: Tensor, rows: StoredRows) -> None:
-        """Write rows and heads to slots that are journaled already."""
+        """Write rows and heads to slots; the caller must have changed and journaled the slots."""
         heads = torch.stack([torch.ones_like(slots), rows.keys, rows.stamps, rows.scores])
         tiers.tier_write_(self.values.rows, slots, _NO_WORDS, rows.values)
         tiers.tier_write_(self.heads.rows, slots, heads, rows.values[:, :0])
@@ -364,11 +364,11 @@ class RowFile:
         page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
 
     def unjournaled(self, slots: Tensor) -> Tensor:
-        """Return those of distinct slots, int64, whose committed content the journal lacks."""
+        """Return which of distinct slots, int64, have committed content that the journal lacks."""
         return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
 
     def free(self, slots: Tensor) -> None:
-        """Free distinct slots with rows, which are journaled already."""
+        """Free distinct slots with rows; the caller must have changed and journaled the slots."""
         words = self._words()
         self._last_read = None
         self.allocator.remove(words[slots, 1])
@@ -703,7 +703,7 @@ class DiskRows:
             self._finish_commit()
 
     def _finish_commit(self) -> None:
-        """Finish a commit whose `rows.json` was replaced; an interrupted flush may not have.
+        """Finish a commit, if one has replaced `rows.json` and was interrupted or has just done so.
 
         Before this the journal would roll back to the previous commit.
         """

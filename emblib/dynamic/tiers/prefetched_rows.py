@@ -123,7 +123,10 @@ class PrefetchedRows:
         self._thread, self._futures = None, []
 
     def start_moves(self, moves: RowMoves) -> None:
-        """Have the thread apply moves; call `apply_moves` before all that depends on them."""
+        """Have the thread apply moves.
+
+        The caller must call `apply_moves` before anything that depends on them.
+        """
         self._started = moves
         # Without a thread (at exit, or since there are too many) the next call applies them.
         with contextlib.suppress(RuntimeError):
@@ -233,7 +236,7 @@ class PrefetchedRows:
 
     @_exclusive
     def add_unstored(self, table: int, rows: StoredRows) -> None:
-        """Add rows that the store behind could not take to those in memory."""
+        """Keep rows in memory that the store behind could not take."""
         if rows.keys.numel():
             self._drop_from_memory(table, rows.keys)
             self._unstored[table].append(rows)
@@ -373,7 +376,7 @@ class PrefetchedRows:
 
     @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """Commit the store with the unstored rows and those of the fast tier."""
+        """Commit the store with the unstored rows and the rows of the fast tier."""
         blocks_by_table = [
             itertools.chain(*pair) for pair in zip(self._unstored, fast_rows, strict=True)
         ]

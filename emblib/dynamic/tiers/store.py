@@ -87,8 +87,8 @@ class FoundRows(NamedTuple):
     """Rows of those queried keys that a store has.
 
     Attributes:
-        positions: int64 `[m]`, in any order: row i is that of key `positions[i]` of the query.
-        rows: the m rows. If the query repeats a key, so do they.
+        positions: int64 `[m]`, in any order: row i belongs to key `positions[i]` of the query.
+        rows: the m rows. A key that the query repeats has one row per position.
     """
 
     positions: Tensor
@@ -141,7 +141,10 @@ class RowStore(Protocol):
         """Remove rows with a stamp below `before`; return their keys, int64 `[n]`."""
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """Yield all rows of a table, at most `batch` at a time; it is not changed meanwhile."""
+        """Yield all rows of a table, at most `batch` at a time.
+
+        The caller does not change the table until the iterator ends.
+        """
 
     def size(self, table: int) -> int:
         """Return the number of rows of a table."""
@@ -175,7 +178,7 @@ def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
 def match_keys(keys: Tensor, rows: StoredRows) -> FoundRows:
     """Return the row of each key, int64 `[n]`, that has one among `rows`, in the order of keys.
 
-    Keys may repeat, those of `rows` may not; both may be in any order.
+    `keys` may repeat; the keys of `rows` must be distinct. Both may be in any order.
     """
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
@@ -242,9 +245,9 @@ class ShardableStore(Protocol):
 class TierMode(Choice):
     """Rule that selects which rows of the store are promoted when a batch uses them.
 
-    CACHING: all. HYBRID: rows that rank above the row that they would replace; new keys that rank
-    lower start in the store. With LRU both modes are the same, since the last used row ranks
-    highest.
+    CACHING promotes all rows. HYBRID promotes rows that rank above the row that they would replace;
+    new keys that rank lower start in the store. With LRU both modes are the same, since the last
+    used row ranks highest.
 
     Example:
         >>> emblib.BackingStore(emblib.HostRows(1_000), mode=emblib.TierMode.HYBRID).mode
@@ -257,7 +260,7 @@ class TierMode(Choice):
 
 @dataclass(frozen=True)
 class BackingStore:
-    """A store behind all tables of a module, whose `capacity` is then that of the fast tier.
+    """A store behind all tables of a module; their `capacity` is then the size of the fast tier.
 
     Args:
         store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
