@@ -37,7 +37,10 @@ _SUMS = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its
 
 
 class _SummedFiles(FileSystem):
-    """A file system that computes checksums of files as they are written; `sums` are by name."""
+    """A file system that computes checksums of the files that it writes: `sums`, by name.
+
+    A file has its sums once it is closed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 
 class _CheckedFiles(FileSystem):
-    """A file system that compares files with their checksums as they are read."""
+    """A file system that compares files with their checksums as they are read, if it has any."""
 
     def __init__(self, sums: dict[str, FileSums] | None) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ class Reader(dcp.FileSystemReader):
                 )
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        """Read in file order, so that each block is read and compared once."""
+        """Read items in the order of their offsets, so that a block is usually read once."""
         stored = self.metadata.storage_data
         items = sorted(plan.items, key=lambda item: stored[item.storage_index].offset)
         return super().read_data(dataclasses.replace(plan, items=items), planner)

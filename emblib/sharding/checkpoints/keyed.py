@@ -36,8 +36,8 @@ def join_shards(
     `states` are the state dicts of this rank's shards by number, `owners` the rank of each shard.
 
     Tensors with one row per key become sharded tensors. For all others (clocks, sketch counters)
-    every rank gets the element-wise maximum over the shards, so a count is at least that of the
-    shard that saw the key.
+    every rank gets the element-wise maximum over the shards, so a count is at least the count of
+    the shard that saw the key.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -69,8 +69,8 @@ def join_shards(
 def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
     """Return the entries of shard `number` of `count` shards.
 
-    Values are full tensors, of whose rows the shard gets those of its keys, or `KeyedRows`, of
-    which this rank must have the shard.
+    Of a full tensor with one row per key the shard gets the rows of its keys. Of `KeyedRows` it
+    gets its own block, which this rank must have. All other values are returned unchanged.
 
     Raises:
         ValueError: `KeyedRows` of another number of shards.
@@ -146,8 +146,8 @@ def keyed_rows(
     """Build the rows by key of one table from its shards; a collective over `ranks`.
 
     Args:
-        parts: shards of this rank by number: `keys` `[N]` and other tensors with one row per key,
-            sorted by route.
+        parts: shards of this rank by number: `keys` `[N]` and other tensors with one row per key.
+            The caller must sort them by route; not checked.
         owners: the rank of each shard.
         ranks: the ranks that store the shards.
 
@@ -173,7 +173,10 @@ def keyed_rows(
 def _descriptions(
     parts: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[int, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Return dtype and shape of the columns of each part, by name; check who owns the keys."""
+    """Return dtype and shape of the columns of each part, by name.
+
+    Raises ValueError for a part with keys of another part.
+    """
     for number, columns in parts.items():
         foreign_keys = columns[KEYS][routing.owner(columns[KEYS], count) != number]
         if foreign_keys.numel():
@@ -222,7 +225,10 @@ class KeyReader:
         self._cached_keys: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
-        """Return the range of saved rows for each shard of the table on this rank."""
+        """Return the range of saved rows for each shard on this rank; none without `KeyedRows`.
+
+        Reads blocks of keys at the first call for a table and a number of shards.
+        """
         if not isinstance(leaf.value, KeyedRows):
             return {}
         name, count = _keys_entry(leaf.name), len(leaf.value.shards)

@@ -50,7 +50,10 @@ class Entry:
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
-        """Return the sharded tensor over the memory; row states cut by columns are copied."""
+        """Return the sharded tensor over the memory, or the tensor itself if there are no shards.
+
+        Row states of a table that is cut by columns are copied.
+        """
         if not self.shards:
             return self.memory[0][0]
         values = {i: tensors[0] for i, tensors in self.memory.items()}
@@ -65,10 +68,10 @@ class Entry:
         return states
 
     def parts_of(self, value: Tensor, name: str) -> dict[int, Tensor]:
-        """Split `value`, a result of `tensor` or a full tensor, into the local shards.
+        """Return the views of `value`, a result of `tensor` or a full tensor, for the local shards.
 
         Raises:
-            ValueError: it has another size or is cut differently.
+            ValueError: `value` has another size or is cut differently.
         """
         return {i: self._shard_part(value, i, name) for i in self.memory}
 
@@ -200,7 +203,7 @@ class Table:
         return tuple(self.storage.parameter_layouts(self.config))
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for parameters of another table, before any table is written."""
+        """Raise ValueError for parameters of another table; absent ones are not checked."""
         for key, expected in self.storage.metadata_entries(self.config).items():
             if key in values:
                 problem = state_dicts.tensor_problem(values[key], expected)
@@ -231,7 +234,10 @@ class Table:
         }
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
-        """Write the optimizer states of a parameter, without the hyperparameters."""
+        """Write the optimizer states of a parameter, without the hyperparameters.
+
+        Raises KeyError if `values` lacks a state. Does nothing for a parameter without states.
+        """
         for owner, names, keys in self._states_by_parameter():
             if owner == parameter:
                 missing_names = sorted(set(names) - values.keys())
@@ -254,7 +260,7 @@ class Table:
 
     @without_gradients
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Write loaded values into the local shards, after all of them have been checked."""
+        """Check the values of all `keys`, write them into the local shards, and commit."""
         entries = self.entries(keys)
         shard_values = {k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()}
         for key, entry in entries.items():
@@ -326,7 +332,10 @@ class KeyedTable(Table):
         return DynamicTable(self.name, self._numbered(), self._owners() or (0,), self.ranks)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return rows by key over all ranks; for other tensors the maximum over the shards."""
+        """Return rows by key over all ranks; for other tensors the maximum over the shards.
+
+        A collective, except if every rank has a replica.
+        """
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
         if not self.shards:
             return states[0]
@@ -343,12 +352,12 @@ class KeyedTable(Table):
             _raise_first(state_dicts.problems(handle, shard_values, ""), self.name)
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Load into every shard the keys that it owns."""
+        """Load into every shard the keys that it owns; do nothing if `values` lack rows by key."""
         for handle, shard_values in self._parts_of(values):
             handle.load_state_dict(shard_values)
 
     def _parts_of(self, values: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """Yield each local shard with the entries of the keys that it owns."""
+        """Yield each local shard with the entries of its keys; nothing without keys and weights."""
         if {"keys", "weight"} <= values.keys():
             for number, handle in self._numbered().items():
                 yield handle, keyed.part_of(values, number, max(len(self.shards), 1))
@@ -373,7 +382,7 @@ def _raise_first(problems: Iterable[str], name: str) -> None:
 
 
 def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the parameters of tables, and the whole state of dynamic ones, by name.
+    """Return the parameters of tables, and the complete state of dynamic tables, by name.
 
     A collective if there are dynamic tables. `omitted` are names of tables to leave out.
     """
@@ -386,12 +395,14 @@ def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Ten
 
 
 def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
-    """Load the result of `module_state`, or full tensors; other tables do not change.
+    """Load the result of `module_state`, or full tensors; tables not in `state` do not change.
+
+    The entries of all tables are checked before any table is written.
 
     Raises:
-        ValueError: a tensor of another size, or sharded in another way, which
-            `emblib.sharding.checkpoints.load` converts; nothing is written to that table. Or cores
-            of another tensor train; then nothing is written at all.
+        ValueError: a tensor has another size or is sharded in another way, which
+            `emblib.sharding.checkpoints.load` converts, or cores are of another tensor train;
+            nothing is written then.
     """
     tables_and_values = [
         (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
@@ -425,10 +436,10 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 
 
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load the result of `optimizer_state`, or full tensors.
+    """Load the result of `optimizer_state`, or full tensors, and set the step counters.
 
-    Tables of one module share its hyperparameters: those with the most steps are loaded. Tables are
-    written one after the other, so those before an error have changed.
+    Tables of one module share its hyperparameters: those of the table with the most steps are
+    loaded. Tables are written one after the other, so tables before an error have changed.
 
     Raises:
         KeyError: a parameter or a state is missing.
@@ -459,7 +470,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
 
 
 def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
-    """Return the tables with a fused optimizer, with their local shards."""
+    """Return an entry per table with a fused optimizer; names begin with `prefix`."""
     return [
         FusedTableEntry(
             table.optimizer,
@@ -599,7 +610,7 @@ class StateOfTables(nn.Module):
 
         Raises:
             KeyError: a parameter or a state is missing.
-            ValueError: a tensor of another size, or sharded in another way.
+            ValueError: a tensor has another size or is sharded in another way.
         """
         handles_prefix = f"{self.handles_name}."
         tables: Any = self

@@ -1,8 +1,9 @@
 """Load nested state dicts, whatever plan and number of ranks saved them.
 
-`load` flattens the state to leaves, checks every leaf against the metadata of the checkpoint before
-anything is written, allocates a `Target` per leaf whose saved size or sharding differs, reads all
-targets at once, and then lets modules and optimizers load their state dicts.
+`load` flattens the state to leaves and checks every leaf against the metadata of the checkpoint
+before anything is written. It makes a `Target` per leaf, with new memory if the saved size or
+sharding differs, reads all targets at once, and then lets modules and optimizers load their state
+dicts.
 """
 
 import itertools
@@ -134,7 +135,9 @@ def load(
         state: state dict with the same names as the one passed to `save`.
         path: directory of the checkpoint.
         ranks: the ranks that load; by default all processes, or this process alone.
-        strict: False leaves values that the checkpoint lacks unchanged.
+        strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged.
+
+    Rank 0 warns of a checkpoint without checksums.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, it lacks a value, a tensor has another size,
@@ -324,7 +327,10 @@ class _Loading:
                 states.setdefault(parameter, {})[path[3]] = buffer
 
     def _allocate_state(self, parameter: Tensor | None, name: str) -> Tensor | None:
-        """Allocate a state, sharded like its parameter if of its size; None for no tensor."""
+        """Allocate a saved state, sharded like its parameter if of the same size.
+
+        Returns None for a state that is not a tensor.
+        """
         saved = self.saved[name]
         if not hasattr(saved, "properties"):
             return None
@@ -337,7 +343,8 @@ class _Loading:
     def _without_new_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
         """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
 
-        Such counters were counted without a hash key, and are invalid under this model's.
+        They are removed from `tree` too. Such counters were counted without a hash key, and are
+        invalid with the hash key of this model.
         """
         older = {
             leaf.name: leaf
@@ -351,7 +358,9 @@ class _Loading:
         return [leaf for leaf in all_leaves if leaf.name not in older]
 
     def _checked_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
-        """Drop leaves of tensor-train layouts that an older checkpoint lacks; check the others.
+        """Drop leaves of tensor-train layouts that an older checkpoint lacks, also from `tree`.
+
+        The other layouts are compared with the saved ones.
 
         Raises:
             CheckpointError: the saved cores belong to another tensor train.
@@ -446,7 +455,7 @@ class _Loading:
         return Target(leaf, value)
 
     def finish(self, targets: Mapping[str, Target]) -> None:
-        """Store everything that was read, and load the state dicts into their modules."""
+        """Store everything that was read in `state`, and load state dicts into their modules."""
         for target in targets.values():
             target.finish()
         for key, value in self.state.items():

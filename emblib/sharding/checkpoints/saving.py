@@ -57,10 +57,11 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
 def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> "Future[None]":
     """Copy `state` to host memory and write it in the background; a collective over `ranks`.
 
-    `result()` of the returned future waits and raises what `save` would raise. Saves of the same
-    ranks are written one after the other, over a gloo group of their own that does not interleave
-    with the collectives of training. Pending saves are completed when the process exits, unless it
-    is killed; then `path` is unchanged.
+    A value that could not be loaded again raises here, as in `save`. `result()` of the returned
+    future waits and raises errors of writing. Saves of the same ranks are written one after the
+    other, over a gloo group of their own that does not interleave with the collectives of training.
+    Pending saves are completed when the process exits, unless it is killed; then `path` is
+    unchanged.
     """
     ranks = RankGroup.from_value(ranks)
     content = agreed(ranks, lambda: mapped(_with_column_cuts(resolved(state)), _copy_to_host))
@@ -85,7 +86,12 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
 
 
 def _with_column_cuts(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked content, and the column cuts of tables with states per column."""
+    """Return the checked content, with an entry `NOTES` of the column cuts of `RowStates`, if any.
+
+    Raises:
+        TypeError: a value could not be loaded again.
+        ValueError: the content has an entry of this name already.
+    """
     content = checked_values(content)
     if NOTES in content:
         raise ValueError(

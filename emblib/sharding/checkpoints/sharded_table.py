@@ -23,12 +23,13 @@ class ShardedTable(Tensor):
     """A tensor `[rows, columns]` or `[rows]` of which this rank stores some shards.
 
     It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
-    saved with `torch.distributed.checkpoint`, and gathered by `full_tensor`; all other operations
-    raise.
+    overwritten by a tensor with the same shards, saved with `torch.distributed.checkpoint`, and
+    gathered by `full_tensor`; all other operations raise.
 
     Args:
         size: size of the full tensor.
-        shards: the shards of all ranks, which tile the tensor; columns (0, 1) for a vector.
+        shards: the shards of all ranks, which must tile the tensor (not checked); columns (0, 1)
+            for a vector.
         parts: the values of this rank's shards, by their number in `shards`.
         ranks: the ranks that store the shards.
         dtype: dtype of the values; ranks without a shard need it, too.
@@ -163,7 +164,7 @@ class ShardedTable(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run copies of all kinds; refuse other operations, which would need the full tensor."""
+        """Run operations that copy shard by shard; refuse others, which need the full tensor."""
         aten = torch.ops.aten
         kwargs = kwargs or {}
         if func in _COPIES:
@@ -211,7 +212,7 @@ class RowStates(ShardedTable):
     Each column shard accumulates its own gradients, so the state has one column per interval of
     table columns that no shard cuts: `cuts` are the first columns of the intervals, and the end. A
     shard that spans several intervals has its number in each of them, and its `columns` count
-    intervals. Whoever makes one sets `cuts`.
+    intervals. The constructor does not set `cuts`; its caller must.
     """
 
     cuts: tuple[int, ...]
@@ -267,14 +268,18 @@ def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
 
 
 def interval_range(columns: Span, cuts: Sequence[int]) -> Span:
-    """Return the range of the intervals between `cuts` that make up a span of columns."""
+    """Return the range of the intervals between `cuts` that make up a span of columns.
+
+    Raises ValueError if the span does not begin and end at cuts.
+    """
     return cuts.index(columns[0]), cuts.index(columns[1])
 
 
 def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
     """Return the mean of `[R, intervals]` over a span of columns, `[R]`; exact where all are equal.
 
-    The mean is weighted by the number of the span's columns in each interval.
+    The mean is weighted by the number of the span's columns in each interval. The span must not be
+    empty.
     """
     weights = [
         max(min(end, columns[1]) - max(start, columns[0]), 0)
@@ -318,8 +323,8 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     """Return `state` with sharded tensors replaced by full tensors on the CPU; a collective.
 
-    Row-wise states are those of a table that is not cut by columns: see `averaged`. Ranks other
-    than `rank` get the unsharded values, and empty tensors.
+    Row-wise states become those of a table that is not cut by columns: see `averaged`. If `rank` is
+    set, the other ranks get empty tensors for sharded ones, and all other values.
     """
     if isinstance(state, ShardedTable):
         full_tensor = state.full_tensor(rank)

@@ -29,7 +29,10 @@ class Leaf(NamedTuple):
 
 
 def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
-    """Yield all values within dicts, and within lists that hold tensors or dicts."""
+    """Yield all values within dicts, and within lists that hold tensors or dicts.
+
+    A list without tensors and dicts is one value.
+    """
     for key, value in list(tree.items()):
         yield from _leaves_of(f"{prefix}{key}", value, tree, key)
 
@@ -72,6 +75,8 @@ def is_stateful(value: Any) -> bool:
 
 def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `state` in which modules and optimizers are replaced by their state dicts.
+
+    Dicts and lists are new; tensors are not copied.
 
     Raises:
         TypeError: `state` is not a dict.

@@ -43,7 +43,8 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
     NumPy scalars, which earlier versions of emblib saved, become Python numbers.
 
     Raises:
-        CheckpointError: the value needs a class that `torch.load` does not admit by itself.
+        CheckpointError: the value is damaged, or needs a class that `torch.load` does not admit by
+            itself.
     """
     try:
         return torch.load(data, weights_only=True)
@@ -92,7 +93,7 @@ _NUMPY_NAMES: dict[str, Callable[..., Any]] = {
 
 
 def _load_with_numpy_scalars(data: io.BytesIO) -> Any:
-    """Load a value without code, admitting scalars of numpy."""
+    """Load a value without running code of it, admitting scalars of numpy."""
     names: list[Any] = [(function, name) for name, function in _NUMPY_NAMES.items()]
     with torch.serialization.safe_globals(names):
         return torch.load(io.BytesIO(data.getvalue()), weights_only=True)
@@ -139,9 +140,12 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unsafe_globals(data: io.BytesIO) -> set[str]:
-    """Return the classes and functions of a saved value that `torch.load` does not admit."""
+    """Return the names of the classes and functions of a value that `torch.load` does not admit.
+
+    Empty for data that is too damaged to find them.
+    """
     find: Callable[..., list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     try:
         return set(find(io.BytesIO(data.getvalue())))
-    except Exception:  # it is too damaged to find their names
+    except Exception:  # torch raises errors of many types for damaged data
         return set()

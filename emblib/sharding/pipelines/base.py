@@ -3,7 +3,8 @@
 `TrainPipelineBase` copies the next batch to the device while a batch is trained,
 `TrainPipelineSparseDist` also sends the ids of the next batch, and
 `PrefetchTrainPipelineSparseDist` also prefetches its rows into caches.
-`EvalPipelineSparseDist` runs the model forward only.
+`EvalPipelineSparseDist` runs the model forward only. On the CPU only messages overlap with the
+training: copies and prefetching have ended when the pipeline goes on.
 """
 
 from collections import deque
@@ -104,15 +105,18 @@ class TrainPipelineBase:
         return self._meter.step
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """Train the next batch and return the output of `forward`.
+        """Train the next batch, call `on_progress`, and return the output of `forward`.
 
-        All ranks call this equally often. If `batches` is another iterator than in the last call,
-        batches that were read ahead from the earlier one are trained first. On a rank without
-        further batches the output is that of an empty batch.
+        All ranks must call this equally often. If `batches` is another iterator than in the last
+        call, batches that were read ahead from the earlier iterator are trained first. With
+        `DrainAll` a rank without further batches computes an empty batch. A model in eval mode is
+        only run forward.
 
         Raises:
-            StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may bring
+            StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may pass
                 a new iterator.
+            ValueError: the model is in training mode, and the pipeline has no optimizer.
+            TypeError: `batches` is no iterator, or `forward` returned no loss to train with.
         """
         self._meter.begin()
         self._loader.read(batches)
@@ -138,9 +142,9 @@ class TrainPipelineBase:
             yield output
 
     def _next(self) -> Slot | None:
-        """Remove and return the slot to train, after reading ahead; None if drained.
+        """Remove and return the slot to train, after reading ahead; None at the end of an epoch.
 
-        Waits until the numbers of all ranks for this slot have come.
+        Waits for the numbers of all ranks for this slot, unless the pipeline assumes equal inputs.
         """
         while True:
             while len(self._slots) <= self.ahead:
@@ -156,7 +160,7 @@ class TrainPipelineBase:
                 return None
 
     def _train(self, slot: Slot) -> Any:
-        """Run forward, backward and the optimizer on the batch of a slot."""
+        """Run forward on the batch of a slot; in training mode also backward and the optimizer."""
         assert slot.batch is not None
         batch = slot.batch.take()
         if self.model.training and self.optimizer is None:
@@ -210,7 +214,7 @@ def _backward(loss: Any) -> None:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """Trains one batch per call while the next one's ids are sent and the one after is copied.
+    """Trains one batch per call; sends the ids of the next batch and copies the one after that.
 
     While batch i is computed: before its forward the sizes of batch i + 1 are sent, before its
     backward the ids, and batch i + 2 is copied to the device. Lookups never run ahead, so every
@@ -275,7 +279,10 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         )
 
     def _run_forward(self, slot: Slot, batch: Any) -> Any:
-        """Run forward on ids that were sent before; the first forward learns the inputs."""
+        """Run forward on ids that were sent before; without `inputs` the first forward learns them.
+
+        The collections exchange by themselves in a forward that learns.
+        """
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
@@ -283,7 +290,10 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return self._forward(batch)
 
     def _before_forward(self, slot: Slot) -> None:
-        """Send what this forward needs, and the sizes of the next batch."""
+        """Send the ids of this forward, unless they were, and the sizes of the next batch.
+
+        Does nothing before the inputs are known.
+        """
         if self._inputs.is_known:
             self._sent(slot)
             self._send_sizes_of_next()
@@ -295,7 +305,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(later).send_ids()
 
     def _next_to_send(self) -> list[Slot]:
-        """Return the slots to compute whose ids are sent during this step."""
+        """Return the later slots that the ranks compute and whose ids are sent during this step."""
         later = list(self._slots)[: self._sent_ahead]
         return [slot for slot in later if self._loader.settle(slot)]
 
@@ -314,7 +324,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
-    """Evaluates one batch per call while the next one's ids are sent and the one after is copied.
+    """Evaluates one batch per call; sends the ids of the next batch and copies the one after that.
 
     The model must be in eval mode; it runs forward only, without gradients. Hash tables insert
     nothing then.
@@ -377,9 +387,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     """A `TrainPipelineSparseDist` that also prefetches rows into caches one batch ahead.
 
     While batch i is computed: the rows of batch i + 1 that are not in the cache of their table
-    (`Placement.MANAGED_CACHING`) are brought in, the ids of batch i + 2 are sent, and batch i + 3
-    is copied. Rows in the cache are updated there, so prefetched rows are never stale. Without
-    cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
+    (`Placement.MANAGED_CACHING`) are loaded into it, the ids of batch i + 2 are sent, and batch
+    i + 3 is copied. Rows in the cache are updated there, so prefetched rows are never stale.
+    Without cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
 
     Example:
         >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
@@ -410,7 +420,10 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         return Lane(self.device)
 
     def _before_forward(self, slot: Slot) -> None:
-        """Send, and load rows of this and the next batch into the caches."""
+        """Send as the base does, then prefetch rows of this and the next batch.
+
+        Prefetches nothing before the inputs are known.
+        """
         super()._before_forward(slot)
         if self._inputs.is_known:
             # In the order of the steps: a cache must get batches in the order of its lookups.

@@ -90,9 +90,10 @@ def device_of(leaf: Any) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device, with its own `to` if it has one, without waiting for the copy.
+    """Copy a batch to a device, without waiting for the copy; leaves on the device are not copied.
 
-    `batch` stays as it is; a batch on the device already is returned itself.
+    A batch with a method `to` is copied by this method, which may wait if it takes no
+    `non_blocking`.
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
@@ -120,7 +121,7 @@ def empty_batch(batch: Any) -> Any:
 
 
 def _empty_like(leaf: Any) -> Any:
-    """Return a tensor or jagged tensor of no samples; scalars are returned as they are."""
+    """Return a tensor or jagged tensor of no examples; scalars are returned as they are."""
     if isinstance(leaf, Tensor):
         return leaf[:0] if leaf.dim() else leaf
     weights, values, lengths = leaf.weights_or_none(), leaf.values()[:0], leaf.lengths()[:0]
@@ -142,7 +143,10 @@ def _empty_like(leaf: Any) -> Any:
 
 
 def examples_of(batch: Any) -> int:
-    """Return the examples of the first keyed jagged tensor, else the length of the first tensor."""
+    """Return the number of examples: of the first keyed jagged tensor, else of the first tensor.
+
+    It is 0 for a batch with neither.
+    """
     length = None
     for leaf in leaves(batch):
         if is_keyed(leaf):
@@ -180,7 +184,10 @@ def follow(batch: Any, path: Path) -> Any:
 
 
 def same_input(first: Any, second: Any) -> bool:
-    """Return whether both have the same tensors; model wrappers may copy the jagged object."""
+    """Return whether both are one object, or keyed jagged tensors over the same tensors.
+
+    Wrappers of models may copy a jagged tensor, but not its tensors.
+    """
     if first is second:
         return True
     if not (is_keyed(first) and is_keyed(second)):

@@ -33,7 +33,7 @@ from emblib.tables.graph_break import graph_break
 Inputs = Callable[[Any], Mapping[Any, Any]]
 """Returns the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
 
-A module that one forward calls several times has a list of them, in that order.
+For a module that one forward calls several times, the value is a list of its inputs in that order.
 """
 
 
@@ -164,8 +164,9 @@ class SeparateCalls:
 class SentBatch:
     """The inputs of one batch in flight to the ranks that look them up, sent together.
 
-    The first collection that the model calls looks up the batches of all of them, so that their
-    rows return together as well.
+    The constructor sends the sizes. The first collection that the model calls looks up the batches
+    of all collections, so that their rows return together as well; calls in checkpointed regions
+    look up separately.
 
     Args:
         calls: the collections and their inputs, in the order of the model's calls per collection.
@@ -195,13 +196,13 @@ class SentBatch:
         return start_joint_input_dist(self._calls)
 
     def send_ids(self) -> None:
-        """Wait for the sizes and send the ids; do nothing the second time."""
+        """Wait for the sizes and send the ids; do nothing if that was done before."""
         if self._sizes is not None:
             self._ids = self._lane.run(lambda sizes: sizes.wait(), self._sizes)
             self._sizes = None
 
     def prefetch(self, lane: Lane) -> None:
-        """Prefetch the rows of the batch into the caches; do nothing the second time."""
+        """Wait for the ids and prefetch their rows into the caches, in `lane`; only once."""
         if self._prefetched is None:
             self._prefetched = lane.run(self._prefetch_rows, self._receive())
 
@@ -212,14 +213,14 @@ class SentBatch:
         return received
 
     def _receive(self) -> Staged[list[Any]]:
-        """Wait for the ids in the lane's stream; return them, by call."""
+        """Send the ids if needed, and wait for them in the lane's stream; return them by call."""
         self.send_ids()
         assert self._ids is not None
         return self._lane.run(_wait_for_all, self._ids)
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Make collections use the ids that were sent ahead, inside this context.
+        """Make collections use the ids that were sent ahead, inside this context; send them first.
 
         Raises:
             RuntimeError: the model calls a collection with another input, or less often than its
@@ -247,7 +248,7 @@ class SentBatch:
     def _output_getter(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         """Return a function that returns the output of call `index`.
 
-        The first one looks up for all calls that are not separate.
+        The first of these functions looks up the batches of all calls that are not separate.
         """
 
         def take() -> Any:

@@ -1,11 +1,13 @@
 """The joint input_dist of a plain training loop: one for all sharded collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
-forward's arguments. The first forward shows which those are. The ranks compare their findings, and
-send together only the inputs that all ranks found alike. If a rank does not find its inputs in a
-later forward, it says so in its message of sizes: all ranks then send the ids of that forward
-collection by collection, and search again. The first collection that the model calls looks up the
-batches of all, so that their rows return in one output_dist.
+forward's arguments. The first forward of each mode (training or eval, with or without gradients) is
+searched for these inputs. The ranks compare their findings, and if all ranks found the same inputs,
+later forwards send them together. If a rank does not find its inputs in a later forward, it says so
+in its message of sizes: all ranks then send the ids of that forward collection by collection, and
+search again, up to `_MAX_SEARCHES` times. The first collection that the model calls looks up the
+batches of all, so that their rows return in one output_dist; collections in checkpointed regions
+look up separately.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from emblib.tables.graph_break import graph_break
 
 _LOG = logging.getLogger(__name__)
 _MAX_SEARCHES = 4
-"""Forwards of one mode that may be searched: then the collections exchange separately for good."""
+"""Maximum number of searched forwards per mode; then collections exchange separately for good."""
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -105,8 +107,8 @@ class _Running:
         mode: calls that forwards of this mode make.
         with_grad: whether gradients are enabled.
         is_searched: whether this forward is searched for the inputs of collections.
-        versions: version counters of the tensors of inputs: of those that were sent by number of
-            the call; of all leaves of the arguments by `_identity` in a searched forward.
+        versions: version counters of tensors. In a searched forward of all leaves of the arguments,
+            by `_identity`; otherwise of the inputs that were sent, by number of the call.
         seen: calls of a searched forward.
         calls: calls whose ids were sent.
         ids: ids in flight, by number of the call.
@@ -163,9 +165,11 @@ class JointDist:
 
     @graph_break
     def start(self, arguments: Arguments) -> None:
-        """Send the ids of a forward with these arguments, if the paths of its inputs are known.
+        """Send the ids of a forward with these arguments, or start to search it.
 
-        All ranks call it; it waits for their sizes where something is sent.
+        All ranks call this. It waits for their sizes if anything is sent. It does nothing if
+        `enabled` is False, on one rank, while a pipeline sends the ids, or if the mode is known to
+        have no inputs that can be sent.
         """
         self.end_early()
         if not self.enabled or self._ranks.size == 1 or not self._names:
@@ -192,7 +196,10 @@ class JointDist:
         running.versions = {_identity(leaf): _versions(leaf) for leaf in leaves(running.arguments)}
 
     def _send(self, running: _Running, mode_calls: Sequence[_CallPath]) -> None:
-        """Send the ids, or search this forward if a rank does not find its inputs."""
+        """Send the ids, or search this forward if any rank does not find its inputs.
+
+        After `_MAX_SEARCHES` searches the collections of the mode exchange separately instead.
+        """
         inputs = [_input_at(running.arguments, one) for one in mode_calls]
         is_known = not running.mode.has_changed and all(one is not None for one in inputs)
         calls = [
@@ -217,8 +224,11 @@ class JointDist:
     def take(self, module: Any, features: Any) -> Any:
         """Return the output of a collection for this input, None if it was not sent ahead.
 
+        A searched forward records the call and returns None.
+
         Raises:
-            RuntimeError: the model has changed the input since it was sent.
+            RuntimeError: the model has changed the input since it was sent, or the collection is in
+                a checkpointed region only now.
         """
         running = self._running
         if running is None:
@@ -243,7 +253,7 @@ class JointDist:
         return self._output(running, index)
 
     def _output(self, running: _Running, index: int) -> Any:
-        """Return the output of a call; the first one looks up those of all joint calls."""
+        """Return the output of a call. The first joint call looks up the batches of all of them."""
         mode_calls = running.mode.calls
         assert mode_calls is not None
         if mode_calls[index].is_alone:
@@ -262,7 +272,10 @@ class JointDist:
 
     @graph_break
     def end(self) -> None:
-        """End a forward; after one that was searched, all ranks compare their findings."""
+        """End a forward; after a searched forward, all ranks compare their findings (a collective).
+
+        If the model left out a call that was sent, all ranks search the next forward.
+        """
         running = self._running
         self.end_early()
         if running is None:
@@ -279,7 +292,7 @@ class JointDist:
             module.sent_ahead = None
 
     def _agree_on_calls(self, running: _Running) -> None:
-        """Agree with the other ranks on the calls of this mode, after its first forward."""
+        """Agree with the other ranks on the calls of this mode, after a searched forward."""
         calls, reasons = self._calls_ahead(running)
         described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
         findings = self._ranks.gather_objects((described, reasons))
@@ -299,7 +312,7 @@ class JointDist:
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
     def _calls_ahead(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
-        """Return the calls whose input can be sent ahead, and why others cannot, by path."""
+        """Return the calls whose input can be sent ahead, and the reasons of others by path."""
         calls, reasons = [], {}
         for call, has_changed, is_alone in running.seen:
             path = path_to(running.arguments, call.features)

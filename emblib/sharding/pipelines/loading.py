@@ -1,8 +1,9 @@
 """Loading of batches: read ahead, and agree over ranks about the last step.
 
 Every rank takes part in every collective of a step, so that either all ranks compute a step or none
-does. For every batch that it reads, a rank sends to all ranks whether it has one. The pipeline
-reads ahead, so that the messages of the other ranks have arrived when the batch is needed.
+does. At every read a rank tells all ranks whether it has a batch, except with `AssumeEqual`. The
+pipeline reads ahead, so that the messages of the other ranks have usually arrived when the batch is
+needed.
 """
 
 import time
@@ -32,11 +33,11 @@ class Agreement:
     """Gathers small numbers of every rank.
 
     The numbers stay in host memory, so that no rank waits for a GPU. For a group that can send only
-    from GPUs this object makes a second one over gloo; all ranks then construct it together.
+    from GPUs this object makes a second group over gloo. All ranks must construct it together.
 
-    Among ranks on CPUs, `gather` returns when all ranks have called it, like every exchange in host
-    memory. Among ranks on GPUs only these numbers are sent between hosts: no headers are compared,
-    and `gather` does not wait for the other ranks.
+    Among ranks on CPUs `gather` compares headers, so it returns once all ranks have called it.
+    Among ranks on GPUs only these numbers are sent between hosts: no headers are compared, and
+    `gather` does not wait for the other ranks.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -44,7 +45,7 @@ class Agreement:
         self._has_header = ranks.device.type == "cpu"
 
     def gather(self, numbers: Sequence[int]) -> Awaitable[list[list[int]]]:
-        """Gather the numbers of every rank, by rank; all ranks pass equally many."""
+        """Start to gather the numbers of every rank, by rank; all ranks pass the same count."""
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
@@ -171,8 +172,9 @@ class _BatchNumber(IntEnum):
 class Loader:
     """Reads batches, copies them to the device, and finds the last step of all ranks.
 
-    All ranks make one together, and call its methods equally often. `fetch` sends numbers to all
-    ranks without waiting for theirs (see `Agreement`); `settle`, `is_last` and `Slot.counted` wait.
+    All ranks must construct it together and call its methods equally often. `fetch` sends numbers
+    to all ranks; on GPUs it does not wait for other ranks, on CPUs until all have called it (see
+    `Agreement`). `settle`, `is_last` and `Slot.counted` wait for the numbers of the other ranks.
 
     Args:
         ranks: ranks that train together.
@@ -222,7 +224,8 @@ class Loader:
         """Return whether an epoch ends with a slot that does not run: no rank has begun another.
 
         A rank that had no batch left notices that its iterator was reset; others do not. So all
-        decide by the epochs that the ranks have sent with `newest`, the slot read last.
+        ranks decide by the epochs that they have sent with `newest`, the slot read last. With
+        `AssumeEqual` this rank decides by its own epoch.
         """
         if slot.numbers_of_ranks is None or newest.numbers_of_ranks is None:
             return slot.epoch == self.epoch
@@ -233,7 +236,10 @@ class Loader:
         )
 
     def fetch(self) -> Slot:
-        """Read the next batch, start its copy to the device, and send its numbers to all ranks."""
+        """Read the next batch, start its copy to the device, and send its numbers to all ranks.
+
+        With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too.
+        """
         batch = self._next()
         examples = 0 if batch is None else examples_of(batch)
         # In the order of `_BatchNumber`.
@@ -277,7 +283,10 @@ class Loader:
         return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
     def settle(self, slot: Slot) -> bool:
-        """Return whether the ranks compute this step, with an empty batch on ranks without one."""
+        """Decide whether the ranks compute this step, and return it; the slot stores the decision.
+
+        If they do, a slot without a batch gets an empty one.
+        """
         if slot.runs is None:
             slot.runs = self._decide(slot)
             if slot.runs and slot.batch is None:
@@ -287,7 +296,9 @@ class Loader:
     def _decide(self, slot: Slot) -> bool:
         """Return whether ranks compute a step, from the numbers that all ranks have sent.
 
-        A collective if a rank does not know an empty batch, and another has a batch.
+        With `AssumeEqual` this rank decides by its own batch. With `DrainAll`, if a rank does not
+        know an empty batch and another rank has a batch, the ranks gather their empty batches: a
+        collective.
         """
         if slot.numbers_of_ranks is None:
             return slot.batch is not None
@@ -392,7 +403,7 @@ class Meter:
         return self._marks[-1].step if self._marks else 0
 
     def begin(self) -> None:
-        """Begin a step; time between two steps counts for the second one."""
+        """Begin a step; time between two steps counts for the later one, except after `pause`."""
         if not self._marks:
             self._start_s = time.perf_counter()
             self._marks.append(_MeterMark(self._start_s, 0, 0, 0))
