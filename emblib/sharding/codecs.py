@@ -58,7 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_splits(self, splits: Sequence[int]) -> list[int]:
-        """Return the elements of the payload for splits of these numbers of values."""
+        """Return the number of payload elements per split; `splits` are numbers of values."""
 
     @abstractmethod
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
@@ -73,7 +73,7 @@ class Codec(ABC):
         """Return the largest error of each of these values, float64; see the module."""
 
     def nbytes(self, splits: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        """Return the bytes of the payload for splits of these numbers of values."""
+        """Return the bytes of the payload of all splits, which have these numbers of values."""
         return sum(self.payload_splits(splits)) * self.payload_dtype(dtype).itemsize
 
 
@@ -398,9 +398,9 @@ class LocalPart(NamedTuple):
 def local_part(sizes: Sequence[int], ranks: RankGroup) -> LocalPart | None:
     """Return the part of flat values for this rank, or None if it must be sent like the others.
 
-    Not sending it saves a copy, because backends copy a rank's message to itself. The other
-    messages must be contiguous, so this rank's must be the first or the last: always so with two
-    ranks.
+    Not sending it saves a copy, because backends copy a rank's message to itself. The messages for
+    the other ranks must be contiguous, so this rank must be the first or the last, as with two
+    ranks it always is. The result is None for one rank too.
     """
     if ranks.size == 1 or ranks.rank not in (0, ranks.size - 1):
         return None
@@ -469,8 +469,8 @@ def start_values(
 ) -> list[Awaitable[Received]]:
     """Start all-to-alls of values without headers; return awaitables of the decoded values.
 
-    Results are float32, or 16-bit payloads if their reader converts them. Rows for this rank itself
-    are not sent if possible; gradients for this rank are left out by the caller.
+    Results are float32, or 16-bit payloads, which readers convert. Rows for this rank itself are
+    not sent if possible. The caller may leave out gradients for this rank itself.
     """
     messages, results = [], []
     for values in batch:

@@ -1,14 +1,14 @@
 """Collectives of embeddings, as functions with gradients.
 
 Each function starts a collective and returns an `Awaitable`, so other work overlaps until `wait`.
-Backward overlaps too: it sends the gradient as soon as that of the output is known, and waits when
-that of the input is needed. Every function uses the all-to-all of `emblib.sharding.all_to_all`:
-messages may be empty or uneven, and sums are float32 (float64 for float64) in rank order, so they
-are reproducible. They are for other modules than sharded collections, which use
-`emblib.sharding.lookup`.
+In host memory the function returns once all ranks have called it (see headers in
+`emblib.sharding.all_to_all`). Backward overlaps too: it sends the gradient of the output as soon as
+it is known, and waits when the gradient of the input is needed. Messages may be empty or uneven.
+Sums are float32 (float64 for float64) in rank order, so they are reproducible. Sharded collections
+do not use these functions, but `emblib.sharding.lookup`.
 
-Every rank calls the same collectives in the same order, and either all ranks pass tensors that
-require gradients or none: a rank whose tensor is empty passes an empty one that does.
+Every rank must call the same collectives in the same order, and either all ranks or none must pass
+tensors that require gradients; a rank without values passes an empty tensor that does.
 `comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
 the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the

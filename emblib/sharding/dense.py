@@ -45,7 +45,7 @@ class DDP:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`.
 
-        A collective: `ranks` have a process group. `ignored` are names in `module`.
+        A collective. `ranks` must have a process group; `ignored` are names in `module`.
         """
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
@@ -94,7 +94,7 @@ class FullyShard:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Shard all parameters but those in `ignored`, and return the module itself.
 
-        A collective: `ranks` have a process group. `ignored` are names in `module`.
+        A collective. `ranks` must have a process group; `ignored` are names in `module`.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -178,7 +178,7 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
 def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
     """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank.
 
-    A collective: the modules of all ranks have the same names, shapes and dtypes.
+    A collective. The modules of all ranks must have the same names, shapes and dtypes; not checked.
     """
     if ranks.size == 1:
         return

@@ -1,11 +1,11 @@
 """Rank failures: name the ranks at fault when a collective fails, and start under torchrun.
 
 If a process dies, the error of the failed collective names at most an address. Inside
-`detect_rank_failures(ranks)` every rank writes a heartbeat to the store of its process group once a
-second, and its error if it fails itself. When a collective fails, the remaining ranks read the
-store and raise a `RankFailure` that names the ranks at fault. Nothing is recovered in place: a
-process group is lost with any of its members. `torchrun --max-restarts` starts all ranks again, and
-the job continues from its last checkpoint.
+`detect_rank_failures(ranks)` every rank writes heartbeats to the store of its process group, by
+default once a second, and its error if it fails itself. When a collective fails, the remaining
+ranks read the store and raise a `RankFailure` that names the ranks at fault. Nothing is recovered
+in place: a process group is lost with any of its members. `torchrun --max-restarts` starts all
+ranks again, and the job continues from its last checkpoint.
 
 `init_distributed()` makes the process group of a training script that torchrun has started, for the
 first time or after a failure.
@@ -73,7 +73,7 @@ class detect_rank_failures:
     use collectives: it goes around the training loop, not into it. A failure that is detected while
     no collective has failed is logged, e.g. of a stopped process, of a network that is down, or
     over NCCL, which waits for its own timeout. An error of this rank itself propagates unchanged,
-    and the `RankFailure` of the other ranks quotes it.
+    and the `RankFailure` of the other ranks quotes it. One rank alone writes and raises nothing.
 
     Args:
         ranks: the processes.
@@ -252,7 +252,8 @@ class _StatusBoard:
     def find_failure(self, timeout_s: float) -> RankFailure | None:
         """Return the ranks at fault for a failed collective; None if all ranks called it.
 
-        Waits up to `timeout_s` seconds for the other ranks, and raises nothing.
+        Writes that this rank called it, waits up to `timeout_s` seconds for the other ranks, and
+        raises nothing: if the store cannot be reached, the process that serves it is at fault.
         """
         try:
             self._store.set(f"call/{self._ranks.rank}", "here")
@@ -308,7 +309,10 @@ class _StatusBoard:
         return self._store.get(key) if self._store.check([key]) else b""
 
     def wait_for_readers(self, timeout_s: float) -> None:
-        """Wait until the other ranks have read the store, if it is in this process."""
+        """Wait up to `timeout_s` until the other ranks have ended, if the store is in this process.
+
+        They still read the store.
+        """
         if self._ranks.rank > 0 or _agent_has_store():
             return
         end = time.monotonic() + timeout_s
@@ -413,7 +417,9 @@ def init_distributed(
 
 
 def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
-    """Wait until gloo's threads have released the tensors of the last collectives, on Linux.
+    """Wait up to `seconds` until gloo's threads have released the tensors of the last collectives.
+
+    Does nothing outside of Linux.
 
     The threads outlive the process group while anything refers to it. A thread that releases the
     last reference to a tensor while the interpreter ends aborts the process ("terminate called
@@ -422,7 +428,7 @@ def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
     end, last_states = time.monotonic() + seconds, None
     while (threads := _gloo_threads()) and time.monotonic() < end:
         if threads == last_states and all(state == "S" for state, _ in threads.values()):
-            return  # none has run since the last look, so none waits for the interpreter's lock
+            return  # no thread has run since the last look, so none waits for the interpreter
         last_states = threads
         time.sleep(_MEET_POLL_SECONDS / 4)
 

@@ -2,10 +2,10 @@
 
 This is the first stage of a sharded lookup. `InputDist` sorts the ids of one collection by
 destination (rank, then unit), and the received ids by unit, then rank. `start_input_dists` sends
-the batches of several collections in two collectives, without waiting for either. The first has the
-numbers of bags and ids that each rank will get, which the host needs to allocate memory. The second
-has one message per rank and collection: lengths of bags, then ids, and weights and use counts if
-there are any. Small messages of several collections share one collective.
+the batches of several collections in two stages. The first sends the numbers of bags and ids that
+each rank will get, which the host needs to allocate memory. The second sends lengths of bags and
+ids, and weights and use counts if there are any. Small messages of all collections share one
+collective; of larger messages each kind and collection has its own.
 """
 
 from collections.abc import Sequence
@@ -52,11 +52,11 @@ class _Header(IntEnum):
 
 
 class _RowOrder(IntEnum):
-    """Order in which rows return, and whether nodes can sum them: the largest of all ranks."""
+    """Order in which rows return, and whether nodes can sum them; the maximum over ranks counts."""
 
-    BY_BAG = 0  # all units have equally many bags
-    BY_UNIT = 1  # they differ
-    BY_UNIT_UNSUMMED = 2  # and bags of units that nodes sum were dropped
+    BY_BAG = 0  # all units have the same number of bags
+    BY_UNIT = 1  # units may differ in their number of bags
+    BY_UNIT_UNSUMMED = 2  # as BY_UNIT, and bags of units that nodes sum were dropped
 
 
 class _Kind(IntFlag):
@@ -126,7 +126,7 @@ class OutgoingBatch(NamedTuple):
         num_ids: ids sent to each rank.
         num_replicated_ids: number of ids at the end of each rank's message that are for replicated
             tables.
-        skips_sums: whether bags of units that nodes sum were dropped, so that they cannot sum them.
+        skips_sums: whether bags of units that nodes sum were dropped, so that no node can sum.
         counts: int64, the uses that each id stands for; None once sent, or for one each.
     """
 
@@ -226,8 +226,8 @@ class InputDist(nn.Module):
     """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
 
     `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
-    `expect` when those of all ranks have come, and `finish` when the ids have. None of these
-    communicates; `outgoing` and `positions` may wait for the device.
+    `expect` once the sizes of all ranks have come, and `finish` to receive the ids. None of these
+    starts a collective; `outgoing` and `positions` may wait for the device.
 
     Args:
         layout: the units of all ranks.
@@ -374,7 +374,10 @@ class InputDist(nn.Module):
         return [[0] * (len(_Header) + end - begin) for begin, end in self._unit_ranges]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
-        """Return the bytes of the float32 rows that the ranks return for a batch, before codecs."""
+        """Return the bytes of the float32 rows that the ranks return for a batch, before codecs.
+
+        For unpooled rows it is an upper bound: all ids count with the largest dim.
+        """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
         return _FLOAT_BYTES * sum(map(mul, inputs.bags, self._dims))
@@ -472,7 +475,8 @@ class InputDist(nn.Module):
     def _skips_sums(self, lengths: Tensor, unit_bags: list[int]) -> bool:
         """Return whether summing in nodes would not reduce the number of rows sent between nodes.
 
-        For a feature with one id per bag, each bag has ids in only one block of rows.
+        For a feature with one id per bag, each bag has ids in only one block of rows. Waits for the
+        device if nodes sum any units.
         """
         if not self._summed_units:
             return False
@@ -602,7 +606,7 @@ def number_bags(has_ids: Tensor) -> Tensor:
 
     `has_ids` is bool `[units, bags]`, the result int32 of that shape. Nothing is read back.
     """
-    # `masked_fill_(~has_ids, -1)` takes half as long again.
+    # `masked_fill_(~has_ids, -1)` would take 50 % longer.
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
 
 
@@ -635,10 +639,10 @@ InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
 def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> InputsInFlight:
     """Send the sizes of batches, those of several collections together.
 
-    The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
-    the ids of a batch. All ranks pass the batches of the same collections in the same order. If a
-    rank passes a request without a batch, the first `wait` returns None on all ranks, and nothing
-    else is sent.
+    In host memory the call returns once all ranks have made it. The first `wait` receives the sizes
+    and sends the ids; `wait` on each of its results receives the ids of a batch. All ranks must
+    pass the batches of the same collections in the same order. If a rank passes a request without a
+    batch, the first `wait` returns None on all ranks, and nothing else is sent.
     """
     outgoing = [
         _Outgoing(request.input_dist, request.inputs, request.input_dist.outgoing(request.inputs))
@@ -679,7 +683,7 @@ def _send_ids(
     pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
     ranks: RankGroup,
 ) -> list[Awaitable[IncomingBatch]] | None:
-    """Receive the sizes, and send lengths, ids, weights and counts."""
+    """Receive the sizes, and send lengths, ids, weights and counts; None if a rank has no batch."""
     by_rank = pending.wait()
     if not all(common[_Common.HAS_BATCHES] for common, _ in by_rank):
         return None

@@ -67,7 +67,7 @@ class RankLayout(NamedTuple):
         units: the units, sorted by the module that looks them up.
         columns: sum of the columns of `units`.
         replicated_units: units of replicated tables whose ids are sent to every rank, see
-            `CollectionLayout`; the same on all ranks.
+            `CollectionLayout`; the same on all ranks. Empty if ids are not sent to replicas.
     """
 
     shards: tuple[TableShard, ...]

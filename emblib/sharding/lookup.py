@@ -29,7 +29,7 @@ from emblib.tables.recomputation import running_forward
 class Inputs(NamedTuple):
     """The input_dists of a collection's batch, and the function that joins the received batches.
 
-    A batch that is not sent is an awaitable of itself.
+    `requests` has an awaitable of the batch in place of a request if the batch is not sent.
     """
 
     requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
@@ -39,8 +39,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The lookups of a collection, and the function that joins their outputs.
 
-    `steps` has an output instead of a lookup whose rows are not sent. `join` takes the outputs of
-    all steps, in order, and returns that of the collection.
+    `steps` has the output in place of a lookup if its rows are not sent. `join` takes the outputs
+    of all steps, in order, and returns the output of the collection.
     """
 
     steps: Sequence[OutputStep | Tensor]
@@ -113,7 +113,10 @@ def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[An
 
 
 def start_input_dist(module: ShardedModule, features: Any) -> Awaitable[Awaitable[Any]]:
-    """Send the sizes of the batch of one collection, see `start_joint_input_dist`."""
+    """Send the sizes of the batch of one collection, see `start_joint_input_dist`.
+
+    `features` must not be None on any rank.
+    """
     sizes = start_joint_input_dist([InputCall(module, features)])
 
     def send_ids() -> Awaitable[Any]:

@@ -222,7 +222,7 @@ class DistributedModelParallel(nn.Module):
         return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model for the batch of this rank."""
+        """Run the model for the batch of this rank; all ranks must call this together."""
         self._joint_dist.start((args, kwargs))
         # If it raises, `end` does not run, and the next `start` forgets this forward.
         output = self._wrapped(*args, **kwargs)

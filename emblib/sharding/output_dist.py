@@ -151,8 +151,9 @@ class OutputStep(ABC):
 class _RowsInFlight:
     """The rows of the lookups of one `start_output_dists` in flight, and their gradients.
 
-    `connect` is called once per lookup; autograd then calls `send_gradient` for each output that
-    the loss uses, and after all of these `receive_gradient` for each of their lookups.
+    The constructor starts to send the rows. `connect` must be called once per lookup; autograd then
+    calls `send_gradient` for each output that the loss uses, and after all of these
+    `receive_gradient` for each of their lookups.
     """
 
     def __init__(self, steps: Sequence[OutputStep], ranks: RankGroup, *, is_merged: bool) -> None:
@@ -202,7 +203,7 @@ class _RowsInFlight:
         ]
 
     def connect(self, index: int) -> Tensor:
-        """Return the output of a lookup, connected to autograd."""
+        """Wait for the rows of a lookup, and return its output, connected to autograd."""
         step, token = self._steps[index], self._tokens[index]
         replica_rows, step.replica_rows, self._tokens[index] = step.replica_rows, None, None
         result: Tensor = _OutputNode.apply(token, replica_rows, self, index)
@@ -222,9 +223,9 @@ class _RowsInFlight:
     def send_gradient(self, index: int, grad: Tensor) -> Tensor | None:
         """Store the gradient of an output; return the gradient of the replicated tables' rows.
 
-        The gradients are sent when all outputs have one.
-
-        `grad` has the shape of the output of lookup `index`.
+        The latter is None if there are no such rows, or if a `gradient_sink` gets their gradients.
+        Once all outputs have a gradient, the gradients are sent; if the loss does not use all
+        outputs, `receive_gradient` sends them. `grad` has the shape of the output `index`.
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
@@ -242,7 +243,11 @@ class _RowsInFlight:
         return replica_grads.view(step.replica_shape)
 
     def receive_gradient(self, index: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of a lookup's rows, and of its `gradient_sink`."""
+        """Return the gradients of a lookup's rows, and of its `gradient_sink`; wait for them.
+
+        The first call of a backward sends gradients that are still to be sent, and lets the ranks
+        agree about the scale of a `GradScaler`.
+        """
         if self._ready_gradients:
             self._headers = self._start_headers()
             self._send()
@@ -257,7 +262,7 @@ class _RowsInFlight:
         )
 
     def _start_headers(self) -> Headers | None:
-        """Announce the gradients to the other ranks."""
+        """Send the header of the announced gradients; return None where ranks compare none."""
         indices = sorted(self._announced)
         self._announced = set()
         sizes = [self._steps[index].gradient_nbytes() for index in indices]
@@ -274,7 +279,7 @@ class _RowsInFlight:
         self._scaling.add(grad)
 
     def _send(self) -> None:
-        """Start to send the gradients that are ready."""
+        """Compare the headers, and start to send the gradients that are ready."""
         gradients, self._ready_gradients = self._ready_gradients, {}
         headers, self._headers = self._headers, None
         if headers is not None:
@@ -333,7 +338,7 @@ class _Scaling:
         step is skipped, as after an overflow.
 
         Raises:
-            RuntimeError: the scales differ, on every rank.
+            RuntimeError: the scales differ, and are in host memory; on every rank.
         """
         assert self._pending is not None
         is_finite, min_scale, negated_max_scale = self._pending.wait().unbind()
@@ -428,7 +433,7 @@ class _Packing(NamedTuple):
 class NodeSumDist:
     """Sums rows within the node of this rank and exchanges the sums between nodes.
 
-    All `ranks` make this together, with `sums_in_nodes(ranks)`.
+    All `ranks` must construct it together, and `sums_in_nodes(ranks)` must be true; not checked.
 
     Args:
         layout: the units of this rank.
@@ -448,7 +453,8 @@ class NodeSumDist:
         self._members = sums.units[ranks.rank]
         in_sums = {i for members in self._members for i in members}
         self._single = [i for i in range(len(layout.units)) if i not in in_sums]
-        # The bags and `by_unit` of the last batch, and their packing: batches are often alike.
+        # The bags and `by_unit` of the last batch, and their packing, which the next batch often
+        # needs again.
         self._packed: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
@@ -569,7 +575,7 @@ class NodeSumStep:
     """The sums within the node of one lookup's rows, and their gradients.
 
     Forward calls `pack`, `local_rows`, `sums`; backward `take_gradients`, `gradients`, `unpack`.
-    Each frees what the one before it has kept.
+    The caller must call them in this order: each uses and frees the tensors of the one before.
 
     Attributes:
         groups: the ranks of this node, and those with this local rank.
@@ -594,7 +600,7 @@ class NodeSumStep:
         self._gradients: Tensor | None = None
 
     def pack(self, local: Tensor) -> Tensor:
-        """Take the rows of this rank, flat; return those for single ranks."""
+        """Take the rows of this rank, flat; keep the rows to sum, and return all other rows."""
         packing = self._packing
         if not self.has_sums:
             self._rows = local[:0]
@@ -658,7 +664,7 @@ def start_sums(
 ) -> list[Awaitable[Received]]:
     """Sum rows within the node and start to send the sums; they follow the results of `direct`.
 
-    Waits for the ranks of this node.
+    Waits for the ranks of this node, unless all `steps` are None.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:
@@ -686,7 +692,8 @@ def start_gradients_of_sums(
 ) -> list[Awaitable[Received]]:
     """Start to send the gradients of sums to the ranks of the nodes that made them.
 
-    They follow the results of `direct`. Waits for the ranks with the local number of this one.
+    They follow the results of `direct`. Waits for the ranks with the same local number as this
+    rank, unless all `steps` are None.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:

@@ -164,8 +164,8 @@ def subgroup(
 ) -> dist.ProcessGroup | None:
     """Return a new gloo group of some of `ranks`, or of all of them; None on ranks outside it.
 
-    All of `ranks` call this together, and no other process does. Which other groups each of them
-    is in does not matter.
+    All of `ranks` must call this together, and no other process. It does not matter which other
+    groups each of them is in.
 
     Raises:
         ValueError: `ranks` have no process group.
@@ -229,7 +229,8 @@ _node_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, NodeRanks]] 
 def split_by_node(ranks: RankGroup) -> NodeRanks:
     """Return the groups of this node and across nodes, made by the first call of all `ranks`.
 
-    All of `ranks` call this together the first time; `sums_in_nodes(ranks)` is True.
+    All of `ranks` must call this together the first time, and `sums_in_nodes(ranks)` must be true;
+    not checked.
     """
     assert ranks.group is not None
     by_size = _node_ranks.setdefault(ranks.group, {})
@@ -262,7 +263,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def make_node_groups(ranks: RankGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return two new process groups: this node's ranks, and the ranks with this local rank.
 
-    All processes call this together.
+    All processes must call this together.
 
     Raises:
         ValueError: `ranks` are not all processes.

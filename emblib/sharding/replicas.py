@@ -29,10 +29,10 @@ _CHUNK_FLOATS = 1 << 23  # values per message, 32 MiB
 class ReplicatedModelParallel(DistributedModelParallel):
     """Shards the tables over groups of ranks; each group has a replica of all tables.
 
-    Ids and rows are exchanged within a group only; each replica takes memory. Gradients of the
-    dense part are averaged over all ranks in every step. Replicas of the tables drift apart until
-    `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation. With
-    plain SGD, `gradients=MEAN` and a `sync` per step the result is that of
+    Ids and rows are exchanged within a group only; each replica takes memory. By default gradients
+    of the dense part are averaged over all ranks in every step. Replicas of the tables drift apart
+    until `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation.
+    With plain SGD, `gradients=MEAN` and a `sync` per step the result is that of
     `DistributedModelParallel`; with SUM the update is that of all ranks ÷ the number of replicas.
 
     Args:

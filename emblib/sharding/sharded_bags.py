@@ -59,8 +59,9 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     columns of the output are in the order of the tables' configurations, whatever the plan, and
     MEAN divides by the lengths of this rank's batch.
 
-    `forward` returns before the rows have arrived. Its result waits when it is used; all ranks must
-    use the outputs of several collections in the same order.
+    `forward` waits for the ids of all ranks, looks them up, and returns before its rows have
+    arrived. Its result waits when it is used; all ranks must use the outputs of several collections
+    in the same order.
 
     Args:
         source: an `EmbeddingBagCollection`; its weights and optimizer state are kept.
@@ -143,8 +144,8 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[IncomingBatch]]:
         """Start to send ids to the ranks that store their rows.
 
-        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
-        those of all ranks. All ranks call this in the same order.
+        The first `wait` receives the sizes and sends the ids; `wait` on its result receives the ids
+        of all ranks. All ranks must call this in the same order.
         """
         return start_input_dist(self, features)
 
@@ -181,7 +182,10 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return Outputs([self._output_dist.step(local, replica_rows, sink, received)], join)
 
     def _gradient_sink(self, received: IncomingBatch) -> Tensor | None:
-        """Return the tensor through which replicated tables get gradients; None without any."""
+        """Return the tensor through which replicated tables get gradients.
+
+        None if there are no such tables, their parameters get gradients, or gradients are disabled.
+        """
         if (
             self.replicated is None
             or not self.replicated.is_synchronised

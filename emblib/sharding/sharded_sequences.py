@@ -238,12 +238,12 @@ class SequenceTables(ShardedTables):
         slices_per_unit = (ids_per_unit * self.unit_num_slices).tolist()
         unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
         num_received = [sum(slices_per_unit[a:b]) for a, b in pairwise(unit_bounds)]
-        # Per id: its first slice in the output, and the slices of it that come.
+        # Per id: its first slice in the output, and the number of its slices from the unit.
         first_slice = torch.repeat_interleave(self.unit_first_slice, ids_per_unit)
         first_slice += positions * (self.dim // self.vector_format.width)
         num_slices = torch.repeat_interleave(self.unit_num_slices, ids_per_unit)
         slices_before = num_slices.cumsum(0) - num_slices
-        # Per slice: its number among all, less that of the first slice of its id.
+        # Per slice: its number among the slices of its id.
         slice_in_id = torch.arange(sum(num_received), device=positions.device)
         slice_in_id -= torch.repeat_interleave(slices_before, num_slices)
         return torch.repeat_interleave(first_slice, num_slices) + slice_in_id, num_received
@@ -507,8 +507,8 @@ class ShardedEmbeddingCollection(StateOfTables):
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows.
 
-        The first `wait` sends the ids, once their sizes have come; `wait` on its result receives
-        those of all ranks. All ranks call this in the same order.
+        The first `wait` receives the sizes and sends the ids; `wait` on its result receives the ids
+        of all ranks. All ranks must call this in the same order.
         """
         return start_input_dist(self, features)
 

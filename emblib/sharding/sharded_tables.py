@@ -94,7 +94,10 @@ class ReplicatedTables(nn.Module):
     grad_anchor: Tensor  # scalar that ties outputs to autograd
 
     def forward(self, inputs: LocalBatch) -> Tensor:
-        """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled."""
+        """Return this rank's rows: `[B, columns]` or flat, or `[L, dim]` if not pooled.
+
+        The rows have no gradient if `is_synchronised`: `gradient_sink` gets it.
+        """
         ids, offsets, weights = reordered(inputs, self._features, self.order)
         sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
@@ -219,8 +222,9 @@ def common_seeds(
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
-    Shards of shared tables are not changed. A table whose kind of storage differs from the source
-    keeps its initial values.
+    Shards of shared tables are not changed, nor is anything if the source is on `meta`. A table
+    whose kind of storage differs from the source keeps its initial values. Hyperparameters are
+    copied between equal optimizers.
 
     Args:
         groups: shards of tables.
@@ -249,7 +253,10 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
 
 @without_gradients
 def equalise(groups: TableGroups, ranks: RankGroup) -> None:
-    """Copy the replicated tables of rank 0 to all ranks."""
+    """Copy the replicated tables of rank 0, with their hyperparameters, to all ranks.
+
+    A collective.
+    """
     if ranks.size == 1:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
@@ -322,7 +329,8 @@ def agreed_settings(
     """Return the checked settings of a sharded collection; all ranks call this.
 
     Raises:
-        ValueError: tables, plans, optimizers or settings differ between ranks.
+        ValueError: tables, plans, optimizers or settings differ between ranks, or are wrong here.
+        TypeError: a setting is of a wrong type, or `shared` lacks a table.
         RuntimeError: another rank's settings are wrong.
     """
 

@@ -35,8 +35,8 @@ ApplyGradients = Callable[[list[Tensor]], None]
 class SharedCores:
     """Adds up the gradients of the cores that the shards of one table share.
 
-    In every backward pass, also for an empty batch, each shard calls its `member` once; the last
-    call on a rank exchanges gradients with the other ranks.
+    In every backward pass, also for an empty batch, each shard must call its `member` once; the
+    last call on a rank exchanges gradients with the other ranks and updates all shards of the rank.
 
     Args:
         name: name of the table.
@@ -87,8 +87,8 @@ class SharedCores:
 def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     """Return the sum of `values` over `owners`, with the same bits on all of them.
 
-    `values` is flat and of equal length on all owners, of which this rank is one. All owners call
-    this and wait for each other.
+    `values` must be flat and of equal length on all owners, and this rank must be an owner. All
+    owners call this and wait for each other; one owner gets `values` itself.
     """
     if len(owners) == 1:
         return values
