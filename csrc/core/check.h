@@ -1,6 +1,6 @@
 // Checks of arguments that the entries of several ops share, and conversion of tensors to the
 // structs that kernels take. Every message states the rule, the value that was passed and, where
-// there is one, the remedy. An entry runs all checks before it writes anything.
+// there is one, the remedy. An entry must run all checks before it writes anything.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -48,7 +48,7 @@ inline const char* dtype_name(ScalarType type) {
 
 // The check functions below throw unless an argument has the property in their name. `op` and
 // `name` are the names of the op and of its argument, for the message. They look at dtype, shape
-// and device of tensors on any device; they read contents only where that is said.
+// and device of tensors on any device. Only check_layout reads contents.
 
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
@@ -235,9 +235,9 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
-// Return the BagMap of a batch: a variable one if `bag_layout` is passed, to which the result
-// points. `columns` is the number of columns of the pooled output of a fixed batch. Checks what
-// check_bag_layout or batch_size check.
+// Return the BagMap of a batch: the map of a variable batch if `bag_layout` is passed, to which the
+// result points. `columns` is the number of columns of the pooled output of a fixed batch. Checks
+// what check_bag_layout or batch_size check.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
                       const std::optional<Tensor>& bag_layout, int64_t columns) {
   if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};

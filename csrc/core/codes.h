@@ -10,8 +10,9 @@ namespace emb {
 enum class Pooling : int { kSum, kMean, kNone };
 inline constexpr const char* kPoolings[] = {"sum", "mean", "none"};
 
-// The reaction of `bounds_check` to violations: raise, warn, or only repair. There is no code for
-// BoundsCheck.NONE, for which the caller skips the op.
+// The reaction of `bounds_check` to violations: raise (on a GPU: trap), warn, or only repair. The
+// op itself only counts for a warning, and on the CPU raises where a repair would lose data
+// (tbe/check.h). There is no code for BoundsCheck.NONE, for which the caller skips the op.
 enum class BoundsMode : int { kFatal, kWarning, kIgnore };
 inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 

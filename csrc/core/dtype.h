@@ -31,8 +31,9 @@ constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<bfloat16>{}, static_cast<int>(Dtype::kBfloat16));
 }
 
-// A view of an array of int32 or int64 on the host or on a device. Each access takes a predictable
-// branch, which is cheap enough for offsets, of which a bag reads two.
+// A view of an array of int32 or int64 on the host or on a device. Each access takes a branch,
+// which is the same for the whole array. CPU loops over lookups that must be fast select the width
+// once, outside the loop.
 struct IndexArray {
   const void* data = nullptr;  // not owned
   bool is_int64 = true;        // else int32

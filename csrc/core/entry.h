@@ -1,8 +1,9 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
 // function emb::tbe_lookup as the op of that name. The wrapper does what all ops need: before the
-// call it rejects tensors whose storage is smaller than their size. After it, it turns a failed
-// allocation into an error that names the op, and a failed call into torch, which it recognises by
-// "API call failed" in the message, into one that names the op and says what torch says.
+// call it rejects tensors whose storage is smaller than their size. If the function throws, the
+// wrapper turns a failed allocation into an error that names the op. It does the same for a failed
+// call into torch, which it recognises by "API call failed" in the message, and adds torch's
+// message if torch offers it. All other errors pass unchanged.
 #pragma once
 
 #include <dlfcn.h>
@@ -36,9 +37,9 @@ struct AllocationError : std::runtime_error {
 };
 
 // Return a contiguous, uninitialised tensor of at most 4 dimensions on the device of `like`, of
-// dtype `type` or else that of `like`. Throws AllocationError with the reason that torch gives. On
-// a GPU the memory is freed in the order of torch's current stream. torch's `new_empty` is not used
-// because it looks the operator up by name at every call.
+// dtype `type`, or of the dtype of `like` without a `type`. Throws AllocationError with the reason
+// that torch gives. On a GPU the memory is freed in the order of torch's current stream. torch's
+// `new_empty` is not used because it looks the operator up by name at every call.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -105,13 +106,13 @@ inline void check_storage(const char* op, int argument,
   for (const torch::stable::Tensor& tensor : tensors) check_storage(op, argument, tensor);
 }
 
-// Add an overload for any new type of argument with tensors, such as a list of optional ones: this
-// one would accept it unchecked.
+// The overload for arguments without tensors. A new type of argument with tensors, such as a list
+// of optional tensors, needs its own overload: this one would accept it unchecked.
 template <class Value>
 void check_storage(const char*, int, const Value&) {}
 
-// Entry<function, Name>::call is `function` with these checks; Name::get() returns the op's name.
-// It throws std::runtime_error or what `function` throws.
+// Entry<function, Name>::call is `function` with the checks and errors of the wrapper; Name::get()
+// returns the op's name. It throws std::runtime_error or what `function` throws.
 template <auto function, class Name>
 struct Entry;
 

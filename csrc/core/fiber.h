@@ -143,8 +143,8 @@ class Fiber {
 
   Context context_;
   char* memory_ = nullptr;  // guard page and stack; null before `start`
-  // What AddressSanitizer reports when the fiber is left: its fake stack, and lowest address and
-  // size of its stack.
+  // The values that AddressSanitizer reports when the fiber is left: its fake stack, and lowest
+  // address and size of its stack.
   void* fake_stack_ = nullptr;
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;

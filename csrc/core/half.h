@@ -1,7 +1,7 @@
 // The storage types fp16 (half16) and bf16 (bfloat16): 16 bits in memory, float in registers. There
 // is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>` rounds to
 // nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host and device give the same
-// bits, except for those of a NaN.
+// bits, except for a NaN.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@
 namespace emb {
 
 // The size of a huge page where pages have 4 KiB, on x86-64 and ARM. Where huge pages are larger,
-// the system ignores the advice about parts of one.
+// the system ignores the advice about parts of a huge page.
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
 // Advise the system about the whole huge pages inside the `nbytes` bytes at `data`, which may begin

@@ -47,7 +47,7 @@ inline Isa cpu_isa() {
   return isa;
 }
 
-// Return the one of the three instances that was compiled for cpu_isa(). `Table` is a struct of
+// Return the instance, among three, that was compiled for cpu_isa(). `Table` is a struct of
 // function pointers.
 template <class Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {

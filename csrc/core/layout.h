@@ -31,8 +31,8 @@ static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
 // The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < num_bags. Offsets need
 // not be checked: they are clamped when they are read, so that every bag is a range inside [0,
-// num_lookups]. The last bag ends at num_lookups, whatever the last offset is. Lookups before the
-// first offset belong to no bag.
+// num_lookups]. (Bags of decreasing offsets may overlap; a repair prevents that.) The last bag ends
+// at num_lookups, whatever the last offset is. Lookups before the first offset belong to no bag.
 struct Bags {
   IndexArray offsets;  // [num_bags + 1], the first lookup of each bag
   int64_t num_bags = 0;

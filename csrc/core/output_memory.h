@@ -5,8 +5,9 @@
 //
 // The blocks belong to the process, because a tensor may be destroyed in another thread than the
 // one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
-// not see it. torch 2.10 cannot wrap such memory. With it, and with EMBLIB_KEEP_OUTPUTS=0 in the
-// environment, outputs use torch's memory, in huge pages.
+// not see it. Outputs use torch's memory instead if they are small (kMinOutputBlockBytes), with
+// torch 2.10, which cannot wrap such blocks, if EMBLIB_KEEP_OUTPUTS=0 is in the environment, or if
+// the system has no memory for a block.
 #pragma once
 
 #include <dlfcn.h>
@@ -46,7 +47,7 @@ class FreeOutputBlocks {
 
   // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlockBytes), in huge pages
   // where possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if
-  // the system has no memory.
+  // the system has no memory; `*bytes` is then a rounded size of no block.
   void* take(int64_t* bytes) {
     const int64_t requested = *bytes;
     // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
@@ -104,7 +105,8 @@ inline FromBlob from_blob_with_deleter() {
   return function;
 }
 
-// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits.
+// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits; other
+// types are not checked.
 constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   if (type == ScalarType::Byte) return 1;

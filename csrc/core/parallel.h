@@ -1,6 +1,6 @@
 // Parallel loops on torch's intra-op threads. Work is divided by cost, not by the number of items,
-// and no result may depend on where it is divided. The functions return when all calls have; a
-// `task` or `body` must not throw, and several threads call it at once.
+// and no result may depend on where it is divided. The functions return when all calls have
+// returned. Several threads call a `task` or `body` at once, so it must not throw.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

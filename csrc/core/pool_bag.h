@@ -1,6 +1,6 @@
 // Pooling on one CPU thread: sums of the rows of bags, for rows of any format (floats, packed
 // numbers, rows of other tensors). Sums over random rows are bound by cache misses, so every row is
-// prefetched a fixed number of rows before its use, across bags. Columns are processed in blocks of
+// prefetched Rows::distance() rows before its use, across bags. Columns are processed in blocks of
 // up to 8 registers: the sums of a block stay in registers while the block's columns of all rows
 // are read. Only `*_kernels.cpp` may include this header.
 #pragma once
@@ -82,8 +82,9 @@ EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish&
   if (column < dim) pool_tail(rows, column, begin, end, finish, out);
 }
 
-// Write the output rows of bags [first_bag, last_bag) of one feature, not empty. Row i of `rows` is
-// that of lookup i. `out` is the base element of the output, see BagRows.
+// Write the output rows of bags [first_bag, last_bag), at least one, of one feature; without
+// pooling, the output rows of their lookups. Row i of `rows` is the row of lookup i. `out` is the
+// base element of the output, see BagRows.
 template <class Rows, class O>
 EMB_HD void pool_bags(const BagRows& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {

@@ -14,10 +14,11 @@ EMB_HD uint64_t finalise(uint64_t x) {
   return x ^ x >> 33;
 }
 
-// Return the same hash after an addition, so that 0 is not a fixed point. It has two uses. Applied
-// twice to a key it selects the rank that owns the key, the same one on all ranks. Applied to a key
-// combined with a random number of the table it selects the key's buckets (HashTable::hash);
-// without that number an adversary could choose keys that fill one bucket.
+// Return the same hash after an addition, so that 0 is not a fixed point. Applied twice to a key it
+// selects the rank that owns the key, the same one on all ranks. Applied to a key combined with a
+// random number it selects the key's buckets in a table (HashTable::hash) or its cell in a scratch
+// table; without that number an adversary could choose keys that fill one bucket. It also
+// distributes slots over threads (hash_write_rows_).
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -26,7 +27,7 @@ EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 struct Random4 {
   uint32_t word[4];
 };
-// The counter of a call, four words too.
+// The counter of a call of philox, four words.
 struct Counter4 {
   uint32_t word[4];
 };
@@ -36,8 +37,8 @@ inline constexpr int kPhiloxRounds = 10;
 inline constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
 inline constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
 
-// Return the four words of a counter under the key `seed`. random_block.h has the same for many
-// counters of a CPU kernel.
+// Return the four words of a counter under the key `seed`. random_block.h does the same for many
+// counters at once, in CPU kernels.
 EMB_HD Random4 philox(uint64_t seed, const Counter4& counter) {
   uint32_t c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);

@@ -13,9 +13,9 @@ inline constexpr int kBlockWords = 4 * kBlockCounters;
 
 #if defined(__AVX2__)
 
-// A register of 64-bit lanes. A lane has a word of a counter in its low half; what is in its high
-// half does not matter, since a multiplication reads low halves only. Compilers do not know that,
-// and multiply all 64 bits, which takes three times as long.
+// A register of 64-bit lanes. A lane has a word of a counter in its low half. The contents of its
+// high half do not matter, since a multiplication reads low halves only. Compilers do not know that
+// and multiply all 64 bits, which takes three times as long; hence the intrinsics.
 #if defined(__AVX512F__)
 typedef uint64_t WordVec __attribute__((vector_size(64)));
 
@@ -77,9 +77,9 @@ EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words)
 
 #endif
 
-// Write the words of `counters` counters, at most kBlockCounters, to `words`, four each; what
-// follows them in `words` is overwritten. The counters are `counter` and those after it, whose word
-// kCounted is greater by 1 each.
+// Write the words of `counters` counters, at most kBlockCounters, to `words`, four each; the rest
+// of `words` may be overwritten. The first counter is `counter`; word kCounted of each next counter
+// is greater by 1.
 template <int kCounted>
 EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
                          uint32_t (&words)[kBlockWords]) {

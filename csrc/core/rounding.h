@@ -1,7 +1,7 @@
 // Stochastic rounding from float to 16 bits. A value is rounded up or down at random, such that its
 // mean is exact (to 2^-37 where half is subnormal): updates far below one unit in the last place
-// still count on average. The random words come from a counter made of row, columns, step and
-// tensor, so they are the same on any number of threads and on any device.
+// still count on average. The random words come from the seed and a counter made of row, columns,
+// step and tensor, so they are the same on any number of threads and on any device.
 #pragma once
 
 #include <cmath>
@@ -73,8 +73,8 @@ EMB_HD bfloat16 round_randomly<bfloat16>(float x, uint32_t word) {
 }
 
 // Return the bits of |x| * 2^-112, truncated. The factor moves the exponent bias from 127 to 15, so
-// that they are those of a half followed by 13 more: for numbers below 2^-14 too, whose spacing is
-// 2^-24 in half and 2^-37 here.
+// the result is the bits of a half followed by 13 more bits. This also holds for numbers below
+// 2^-14, whose spacing is 2^-24 in half and 2^-37 here.
 EMB_HD uint32_t half_bits_and_13_more(float x) {
 #if defined(__CUDA_ARCH__)
   return float_bits(__fmul_rz(fabsf(x), 0x1p-112f));
@@ -97,9 +97,9 @@ EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
 }
 
-// Round four numbers as round_randomly does, and pack two to a word. What is too large for an
-// addition and a shift is rare, and costs a branch for all four: a fused update of 16-bit rows is
-// bound by these instructions.
+// Round four numbers as round_randomly does, and pack two to a word. Numbers that are too large for
+// an addition and a shift are rare and take a branch, which rounds all four again. The usual case
+// has few instructions, because they bound a fused update of 16-bit rows.
 template <class T>
 EMB_HD void round_four(const float (&x)[4], const Random4& random, uint32_t (&packed)[2]) {
   constexpr bool kIsHalf = std::is_same_v<T, half16>;

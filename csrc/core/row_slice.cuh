@@ -237,16 +237,17 @@ inline int lanes_for(int64_t dim, int columns_of_lane) {
   return lanes;
 }
 
-// The columns of rows are divided among at most so many blocks of a grid.
+// The maximum number of blocks of a grid among which the columns of a row are divided.
 inline constexpr int64_t kMaxStripes = 64;
 
-// The most blocks that a multiprocessor holds at once (fewer if their threads or registers fill it
-// before). Grids whose threads loop over the items are limited to a multiple of it per
-// multiprocessor: more where items differ in length, so that new blocks replace those that end
-// early, less for short kernels, whose blocks have little to do.
+// The maximum number of blocks that a multiprocessor holds at once; their threads or registers may
+// limit it further. Grids whose threads loop over the items are limited to a multiple of it per
+// multiprocessor: a greater multiple where items differ in length, so that new blocks replace
+// blocks that end early, a fraction for short kernels, whose blocks have little to do.
 inline constexpr int kResidentBlocks = 32;
-// The most threads that a multiprocessor of an A100 or H100 holds at once. Grids of
-// kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once.
+// The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. Grids of
+// kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once if
+// its registers and shared memory allow it.
 inline constexpr int kResidentThreads = 2048;
 
 // Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
@@ -260,8 +261,8 @@ inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it use
 
 // Add weighted rows from arbitrary addresses to `sum`: the inner loop of forward and backward. Each
 // of the first `steps` lanes of a group holds one row: its offset in elements from the table, or a
-// negative number for no row, and its weight. Every lane adds its own columns of these rows, in the
-// order of the lanes, with kRowsInFlight rows in flight.
+// negative number for no row, and its weight. Every lane adds the columns that it owns of these
+// rows, in the order of the lanes, with kRowsInFlight rows in flight.
 //
 // `base` is the address of this lane's first column in a row with offset 0; `lanes` is the number
 // of lanes per group. All 32 lanes of the warp call this with the same `lanes` and `steps`; lanes

@@ -2,7 +2,8 @@
 // of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
 // Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
 // at a time; then each thread searches for its elements between these two only. A tile has a fixed
-// number of elements, so a long interval does not unbalance the work.
+// number of elements, so a long interval does not unbalance the work. warp_search is also used
+// alone, for one element per warp.
 #pragma once
 
 #include "core/simt.cuh"
@@ -13,8 +14,8 @@ inline constexpr int kTileThreads = 256;  // threads per block of kernels that t
 inline constexpr int kTileSize = 1024;    // elements per tile
 
 // Return the last i in [0, n) with starts(i) <= x, or -1 if there is none. All 32 lanes of a warp
-// must call this with the same arguments and get the same result. `starts(i)` returns int64 and
-// should not decrease; if it does, the result is some i in [-1, n).
+// must call this with the same arguments; they get the same result. `starts(i)` returns int64 and
+// should not decrease; if it decreases, the result is some i in [-1, n).
 template <class Starts>
 EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -33,13 +34,13 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   return low;
 }
 
-// The intervals that the elements of a tile are in.
+// The intervals of the first and the last element of a tile, between which `find` searches.
 struct TileSearch {
   int first, last;  // interval of the tile's first and last element; -1 before all intervals
 
-  // Find them, by all threads of a block of at least two warps. `starts(i)` is where interval i in
-  // [0, n) starts. The tile is [begin, end), not empty. `shared` is shared memory for two ints that
-  // may be used again when the constructor returns. Contains barriers.
+  // Find both. All threads of a block of at least two warps must call this. `starts(i)` is where
+  // interval i in [0, n) starts. The tile is [begin, end), not empty. `shared` is shared memory for
+  // two ints that may be used again when the constructor returns. Contains barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
     const unsigned warp = threadIdx.x / simt::kWarp;

@@ -1,13 +1,14 @@
 // The part of CUDA that kernels may use, in a form that both nvcc and a host compiler understand.
 //
 // Kernels live in `*.cuh` files as plain `__global__` functions and templates; these files include
-// only torch-free headers. Under nvcc the names below are CUDA's own. Under a host compiler they
-// come from core/simt_host.h, an emulation in which the threads of a block are fibers that meet at
-// barriers and warp collectives, and blocks run one after another. So tests run every kernel
-// without a GPU (tests/simt).
+// only torch-free headers. Under nvcc the names below are CUDA's own or wrap them. Under a host
+// compiler CUDA's names come from core/simt_host.h, an emulation in which the threads of a block
+// are fibers that meet at barriers and warp collectives, and blocks (or clusters) run one after
+// another. So tests run every kernel without a GPU (tests/simt).
 //
-// Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
-// CudaLauncher (core/launch.h), or simt::HostLauncher in the emulation.
+// Host code starts kernels through a launcher object: CudaLauncher (core/launch.h), or
+// simt::HostLauncher in the emulation. Both have the same functions; the usual one is
+// `launcher(kernel, grid, block, args...)`.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +27,8 @@
 #define EMB_GRID_CONSTANT
 #endif
 
-// Kernels keep to this contract; the emulation reports a violation where a GPU would hang or read
-// garbage:
+// Kernels must keep to this contract. The emulation ends the launch with a report where a GPU would
+// hang; where a GPU could read garbage, it reports or lets the kernel read NaN:
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,

@@ -49,7 +49,8 @@ struct WarpValues {
 //
 // `run` is called by the host, on one system thread; the other functions by the fiber of the
 // current thread of the kernel. `where` is the source line of the call in the kernel, for reports.
-// Whatever breaks the rules of core/simt.cuh ends the launch: `run` throws std::runtime_error.
+// A violation of core/simt.cuh that the emulation detects ends the launch: `run` throws
+// std::runtime_error. Shared memory that must not be read yet, or any more, reads as NaN instead.
 class Machine {
  public:
   static Machine& get() {
@@ -198,7 +199,7 @@ class Machine {
 
   void commit_copies() { ++threads_[current_].copy_groups; }
 
-  // Complete all groups of copies of this thread but the latest `groups_in_flight`.
+  // Complete all groups of copies of this thread except the latest `groups_in_flight` groups.
   void wait_for_copies(unsigned groups_in_flight) {
     Thread& self = threads_[current_];
     std::vector<Copy> in_flight;

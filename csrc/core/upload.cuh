@@ -28,7 +28,7 @@ struct UploadWords {
 // Extra work of an upload that begins an update step; all pointers are to device memory. It fills a
 // gradient with zeros and counts the step. If the gradient of the batch is not finite, the step is
 // skipped: it is not counted, and the uploaded words from `first_of_step` on, the arguments of the
-// update, arrive as 0.
+// update, are written as 0. The gradient is filled with zeros in any case.
 struct BeginStep {
   float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
   int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill

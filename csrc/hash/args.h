@@ -11,8 +11,8 @@
 // and grows by splitting one at a time. A new bucket receives entries of one old bucket only, and
 // entries that are not moved keep their slots.
 //
-// A *position* is an index into the ids of a batch, a *miss* one of the distinct missing keys of a
-// batch, numbered by table and first position.
+// A *position* is an index into the ids of a batch. A *miss* is one of the distinct missing keys of
+// a batch; misses are numbered by table and first position.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +80,7 @@ enum class InsertStatus : uint8_t {
 EMB_HD constexpr bool has_scores(HashOrder order) {
   return order != HashOrder::kNone && order != HashOrder::kLru;
 }
-// Return whether that score is a count of uses; else the caller assigns it.
+// Return whether the score of an order is a count of uses; otherwise the caller assigns the score.
 EMB_HD constexpr bool order_counts_uses(HashOrder order) {
   return order == HashOrder::kLfu || order == HashOrder::kLruLfu;
 }
@@ -154,11 +154,11 @@ EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
 // Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
 // `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad, in 1024ths.
 //
-// A bucket that is not split yet receives twice as many keys as one that is. If buckets were added
-// at the rate of keys, the unsplit ones would be full long before the table is. So a level, a power
-// of two of buckets, is split completely, while its keys grow by a quarter from the number that
-// filled it to `load`. Then no bucket is split until twice as many buckets are filled to `load`.
-// The last level ends at `max_buckets`.
+// A bucket that is not split yet receives twice as many keys as a split bucket. If buckets were
+// added at the rate of keys, the unsplit buckets would be full long before the table is. So a
+// level, a power of two of buckets, is split completely, while its keys grow by a quarter from the
+// number that filled it to `load`. Then no bucket is split until twice as many buckets are filled
+// to `load`. The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
   const int64_t per_bucket = kSlots * load;  // keys per bucket at that load, in 1024ths
   int64_t level = 1;
@@ -171,7 +171,7 @@ EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets
 }
 
 // One table, for kernels on the CPU and on the GPU: a view of the tensors of the index. Buckets and
-// slots are numbered from those of the table's first bucket.
+// slots are numbered from the table's first bucket and slot.
 struct HashTable {
   uint8_t* tags;      // [buckets * kSlots]
   int64_t* entries;   // [buckets * kSlots, words]
@@ -215,9 +215,9 @@ inline constexpr uint8_t kUnknownShare = 255;
 // Code that breaks one of them, because it writes tags or entries or lowers a rank, empties the
 // queue. If it lowers a stamp, it also resets `exhausted_at`.
 //
-// Threads: those of `find` write only `size`, 0, and atomically. Those of `choose` take `locked`
-// before they use other members, if several threads choose. In `commit` one thread works on a
-// bucket, without the lock.
+// Threads: `find` writes only the value 0 to `size`, atomically. If several threads run `choose`,
+// they take `locked` before they use other members. In `commit` one thread works on a bucket,
+// without the lock.
 struct EvictionQueue {
   int64_t sorted_at;  // the clock at which the elements were sorted
   uint8_t size;       // number of elements
@@ -225,7 +225,8 @@ struct EvictionQueue {
   uint8_t share;      // `commit`: slots that the bucket may still assign in this round, or
                       // kUnknownShare
   uint8_t locked;     // 1 while a thread of `choose` uses the queue: taken by an atomic exchange
-  uint16_t ages[kAgeCodes];  // at least 1 each; 0 for a code that was not used since the sort
+  // By age code - 1: at least 1; 0 if the code was not used since the sort.
+  uint16_t ages[kAgeCodes];
   uint8_t elements[kSlots];  // in ascending order of known ranks
   int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
 };
@@ -241,8 +242,8 @@ struct HashTouch {
   EvictionQueue* queues;  // by bucket of the table; null if the index has none
 };
 
-// The insertion of misses into one table. Arrays but `ids` have an element per miss of the batch,
-// also of other tables; slots are numbered within the table.
+// The insertion of misses into one table. All arrays except `ids` and `queues` have an element per
+// miss of the batch, including misses of other tables; slots are numbered within the table.
 struct HashInsertion {
   HashTable table;
   HashOrder order;
@@ -292,9 +293,9 @@ struct RowBuffer {
 
 // The functions of find_kernels.cpp for one instruction set.
 struct HashFindKernels {
-  // Write the slot of each of n ids to `slots` [n], -1 if the table does not have it; return the
-  // number of hits. If `touch` is not null, update the entries of hits; several threads may do so
-  // at once.
+  // Write the slot of each of n ids to `slots` [n], -1 if the table does not have the id; return
+  // the number of hits. If `touch` is not null, update the entries of hits, and empty the eviction
+  // queues of buckets that this may reorder; several threads may do so at once.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
   // Correct `slots` [n] after entries have moved: find each id again that is no longer in its slot.
@@ -308,7 +309,8 @@ struct HashInsertKernels {
   // may be. Several threads may choose at once if `is_shared`.
   void (*choose)(const HashInsertion&, bool is_shared, const int64_t* pending, int64_t n,
                  Choice* choices);
-  // Execute, in their order, the choices whose bucket is in [begin, end). `pending` and `choices`
+  // Execute, in their order, the choices whose bucket is in [begin, end): write tags, entries and
+  // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`
   // are those of `choose`. A miss that gets no slot because the bucket has assigned its share keeps
   // kNoSlot and the status kMiss. Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,

@@ -1,15 +1,16 @@
 // `hash_insert_batch_` on the CPU: the insertion of a training batch and the grouping of its
-// lookups in one call, for batches about which the caller decides nothing. Ids repeat within a
-// batch, so every step but the first and the last works on distinct keys:
+// lookups in one call, for batches in which every missing key is admitted. Ids repeat within a
+// batch, so every step except the first and the last works on distinct keys:
 //   (1) The keys of each table are numbered in the order of their first positions (number_keys).
 //   (2) They are found and touched.
-//   (3) The missing ones are inserted, and their rows get their first values.
+//   (3) The missing keys are inserted, and their rows get their first values.
 //   (4) The positions are grouped by key. The sizes of groups are known from (1), so this is one
 //       pass, not a sort. The backward pass takes the groups.
-// In front of stores in host memory (tier_insert_batch_), rows of evicted keys are copied out after
-// (3), and rows of the store to their keys.
+// If stores in host memory are behind the tables (tier_insert_batch_), rows of evicted keys are
+// copied out after (3), and keys of the store get their rows from the store.
+//
 // Index and rows end as hash_touch_, hash_insert_ and hash_initial_rows_ leave them. A batch is
-// *served*, or the op changes nothing: see HashBatchCall.
+// *served*, or the op changes nothing: see hash_insert_batch_.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -31,11 +32,11 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 namespace {
 
-// The maximum number of positions of a table that one thread numbers: its scratch table is then in
-// the core's own cache.
+// The maximum number of positions of a table that one thread numbers: the scratch table then fits
+// the private cache of a core.
 constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
 constexpr int64_t kPositionsPerTask = 4096;  // minimum number of positions that a thread numbers
-// The maximum number of positions of a table, relative to the share of a thread in all of them.
+// The maximum number of positions of a table, relative to the number of all positions per thread.
 constexpr int64_t kMaxImbalance = 4;
 
 // Copy offsets, [num_bags + 1], to `copy`; return whether they ascend from 0 to n. A negative sign
@@ -142,8 +143,8 @@ struct TableSegments {
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads may take whole tables: none is too large for the cache of a core, and
-  // the others do not wait for the largest one for long.
+  // Return whether threads may take whole tables: no table is too large for the cache of a core,
+  // and the other threads do not wait long for the thread of the largest table.
   bool are_balanced() const {
     int64_t largest = 0;
     for (size_t t = 0; t + 1 < first_positions.size(); ++t) {
@@ -404,8 +405,9 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
 // Insert a batch. Return [offsets, starts, slots, rows, segments, lookups, bags, count]: the
 // offsets as int32; the first position of each feature, int64 [F + 1]; BatchGroups. If keys were
 // missing, the status of the key of each position follows, uint8 [n]. Return nothing, and change
-// nothing, if the batch is not served: if its offsets do not ascend from 0 to n, if a table may
-// have to grow, or if a table has too many positions for one thread.
+// nothing, if the batch is not served: if there are no bags, if the offsets do not ascend from 0 to
+// n, if a table may have to grow, or if a table has too many positions for one thread
+// (are_balanced).
 std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                        const Tensor& features, const Tensor& ids,
                                        const Tensor& offsets, const Tensor& tables,
@@ -501,7 +503,8 @@ struct BatchStores {
 struct StoredMisses {
   std::vector<int64_t> slots;  // by miss: the record of its key, kNoSlot if it has none
 
-  // Find them. Where the order counts uses, add those of the record to the uses of the miss.
+  // Find the records of the misses. Where the order counts uses, add the uses in a record to the
+  // uses of its miss in `missing`.
   StoredMisses(const HashBatchCall& call, const BatchStores& stores, const DistinctKeys& distinct,
                const int64_t* offsets, MissingKeys* missing)
       : slots(missing->keys.size()) {
@@ -553,10 +556,10 @@ struct TableMoves {
         refused(allocate_words(like, {misses, 2})),
         demoted_numbers(misses, -1) {}
 
-  // Swap the rows of a table whose first miss is `first`: copy those of evicted keys out of their
-  // slots, and rows of the store to those of their keys. Misses without a slot get overflow rows.
-  // Write slots and status of the misses as they are then: kHit for a row of the store, kNew for a
-  // miss that was refused.
+  // Swap the rows of a table whose first miss is `first`: copy the rows of evicted keys out of
+  // their slots, and rows of the store to the slots of their keys. Misses without a slot get
+  // overflow rows. Update slots and status in `missing`: kHit for a key with a row in the store,
+  // else kNew for a miss that was refused.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
             const StoredMisses& stored, int64_t first, const int64_t* evicted,
             MissingKeys* missing) {

@@ -2,11 +2,11 @@
 // op, which both its CPU and its CUDA entry construct. The constructor checks what the host knows
 // of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
 // reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
-// are trusted. All of them throw an error that states the rule and the offending value.
+// are trusted. Constructors and checks throw an error that states the rule and the offending value.
 //
 // The structs hold pointers into the tensors of the caller and are used within one call. Their
 // arrays are named after the arguments of the ops, which emblib/ops/hash.py describes: n is the
-// number of positions of the batch, T the number of tables, S that of slots of all tables.
+// number of positions of the batch, T the number of tables, S the number of slots of all tables.
 #pragma once
 
 #include <initializer_list>
@@ -512,8 +512,8 @@ struct RowMatrix {
     return rows.const_data_ptr();
   }
 
-  // Return the matrix as bytes, of the alignment that it has in common with `other_addresses`,
-  // which rows are copied from or to; null where there is none.
+  // Return the matrix as bytes, with the alignment that it has in common with `other_addresses`,
+  // from or to which rows are copied; an address may be null.
   RowBytes as_bytes(std::initializer_list<const void*> other_addresses) const {
     const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
     void* data = const_cast<void*>(values.const_data_ptr());
@@ -523,8 +523,8 @@ struct RowMatrix {
     return {data, dim * size, stride * size, count, alignment_of(bits)};
   }
 
-  // Return a word of 32 bits that consists of the default value in the dtype of the matrix, twice
-  // if that has 16 bits. Throws unless the dtype is float32, float16 or bfloat16.
+  // Return a word of 32 bits with the default value in the dtype of the matrix, twice if the dtype
+  // has 16 bits. Throws unless the dtype is float32, float16 or bfloat16.
   uint32_t fill(const char* op, double value) const {
     const auto number = static_cast<float>(value);
     switch (float_dtype(op, "values", values.scalar_type())) {
@@ -540,13 +540,13 @@ struct RowMatrix {
 
 // The ops on rows. Results are allocated but not written.
 
-// The arguments and results of `hash_find_rows`. Row s of the matrix is that of slot s of all
-// tables together: the rows of table t begin with that of the first slot of its first bucket.
+// The arguments and results of `hash_find_rows`. Row s of the matrix belongs to slot s of all
+// tables together: the rows of table t begin with the row of the first slot of its first bucket.
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
   uint32_t fill;  // the default value, see RowMatrix::fill
-  // [n, dim], the row of each key, default values for a missing key; bool [n], whether the table
-  // has the key.
+  // `rows` is [n, dim], the row of each key, default values for a missing key. `found` is bool [n],
+  // whether the table has the key.
   Tensor rows, found;
 
   FindRowsCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,

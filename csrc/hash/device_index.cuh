@@ -157,7 +157,8 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
 }
 
 // Divide n elements into one part per block of the grid, in the order of the blocks. Return where
-// the part of `block` begins, a multiple of kTileThreads; for the number of blocks, at least n.
+// the part of `block` begins, a multiple of kTileThreads. If `block` is the number of blocks, the
+// result is at least n.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }
@@ -183,15 +184,15 @@ EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int in
   }
 }
 
-// Do the same with the whole grid's loop divided among all its blocks.
+// Do the same for the share of this block in a loop over the whole grid.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
                             const Body& body) {
   for_each_of(GridShare{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
-// Call `body(position, table)` for every position of a batch in the same way. The table is -1 if
-// the position is in no segment, is beyond n, or if the index has no such table.
+// Call `body(position, table)` for every position of a batch in the way of for_each_of. The table
+// is -1 if the position is in no segment, is beyond n, or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
@@ -207,8 +208,8 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
 // function, and must call `flush` at the end.
 class TableTally {
  public:
-  // `sums` is the address of the counter of table 0; that of the next table is `stride` words after
-  // it.
+  // `sums` is the address of the counter of table 0; the counter of the next table is `stride`
+  // words later.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
   // Add 1 to the counter of this lane's table if `counts`. Table -1 counts nothing.
@@ -240,7 +241,7 @@ class TableTally {
     count_ += count;
   }
 
-  // Add what is in registers to memory.
+  // Add the sum in registers to memory, and clear it.
   EMB_DEVICE void flush() {
     if (count_ != 0 && lane_in_warp() == 0)
       simt::atomic_add(sums_ + int64_t{table_} * stride_, count_);

@@ -1,6 +1,6 @@
-// Parts of the hash ops on the CPU that several of them share: with the insertion of a whole batch
-// (batch_cpu.cpp) and with the moves of rows to and from a store (tiers_cpu.cpp). The functions of
-// the index check nothing: their arguments have been checked.
+// Parts of the hash ops on the CPU that hash_cpu.cpp and initial_cpu.cpp share with the insertion
+// of a whole batch (batch_cpu.cpp) and with the moves of rows to and from a store (tiers_cpu.cpp).
+// insert_misses and InitialRows::write check nothing: the caller must have checked the arguments.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ struct MissArrays {
 };
 
 // Insert the admitted misses of every table, which changes the index and its counters. Writes slots
-// and status of all misses.
+// and status of all misses, and the evicted entries unless arrays.evicted is null.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 
@@ -58,14 +58,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
 Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables);
 
-// The row buffers of all tables, and how their new rows begin. The tensors own the memory.
+// The row buffers of all tables, and the initial values of new rows. The tensors own the memory.
 class InitialRows {
  public:
   // Check, after in.check(op), that the rows in `layout` lie inside their row buffers.
   InitialRows(const char* op, const InitialInputs& in);
 
   // Write row slots[i] of each row buffer of table t for its misses i, [offsets[t],
-  // offsets[t + 1]), in parallel, unless the slot is -1. The key of a miss is ids[first[i]].
+  // offsets[t + 1]), in parallel, unless the slot has no row, such as -1. The key of a miss is
+  // ids[first[i]].
   void write(const int64_t* ids, const int64_t* first, const int64_t* offsets, const int64_t* slots,
              int64_t seed) const;
 
@@ -89,7 +90,7 @@ class InitialRows {
 // emblib/ops/tiers.py.
 
 inline constexpr int64_t kCacheLineBytes = 64;
-// Bytes of a row that are prefetched; the hardware prefetches the rest of a longer one.
+// Maximum number of bytes of a row that are prefetched; the hardware prefetches the rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;           // rows between a prefetch and the copy
 inline constexpr int64_t kBytesPerTask = 1 << 16;  // minimum number of bytes that a thread copies

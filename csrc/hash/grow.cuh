@@ -25,11 +25,11 @@ struct Growth {
   DeviceRowBuffers buffers;
   DeviceMisses misses;  // for which the tables grow
   // Scratch by table: [T] admitted misses, used if not all are admitted; [T] buckets before; and
-  // [T + 1] new buckets, where those of table t are [first_new[t], first_new[t + 1]) of all.
+  // [T + 1] new buckets: table t has the new buckets [first_new[t], first_new[t + 1]) of all.
   int64_t *admitted_misses, *old_buckets, *first_new;
 };
 
-// Add the admitted misses of every table to `admitted_misses`, which is 0 before.
+// Add the admitted misses of every table to `admitted_misses`, which must be 0 before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_count_admitted_kernel(Growth growth) {
   __shared__ int range[2];

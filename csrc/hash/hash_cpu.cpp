@@ -47,8 +47,8 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
 // from the batch: miss m has the key ids[first[m]].
 class MissSet {
  public:
-  // `first` is filled by the caller, for every number before that is passed as `next`. At most
-  // `max_keys` keys may be added.
+  // The caller must write first[next] before it passes `next` to find_or_add, and may add at most
+  // `max_keys` keys.
   MissSet(const int64_t* ids, const int64_t* first, int64_t max_keys)
       : ids_(ids),
         first_(first),
@@ -238,8 +238,8 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
 }
 
 // Insert the admitted misses of a table, which has misses [begin, end). In every round more of them
-// may choose (`choosers`), and those that got no slot in the round before choose again; it ends
-// when every miss has a slot or is refused.
+// may choose (`choosers`), and misses that got no slot in earlier rounds choose again. The rounds
+// end when every admitted miss has a slot or is refused.
 void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
   std::vector<int64_t> pending;
   std::vector<Choice> choices;
@@ -321,8 +321,8 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
 
 namespace {
 
-// Write the slot and the status of every position of the batch: those of its miss if it has one,
-// otherwise its slot before and kHit.
+// Write the slot and the status of every position of the batch, if these results are wanted: the
+// slot and status of its miss if it has one, otherwise its slot before the insertion and kHit.
 void fill_positions(const InsertCall& call) {
   const auto* inserted = call.inserted.const_data_ptr<int64_t>();
   const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
@@ -340,8 +340,9 @@ void fill_positions(const InsertCall& call) {
 }  // namespace
 
 // Insert the admitted misses of a batch: into an empty slot, or by eviction of an entry that the
-// batch does not use. See InsertCall for arguments and results. `ids` are those of the batch;
-// `first`, `totals` and `offsets` are results of hash_touch_.
+// batch does not use; a miss that gets neither is refused. See InsertCall for arguments and
+// results. `ids` are the ids of the batch; `first`, `totals` and `offsets` are results of
+// hash_touch_.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
@@ -446,7 +447,7 @@ char* row_in(const RowBytes& rows, int64_t slot) {
 }
 
 constexpr int64_t kRowBytesPerTask = 1 << 15;  // minimum number of bytes that a thread copies
-constexpr int64_t kBytesPerCopy = 16;          // what the copy of a row costs besides its bytes
+constexpr int64_t kBytesPerCopy = 16;          // fixed cost of the copy of a row, in bytes
 
 // Call `body(begin, end)` for ranges that together are [0, n), in parallel, where every number
 // stands for the copy of one row.
@@ -532,8 +533,9 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   return call.rows;
 }
 
-// Write a row to each slot; the last one of a slot remains. Slots are distributed over threads by
-// their hash, and every thread goes through all positions in order.
+// Write a row to each slot; if a slot is repeated, its last row remains. Slots outside the matrix
+// are skipped. Slots are distributed over threads by their hash, and every thread goes through all
+// positions in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   const RowBytes target = call.matrix.as_bytes({});
@@ -564,7 +566,7 @@ void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
   }
 }
 
-// Add rows to those in slots. See AddRowsCall.
+// Add rows to the rows in slots. See AddRowsCall.
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);

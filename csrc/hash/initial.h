@@ -16,7 +16,7 @@ namespace emb {
 // The distribution of initial values. kKeyModulo is the key, as an unsigned number, modulo
 // kKeyModulus, in every element.
 enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
-inline constexpr uint64_t kKeyModulus = 100000;  // that of DynamicEmb's DEBUG initialiser
+inline constexpr uint64_t kKeyModulus = 100000;  // as in DynamicEmb's DEBUG initialiser
 
 // How the rows of a table in a row buffer are initialised: a row of the tensor `rules`, float64
 // [T, P, 7].
@@ -52,7 +52,7 @@ EMB_HD Counter4 row_counter(int64_t stream, int64_t key, uint32_t block) {
   return {{static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
            static_cast<uint32_t>(stream), block}};
 }
-inline constexpr int kRowBlockWord = 3;  // the word of that counter that has the block
+inline constexpr int kRowBlockWord = 3;  // the word of a row_counter that has the block
 
 // Return the natural logarithm of a normal (not subnormal) number in (0, 1), with a relative error
 // of about 1e-13.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kElementsPerTask = 4096;  // approximate minimum number of elements per thread
 
-// Check that `offsets` ascend, and that `first` are positions in `ids`. Slots need no check: those
+// Check that `offsets` ascend, and that `first` are positions in `ids`. Slots need no check: slots
 // without a row are ignored.
 void check_misses(const char* op, const InitialInputs& in) {
   const auto* offsets = in.offsets.const_data_ptr<int64_t>();
@@ -32,8 +32,8 @@ void check_misses(const char* op, const InitialInputs& in) {
   }
 }
 
-// Write row slots[i] of each row buffer for every miss i, unless the slot is -1. See InitialInputs
-// for the tensors; `seed` selects the random numbers.
+// Write row slots[i] of each row buffer for every miss i, unless the slot has no row, such as -1.
+// See InitialInputs for the tensors; `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {

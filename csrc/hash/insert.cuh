@@ -54,7 +54,7 @@ struct Insertion {
   int64_t* evicted;  // by miss, three words each
   // Scratch.
   int32_t* last_in_chain;      // by bucket: the last miss of its chain, or a ChainState
-  int32_t* previous_in_chain;  // by miss: the previous one of its chain, negative for the founder
+  int32_t* previous_in_chain;  // by miss: the previous miss of its chain, negative for the founder
   int32_t* chosen_bucket;      // by miss: the bucket that it chose last
   int32_t* pending;         // by miss: from offsets[t] on, a list of pending misses of each table t
   int32_t* num_pending;     // [T], the length of each list
@@ -181,9 +181,9 @@ EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
   return match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss of table t, if `is_active`. Afterwards the miss is
-// refused, or in the chain of a bucket; return whether it is in a chain. The table is not changed.
-// All 32 lanes must call this.
+// Choose a bucket for this lane's miss of table t, if `is_active`. Afterwards the miss is in the
+// chain of a bucket, or has the status kRefused; return whether it is in a chain. The table is not
+// changed. All 32 lanes must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
@@ -349,8 +349,9 @@ EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, in
   insertion.last_in_chain[bucket] = slot.exhausts ? kExhaustedBucket : kEmptyChain;
 }
 
-// Serve the chains that were founded by this warp's misses, and leave them empty. `miss`, of table
-// t, is this lane's miss if `is_active`. All 32 lanes must call this.
+// Serve the chains that were founded by this warp's misses, and leave them empty: write tags,
+// entries, and the results of the misses that get a slot. `miss`, of table t, is this lane's miss
+// if `is_active`. All 32 lanes must call this.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   const bool is_founder =
       is_active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
@@ -552,9 +553,9 @@ struct PendingList {
 };
 
 // Run the remaining rounds, from `first_round` on, for tables block, block + blocks, ..., until no
-// miss is pending: neither those on the lists nor those that may choose in later rounds only.
+// miss of them is pending: neither a listed miss nor a miss that may choose in later rounds only.
 // Neighbours on a list go to different warps. Called by all threads of the block; `list_size` is
-// shared memory for one int.
+// shared memory for one int. It has barriers.
 EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
                               int* list_size) {
   const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kBlockWarps;
@@ -604,9 +605,9 @@ struct BatchSlots {
   uint8_t* status;        // [n] output: InsertStatus
 };
 
-// Write the slot and the status of this block's share of the positions: those of its miss if the
-// position has one, otherwise its slot before and kHit. The loads of kLoads positions are in flight
-// at once.
+// Write the slot and the status of each position in this block's share: the slot and status of its
+// miss if the position has one, otherwise its slot before the insertion and kHit. The loads of
+// kLoads positions are in flight at once.
 EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch,
                                const GridShare& share) {
   constexpr int kLoads = 4;
@@ -660,8 +661,9 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
 }
 
 // The last kernel, after `rounds` rounds. The first `finishers` blocks that begin finish the
-// tables. The others, of which there must be at least one, wait for them, count the results of the
-// misses and write those of all positions. A block waits for blocks only that have begun before it.
+// tables. The other blocks, of which there must be at least one, wait for them, count the results
+// of the misses in the index, and write the results of all positions. A block waits only for blocks
+// that have begun before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocks)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
   __shared__ int range[2];

@@ -4,10 +4,11 @@
 // assigns at most its share of slots (`slots_of_round`); a miss that comes too late stays pending.
 // HashInsertKernels in args.h describes the functions and their arguments.
 //
-// The entry that a full bucket evicts first is read from its eviction queue (args.h), mostly the
-// first element. If that was used since it became an element, it moves to the place of its present
-// rank; if the queue is empty or its elements do not decide, the bucket is sorted again. The result
-// is always the entry of the lowest rank, whatever the queue contained before.
+// The entry that a full bucket evicts first is read from its eviction queue (args.h); usually it is
+// the first element. If that entry was used since it became an element, the element moves to the
+// position of its present rank; if the queue is empty or its elements do not decide, the bucket is
+// sorted again. The result is always the entry of the lowest rank that the batch does not use,
+// whatever the queue contained before.
 
 #include <cstring>
 
@@ -58,9 +59,10 @@ struct QueuedBucket {
   }
 };
 
-// Sort all entries of a bucket into its queue. They are ordered by the first word that the order
-// compares, as far as its distance from the minimum fits 26 bits, by counting for each how many are
-// less; then those that are equal in that are ordered by their whole rank.
+// Sort all entries of a bucket into its queue; for LRU the queue then keeps only the entries that
+// the batch does not use. Entries are ordered by the first word that the order compares, as far as
+// its distance from the minimum fits 26 bits, by counting for each entry how many are less. Then
+// entries that are equal in this are ordered by their whole rank.
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
@@ -138,9 +140,9 @@ EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRan
   return bucket.is_current(element) && less(bucket.rank(element), rank);
 }
 
-// Add the entry in a slot that is no element, because it is new or its rank rose. If its place is
-// not found within kMaxSteps, the queue is cut there: what is not in it ranks higher than its last
-// known rank. An empty queue stays empty.
+// Add the entry in a slot that is no element, because it is new or its rank rose. If its position
+// is not found within kMaxSteps, the queue is cut there: entries that are no elements rank higher
+// than the last known rank. An empty queue, and the queue of LRU, stay as they are.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
@@ -166,7 +168,7 @@ EMB_HD void add_element(const QueuedBucket& bucket, int way) {
 }
 
 // Find the entry of the lowest rank that this batch does not use. Return whether the queue decides
-// which one that is; then write it to `candidate`, or kNoSlot if there is none.
+// which entry that is. Only if it does, `candidate` is that entry, or has kNoSlot if there is none.
 EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate) {
   const EvictionQueue& queue = *bucket.queue;
   *candidate = {};
@@ -185,8 +187,8 @@ EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate)
   return queue.size == kSlots;
 }
 
-// Move the first element to the place of its present rank if it does not have its known rank;
-// return whether that was so. Empty a queue of another order.
+// Empty a queue of another order. If the first element does not have its known rank, move it to the
+// position of its present rank, or drop it, and return true.
 EMB_HD bool settle_first(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
   if (queue.order != static_cast<uint8_t>(bucket.insertion.order) || queue.size > kSlots) {
@@ -402,7 +404,7 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
   insertion.status[miss] = static_cast<uint8_t>(status);
 }
 
-// Replace an entry of a full bucket by a miss.
+// Replace an entry of a full bucket by a miss, and update the queue of the bucket.
 EMB_HD void replace(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
   fill(bucket.insertion, miss, slot, InsertStatus::kEvicting);
   const int way = static_cast<int>(slot & kWayMask);
@@ -442,7 +444,7 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
   replace(bucket, miss, candidate.slot);
 }
 
-// Prefetch the entries that `add_element` compares first with one in the place of element 0.
+// Prefetch the entries that `add_element` compares first after element 0 has been replaced.
 EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t number) {
   const EvictionQueue& queue = insertion.queues[number];
   if (queue.size < 2 || queue.size > kSlots || insertion.order == HashOrder::kLru) return;
@@ -493,8 +495,8 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
   }
 }
 
-// Move the entries of a bucket that no longer belong there, now that the table `before` has become
-// `table`.
+// Move the entries of a bucket that no longer belong there, with their rows, now that the table
+// `before` has become `table`.
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);

@@ -210,8 +210,8 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
   if (threadIdx.x == 0) offsets[num_tables] = before;
 }
 
-// Publish the number of first positions of a part, the sum of `firsts` over the block; wait for the
-// parts before it and return the sum of theirs. Called by all threads of the block; `sums` is
+// Publish the number of first positions of a part, the sum of `firsts` over the block. Wait for the
+// earlier parts and return the sum of their numbers. Called by all threads of the block; `sums` is
 // shared memory, [kBlockWarps].
 EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t firsts,
                                  int64_t* sums) {
@@ -230,10 +230,10 @@ EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t f
   return total;
 }
 
-// Add the uses of positions that are not the first ones of their keys to `totals`. `group` is the
-// miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null for 1
-// each, and then a key that occurs several times in the warp is added once. All 32 lanes must call
-// this.
+// Add the uses of positions that are not the first position of their key to `totals`. `group` is
+// the miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null
+// for 1 each: then one lane adds for all lanes of the warp with the same miss. All 32 lanes must
+// call this.
 EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position, int64_t* totals) {
   if (!__any_sync(simt::kFullMask, group >= 0)) return;
   __threadfence();  // the uses of the first position were written before its number
@@ -251,9 +251,9 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
 inline constexpr int kNumberBlocks = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
-// each. The grid has one block per part; all cells are claimed. `first` and `totals` have n
-// entries, of which those after the last miss become 0: each position that is not the first one of
-// a miss writes one of them, counted from the end.
+// each. The grid must have one block per part, and all cells must have been claimed. `first` and
+// `totals` have n entries; entries after the last miss become 0: each position that is not the
+// first position of a miss writes one of them, counted from the end.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocks)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {

@@ -9,7 +9,7 @@
 namespace emb::cuda {
 
 // Write the slot of every key to `slots` [n], kNoSlot for a missing key; claim a cell for each key
-// that has a slot. The cells are empty before.
+// that has a slot. The cells must be empty before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
@@ -43,8 +43,8 @@ namespace emb::cuda {
   sizes.flush();
 }
 
-// Which keys `hash_expire_` removes: those of buckets [first_bucket, first_bucket + num_buckets) of
-// a table whose stamp is less than `before`.
+// The keys that `hash_expire_` removes: the keys in buckets [first_bucket, first_bucket +
+// num_buckets) of a table whose stamp is less than `before`.
 struct ExpireWindow {
   int table;
   int64_t first_bucket, num_buckets;

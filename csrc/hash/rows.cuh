@@ -1,6 +1,6 @@
-// Rows of values by slot on the GPU: finds and reads them, reads them, starts new ones, writes
-// them, adds to them, and gathers those of evicted keys. check.h describes the arguments of the
-// ops. All pointers are to device memory of the caller.
+// Rows of values by slot on the GPU: finds keys and reads their rows, reads rows by slot, starts
+// new rows, writes rows, adds to rows, and gathers the rows of evicted keys. check.h describes the
+// arguments of the ops. All pointers are to device memory of the caller.
 //
 // Copies: a warp takes 32 positions. Each lane computes, once, where the row of its position comes
 // from and where it goes. Then groups of lanes copy the rows and get the addresses by shuffles; a
@@ -103,9 +103,9 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   return bit;
 }
 
-// Copy the rows of the warp's lanes; `move` is that of this lane. kTwice says that `also` may be
-// set, kStreams that no kernel reads the first targets soon. `fill` is the word of default values,
-// see RowMatrix::fill. All 32 lanes must call this.
+// Copy the rows of the warp's lanes; `move` is the copy of this lane's row. kTwice: `also` may be
+// set. kStreams: no kernel reads the first targets soon. `fill` is the word of default values, see
+// RowMatrix::fill. All 32 lanes must call this.
 template <bool kTwice, bool kStreams, class Unit>
 EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fill) {
   const unsigned moves = __ballot_sync(simt::kFullMask, move.to != nullptr);
@@ -148,8 +148,9 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
   }
 }
 
-// Find keys; write their rows to `out` [n], and to `found` [n] whether the index has them. Rows are
-// by slots of all tables together: those of table t begin with that of its first slot.
+// Find keys; write their rows to `out` [n], default values for missing keys, and to `found` [n]
+// whether the index has them. Rows are by slots of all tables together: the rows of table t begin
+// with the row of its first slot.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
@@ -177,8 +178,8 @@ struct StartingRows {
   const int64_t* first;   // [n], by miss: the first position of the key, in [0, n), not checked
 };
 
-// Write the rows of new keys to the matrix, and the row of every position to `out` [n], contiguous;
-// null `out` if these are not wanted. Slots without a row have default values.
+// Write the rows of new keys to the matrix, unless starting.data is null, and the row of every
+// position to `out` [n], contiguous, unless `out` is null. Slots without a row give default values.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
@@ -231,8 +232,8 @@ struct SlotCells {
   }
 }
 
-// Write `rows` [n], contiguous rows by position, to their slots; of a repeated slot only the last
-// one. All cells are claimed.
+// Write `rows` [n], contiguous rows by position, to their slots; for a repeated slot only the last
+// row. All cells must have been claimed.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_write_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n, SlotCells keys,
@@ -334,8 +335,8 @@ struct EvictedMatrix {
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
 }
 
-// Gather the rows of evicted keys of one matrix to `rows`, and their entries if asked for, by a
-// grid of as many blocks as `evicted.counts` has.
+// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless entries.keys is
+// null. The grid must have as many blocks as `evicted.counts` has entries.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits shape,
@@ -439,7 +440,7 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   });
 }
 
-// Launch `hash_add_rows_`: add the rows `from` [n] to those in their slots.
+// Launch `hash_add_rows_`: add the rows `from` [n] to the rows in their slots.
 template <class Launcher>
 void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype,
                      const SlotGroups& groups, const void* from) {

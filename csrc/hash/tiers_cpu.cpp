@@ -8,8 +8,9 @@
 // of the evicted key out of the slot and the stored row in, while the slot is in the cache. The
 // addresses are random, so rows are prefetched some rows ahead.
 //
-// Slots are distinct, so threads need no order: a result is the same for any number of them.
-// emblib/ops/tiers.py describes arguments and results.
+// The caller must pass distinct slots; this is not checked. Then threads need no order, and a
+// result is the same for any number of threads. emblib/ops/tiers.py describes arguments and
+// results.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -25,7 +26,7 @@
 namespace emb {
 namespace {
 
-// What a swap does with the slot of a miss.
+// The rows that a swap moves out of and into the slot of a miss.
 struct Move {
   int64_t slot;  // -1 for none
   int64_t out;   // number of the demoted row that leaves the slot, -1 for none
@@ -76,7 +77,8 @@ struct SwapCall {
   }
 
  private:
-  // Write slots and status of the misses; those that were refused get overflow rows in order.
+  // Write slots and status of the misses; misses that were refused get overflow rows in order.
+  // Throws for a slot outside the buffers.
   void assign_slots(const int64_t* slot_of, const uint8_t* status_of, int64_t first_overflow) {
     int64_t* slot = slots.mutable_data_ptr<int64_t>();
     auto* state = static_cast<uint8_t*>(status.mutable_data_ptr());
@@ -117,8 +119,8 @@ struct SwapCall {
   }
 };
 
-// Copy the rows of evicted keys out of their slots, and write rows of the store to those of their
-// keys. See SwapCall.
+// Copy the rows of evicted keys out of their slots, and write rows of the store to the slots of
+// their keys. See SwapCall.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
     std::vector<Tensor> buffers, const Tensor& slots, const Tensor& status, const Tensor& evicted,
     const Tensor& found, const Tensor& rows, int64_t first_overflow) {
@@ -149,8 +151,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
 }
 
-// Read the records in those of `slots`, int64 [n], that are not -1. Return their positions, int64
-// [m], words, int64 [num_words, m], and rows, uint8 [m, row_bytes].
+// Read the records in all `slots`, int64 [n], except -1. Return the positions in `slots` that were
+// read, int64 [m], their words, int64 [num_words, m], and rows, uint8 [m, row_bytes].
 std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Tensor& slots_in,
                                              int64_t row_bytes) {
   const char* op = "tier_read";
@@ -186,8 +188,8 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   return {positions, words_out, values};
 }
 
-// Write records to `slots`, int64 [n], which are distinct or -1 for none: words, int64 [num_words,
-// n], and rows, uint8 [n, row_bytes].
+// Write records to `slots`, int64 [n], which must be distinct or -1 for none (only the range is
+// checked): words, int64 [num_words, n], and rows, uint8 [n, row_bytes].
 void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_in,
                  const Tensor& values_in) {
   const char* op = "tier_write_";
@@ -251,7 +253,7 @@ struct HostStore {
     std::memcpy(record + records.head_bytes(), row, records.stride - records.head_bytes());
   }
 
-  // Give the entry in a slot its stamp and score. Its rank may fall, so its bucket's queue is
+  // Write stamp and score of the entry in a slot. Its rank may fall, so the bucket's queue is
   // emptied.
   void set_entry(int64_t slot, const int64_t* head) const {
     int64_t* entry = index.table(0).entry(slot);
@@ -264,10 +266,10 @@ struct HostStore {
   }
 };
 
-// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that have no record after the n
-// `entries` with their `rows` were put: those that were evicted, whose records are still in their
-// slots, and those that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted` are
-// results of hash_insert_, by miss.
+// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that lose their record when the
+// n `entries` with their `rows` are put: evicted entries, whose records must still be in their
+// slots, then entries that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted`
+// are results of hash_insert_, by miss.
 std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
                                         const char* rows, int64_t n, const int64_t* slots,
                                         const int64_t* miss_slots, const uint8_t* status,
@@ -301,10 +303,10 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
 }
 
 // Remove the keys `lifted`, int64 [m], from a store, and put rows into it: `entries` int64 [n, 3]
-// has their keys, which are distinct, stamps and scores, `rows` is uint8 [n, row_bytes]. A row
-// replaces that of its key; in a full store it evicts the row of the lowest rank. Return entries
-// and rows that were dropped, [k, 3] and [k, row_bytes]: the evicted ones, then those of `entries`
-// without a slot.
+// has their keys, stamps and scores, `rows` is uint8 [n, row_bytes]. The keys must be distinct; not
+// checked. A row replaces the stored row of its key; a new key evicts the row of the lowest rank
+// where its buckets are full. The clock of the store advances. Return entries and rows that were
+// dropped, [k, 3] and [k, row_bytes]: the evicted entries, then the `entries` without a slot.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {

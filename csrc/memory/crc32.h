@@ -71,7 +71,8 @@ inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registe
 
 // The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
-// Return the remainder of `value` shifted by the distance that `factors` stand for, plus `next`.
+// Return `value` shifted by the distance of `factors`, plus `next`: 128 bits that have the right
+// remainder modulo the polynomial.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
                                                                  __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);

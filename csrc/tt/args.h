@@ -17,10 +17,10 @@
 namespace emb {
 
 // A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
-// a module: keys and ids are numbered table after table, so that those of a table are a range of
-// every sorted array. In names and shapes, u counts the U distinct left halves of a batch, v its V
-// distinct right halves, j its M distinct rows; L is the number of lookups and T of tables. All
-// structs hold pointers that they do not own.
+// a module: keys and ids are numbered table after table, so that the keys or ids of a table are a
+// range of every sorted array. In names and shapes, u counts the U distinct left halves of a batch,
+// v its V distinct right halves, j its M distinct rows; L is the number of lookups, T the number of
+// tables. All structs hold pointers that they do not own.
 
 inline constexpr int kMaxCores = 4;  // cores per table
 
@@ -43,12 +43,12 @@ struct TtHalf {
 };
 
 // A row of the `tables` tensor of an op: how ids of a table become keys, and where its keys and the
-// ids of its halves begin among those of all tables. The key of a row within its table is
+// ids of its halves begin in the numbering of all tables. The key of a row within its table is
 // (id of its left half) * right_ids + (id of its right half).
 struct TtTableIds {
   int64_t rows;                                // rows of the table
   int64_t multiplier, offset;                  // id i has row (multiplier * i + offset) % rows
-  int64_t left_outer_rows, left_inner_rows;    // those of TtHalf for the left half
+  int64_t left_outer_rows, left_inner_rows;    // outer_rows and inner_rows of the left TtHalf
   int64_t right_ids;                           // ids of right halves
   int64_t left_is_pair;                        // 1 or 0
   int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
@@ -105,13 +105,13 @@ struct TtShape {
 // returns. Rows j are in key order, so that the rows of left half u are [left_segments[u],
 // left_segments[u + 1]). The rows of right half v are right_rows[right_segments[v]], ...,
 // right_rows[right_segments[v + 1] - 1], ascending. Numbers u, v and j count those of all tables;
-// entries behind the last one that exists are unspecified.
+// entries after the last existing one are unspecified.
 struct TtPlan {
   int64_t capacity;  // rows for which the tensors have room: L
   int64_t tables;    // T
   // Ids of the distinct left halves, ascending [L]; segments [L + 1]; left half u of each row [L].
   const int32_t *lefts, *left_segments, *row_lefts;
-  // These three for right halves, and the rows sorted by right half [L].
+  // The same three arrays for right halves, and the rows sorted by right half [L].
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
   const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
 
@@ -162,8 +162,8 @@ struct TtHalfCores {
   }
 };
 
-// The values of halves: the first `num_saved` in a buffer that the forward pass saved. The others
-// are in `rest`: rows of a core, if `ids` is not null, or else a buffer that begins with half
+// The values of halves. The first `num_saved` are in a buffer that the forward pass saved. The
+// others are in `rest`: rows of a core if `ids` is not null, else a buffer that begins with half
 // `first_rest`.
 struct TtValues {
   const float* saved = nullptr;  // [num_saved][size]
@@ -186,7 +186,7 @@ struct TtRowsArgs {
   TtHalfCores left;
   int right_columns;       // columns of a right half
   const float* right;      // [V][right_columns, rank] values of the right halves
-  TtValues right_natural;  // the same, each [rank, right_columns]; read if lanes_along_right()
+  TtValues right_natural;  // these values as [rank, right_columns]; read if lanes_along_right()
   const int32_t *left_segments, *row_rights;  // of the plan, from the table's first half on
   int64_t first_right;                        // the number that row_rights has for v = 0
   float* saved;  // [num_saved][value size], an output: values of the first left halves
@@ -198,9 +198,9 @@ struct TtRowsArgs {
   EMB_HD bool lanes_along_right() const { return right_columns >= left.half.columns(); }
 };
 
-// The gradients of the cores of one half, an output: of the core rows that the batch uses. The
-// gradient of an inner row is complete once all halves with that row have been processed. Gradients
-// of outer rows are stored per half, and summed afterwards by `sum_outer`.
+// The gradients of the core rows of one half that the batch uses, an output. The gradient of an
+// inner row is complete once all halves with that row have been processed. Gradients of outer rows
+// are stored per half, and summed afterwards by `sum_outer`.
 struct TtHalfGrads {
   float* inner;                  // [..][inner_size]; null if the half is no pair
   const int32_t* inner_numbers;  // the row of `inner` of each half
@@ -209,8 +209,8 @@ struct TtHalfGrads {
 };
 
 // The optimizer step on inner rows as soon as their gradients are complete and still in the cache.
-// TtHalfGrads::inner then has room for `capacity` rows only, and the halves of a call must begin
-// and end with an inner row.
+// TtHalfGrads::inner then has room for `capacity` rows only, and a call must get all halves of each
+// of its inner rows; not checked.
 struct TtInnerStep {
   UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
   UpdateRowsArgs args = {};       // `rows` is the core row of each number; `grads` is set by apply
@@ -274,15 +274,16 @@ struct TtReverseArgs {
   int64_t a, q, b;
 };
 
-// The kernels. [begin, end) is a range of halves, if nothing else is said; `scratch` is
-// tt_scratch_size floats of this thread alone. Calls for disjoint ranges may run at once, if
-// nothing else is said.
+// The kernels. [begin, end) is a range of halves unless a comment names other items; `scratch` is
+// tt_scratch_size floats of this thread alone. Calls for disjoint ranges may run at once unless a
+// comment excludes it.
 struct TtTable {
   // Write the values of halves of a pair to `values`, which begins with half `begin`.
   void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);
-  // Write the rows of left halves, and the values of those below num_saved.
+  // Write the rows of left halves, and save the values of the halves below num_saved.
   void (*rows)(const TtRowsArgs&, float* scratch, int64_t begin, int64_t end);
-  // Write the gradients of the cores of left halves, or apply the step to those of the inner core.
+  // Write the gradients of the cores of left halves. With a step, apply it to the inner core
+  // instead of keeping the gradients of inner rows.
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
   // Add rows to the gradients of the values of right halves.
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
@@ -298,7 +299,8 @@ struct TtTable {
   void (*reverse)(const TtReverseArgs&, int64_t begin, int64_t end);
 };
 
-// Return the floats of scratch that any kernel above needs on one thread; `dim` is that of a row.
+// Return the floats of scratch that any kernel above needs on one thread, for rows of `dim`
+// columns.
 inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
   return kTtBlock * (2 * half.value_size() + half.outer_size()) + half.inner_size() +
          half.value_size() + dim;

@@ -1,7 +1,7 @@
 // The kernels of cached tensor trains on the GPU: tt_stored_kernel splits the lookups of a batch
-// into those of stored rows and those of rows that the cores make, tt_count_kernel counts lookups
-// and hits per table. A thread takes a lookup. If all lookups of a warp belong to one feature, as
-// most do, one lane adds their number, else each lane adds its own.
+// into lookups of stored rows and lookups of rows that the cores make; tt_count_kernel counts
+// lookups and hits per table. A thread takes a lookup. If all lookups of a warp belong to one
+// feature, which is usual, one lane adds their number; otherwise each lane adds its lookup.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -18,7 +18,7 @@ inline constexpr int kStoredThreads = 256;
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) args.split(i);
 }
 
-// Return the last feature that begins at or before lookup i, -1 if there is none or if i is behind
+// Return the last feature that begins at or before lookup i, -1 if there is none or if i is after
 // the last lookup of all features.
 EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   int64_t low = -1, high = args.num_features;
@@ -63,7 +63,7 @@ void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
            kStoredThreads, args);
 }
 
-// Add to args.counters, likewise.
+// Add the lookups and hits of all features to args.counters. Does not wait for the device.
 template <class Launcher>
 void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
   if (args.n == 0 || args.num_features == 0) return;

@@ -1,5 +1,5 @@
-// Lookups of tensor trains some of whose rows are *stored*: which lookups read a stored row and
-// which have their row made from the cores, and the counts of lookups and hits per table. Pointers
+// Lookups of tensor trains of which some rows are *stored*: which lookups read a stored row, for
+// which lookups the cores make the row, and the counts of lookups and hits per table. Pointers
 // are to memory of the device on which the op runs; n is the number of lookups.
 #pragma once
 

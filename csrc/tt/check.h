@@ -1,7 +1,7 @@
 // Checks of the tensor-train ops, shared by the CPU and the GPU: the shapes that cores and factors
 // imply, the layout of the tables, the plan of a batch, optimizer states. A check raises with the
-// name `op`; all checks run before anything is written. What is said to run "on the CPU only" reads
-// the contents of tensors, which on a GPU are trusted.
+// name `op`; all checks run before anything is written. Checks that are marked "on the CPU only"
+// read the contents of tensors; on a GPU contents are trusted.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -49,8 +49,8 @@ inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
 
-// Check the dtype and shape of the layout tensor `name` of the tables, or of those that features
-// read, int64 [T, 10] and contiguous, and return its rows.
+// Check the dtype and shape of the layout tensor `name`, int64 [T, 10] with a row per table or
+// [F, 10] with a row per feature, and contiguous. Return its rows.
 inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Tensor& tables) {
   check_dtype(op, name, tables, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tables.dim() == 2 && tables.size(1) == kTtTableColumns && tables.is_contiguous(),
@@ -163,7 +163,7 @@ struct TtTables {
   int64_t size() const { return static_cast<int64_t>(shapes.size()); }
 
  private:
-  // Number the ids and keys of another table behind those of the tables before.
+  // Number the ids and keys of another table after the ids and keys of the earlier tables.
   void append(const char* op, const TtShape& shape) {
     const TtHalf left = shape.left(), right = shape.right();
     const double keys = static_cast<double>(left.ids()) * static_cast<double>(right.ids());
@@ -377,8 +377,8 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
           counters->size(1)};
 }
 
-// Check `hyper` and the optimizer states of `tt_update_`, all of the first core, then all of the
-// second, .., and return the weights and states of each core.
+// Check `hyper` and the optimizer states of `tt_update_`: all states of the first core, then all of
+// the second, and so on. Return the weights and states of each core.
 inline std::vector<TierMemory> check_core_states(const char* op, int64_t optimizer,
                                                  const std::vector<Tensor>& cores,
                                                  const std::vector<Tensor>& states,

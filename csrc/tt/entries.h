@@ -15,7 +15,7 @@ struct TtPlan;
 struct TtTables;
 
 // Return the key of each lookup within its table, int64 [L]: see tt_key. Indices are repaired. A
-// lookup before the first bag, which no bag uses, is taken for one of any feature.
+// lookup before the first bag, which no bag uses, gets a key of any one of the tables.
 Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
                const Tensor& feature_tables);
 
@@ -27,13 +27,14 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
                             int64_t left_ids, int64_t right_ids);
 
 // Write the distinct rows of all tables to `rows`, [capacity of the plan, dim of the widest table],
-// and the values of the first left halves to `prefixes`, float32 [saved, value_size]. The contents
-// of `plan` have been checked, or tt_plan has just made it.
+// and the values of the first left halves, if they are pairs, to `prefixes`, float32 [saved,
+// value_size]. The caller must have checked the contents of `plan`, or tt_plan must have made it.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows);
 
 // Apply the optimizer to the core rows that the batch uses, in place. The plan, `prefixes` (values
-// of left halves that the forward pass saved), `row_grads` (float32 [L, dim]), `states` (all of the
-// first core, then all of the second, ..) and `hyper` are checked first.
+// of left halves that the forward pass saved), `row_grads` (float32 [L, dim]), `states` (all states
+// of the first core, then all of the second, and so on) and `hyper` are checked first. Does not
+// count the step.
 void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                     const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
                     const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,

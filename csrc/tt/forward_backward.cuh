@@ -2,9 +2,10 @@
 // any launcher: tests/simt runs the same code on an emulated machine. The numbers of distinct rows
 // and halves are known on the device only, so grids and buffers have the maximum size.
 //
-// Every kernel serves all tables in one launch, so that a pass takes the same number of launches
-// for any number of tables. What differs between tables is in arrays of arguments in device memory
-// (TtTableRows, TtPair and others), which the first launch writes (core/upload.cuh).
+// Every kernel serves all tables in one launch, so that the number of launches of a pass depends on
+// the kinds of shapes among the tables (TtKernels), not on the number of tables. What differs
+// between tables is in arrays of arguments in device memory (TtTableRows, TtPair and others), which
+// the first launch writes (core/upload.cuh).
 #pragma once
 
 #include <vector>
@@ -19,9 +20,9 @@
 namespace emb::cuda {
 
 // A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (which asks for the buffers)
-// and a TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
-// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
-// it until the kernels have run.
+// and a TtArrays (from both). It calls TtArrays::upload, then `make_values` (not needed if an
+// earlier pass left all values), and then `make_rows` (forward) or `make_grads` and `update`
+// (backward). All refer to memory of the caller, who must keep it until the kernels have run.
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -32,7 +33,7 @@ struct TtDeviceTable {
   int64_t first_left, first_right;  // first ids of its halves
   const void* cores[kMaxCores];
   const float* left[2];      // outer and inner core of the left half as floats: cores, or copies
-  float* mirrored[2];        // outer and inner core of a right pair, axes reversed; copies
+  float* mirrored[2];        // copies of outer and inner core of a right pair, axes reversed
   float* grads[kMaxCores];   // gradients of the cores; null in a forward pass
   float* mirrored_grads[2];  // gradients of `mirrored`, in a backward pass
 };
@@ -87,8 +88,9 @@ struct TtDeviceBatch {
   }
 };
 
-// The buffers of a pass in device memory. Those of length 0 are null. The functions add_* take
-// `allocate`, which returns memory for a number of floats that lives as long as the pass.
+// The buffers of a pass in device memory. Buffers of length 0 are null. The functions add_* get
+// their memory from `allocate`, which must return memory for a number of floats that lives as long
+// as the pass.
 struct TtMemory {
   float* right_values = nullptr;       // [rights, right_stride]
   const float* left_values = nullptr;  // [lefts, left_stride] of pairs: saved or made
@@ -101,7 +103,7 @@ struct TtMemory {
   // Let this pass make the values of left pairs, in `values`, memory for left_floats().
   void set_left_values(float* values) { left_values = new_left_values = values; }
 
-  // Take the buffers of a forward pass but for left_values, and those of `batch`.
+  // Take the buffers of a forward pass, except left_values, and set the copies of cores in `batch`.
   template <class Allocate>
   void add_forward(TtDeviceBatch* batch, Allocate& allocate) {
     right_values = allocate(batch->right_floats());
@@ -174,7 +176,7 @@ class TtArrays {
   }
 
   // Copy the arrays to `words`, device memory for max_words, and do what `begin` says: fill
-  // gradients with zeros, count the step of an update.
+  // gradients with zeros, count the step of an update. The other functions need these addresses.
   template <class Launcher>
   void upload(const Launcher& launcher, uint64_t* words, BeginStep begin = {}) {
     Upload upload;
@@ -212,8 +214,8 @@ class TtArrays {
     launch_tt_rows(launcher, batch_.precision, kernels_, batch_.lefts(), args_, rows);
   }
 
-  // Make the gradients of all cores from those of the rows, [capacity, row_stride]. Of a core that
-  // is in no pair only rows that the batch uses are written.
+  // Make the gradients of all cores from the gradients of the rows, [capacity, row_stride]. Of a
+  // core that is in no pair only the rows that the batch uses are written.
   template <class Launcher>
   void make_grads(const Launcher& launcher, const TtMemory& memory, const float* row_grads) const {
     launch_left_grads(launcher, batch_.precision, kernels_, batch_.lefts(), args_, row_grads);
@@ -272,7 +274,7 @@ class TtArrays {
     pairs_.push_back(pair);
   }
 
-  // Return the pairs from number `first` on: left pairs come first, then right ones.
+  // Return the pairs from number `first` on: left pairs come first, then right pairs.
   TtPairs pairs_from(int first) const {
     TtPairs result;
     result.pairs = device_pairs_ + first;

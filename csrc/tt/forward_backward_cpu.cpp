@@ -264,7 +264,8 @@ std::vector<TtTableBatch> used_tables(const TtTables& tables, const TtPlan& plan
 }
 
 // Call body(table, is_alone) for each table: for several tables at once, on one thread each
-// (is_alone), if that keeps all threads busy; otherwise for one after another, each on all threads.
+// (is_alone), if that keeps all threads busy; otherwise for one table after another, each on all
+// threads. With a single thread is_alone is true.
 template <class Body>
 void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
   std::vector<int64_t> work = {0};  // of the tables before each, in multiplications
@@ -299,10 +300,10 @@ void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& pref
 namespace {
 
 // Return the distinct rows of all tables in key order, float32 [L, dim of the widest table], and
-// the values of the first num_saved left halves, float32 [num_saved, value_size]. Rows behind the
+// the values of the first num_saved left halves, float32 [num_saved, value_size]. Rows after the
 // last one, columns beyond the dim of a table, and values of halves that are no pair or do not
-// exist are unspecified. `plan_tensors` are those of tt_plan, whose contents are checked; the lists
-// are those of TtTables.
+// exist are unspecified. `plan_tensors` must be the result of tt_plan, and their contents are
+// checked; the lists are the arguments of TtTables.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -409,9 +410,9 @@ class TtTableBackward {
               .first_id = batch.first_left_id,
               .size = batch.left.value_size()} {}
 
-  // Compute the gradients of the core or cores of the left half, and those of the values of right
-  // halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner core
-  // may be updated at once; `inner` then has no rows.
+  // Compute the gradients of the core or cores of the left half, and the gradients of the values of
+  // right halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner
+  // core may be updated at once; `inner` then gets no rows.
   void left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
@@ -563,9 +564,9 @@ class TtTableBackward {
         });
   }
 
-  // Add the rows of left halves below `end` that were not added before to the gradients of right
-  // halves. In the same parallel region, run `sums`, if it is not null. A single thread takes the
-  // rows in their order.
+  // Add the rows of left halves below `end`, except rows that an earlier call added, to the
+  // gradients of right halves. Also run `sums`, if it is not null, in the same parallel region. If
+  // is_alone_, this thread takes the rows in their order.
   void add_right_grads(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{.left = left_,

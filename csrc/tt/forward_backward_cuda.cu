@@ -4,9 +4,9 @@
 //
 // `tt_lookup_checked_` and `tt_backward_` are whole passes. The first keeps for the second all that
 // both need, in one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores
-// and the values of halves. Each pass has one more allocation, for its scratch. The other ops are
-// parts of these passes; compiled graphs, and gradients of sample weights and of whole cores, call
-// them.
+// and the values of halves. Each pass takes its scratch in one more allocation; the sorts, sums and
+// lookups of tbe/ and group/ that it calls allocate their own. The other ops are parts of these
+// passes; compiled graphs, and gradients of sample weights and of whole cores, call them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -84,7 +84,7 @@ class PackedBuffers {
   int64_t floats_ = 0;
 };
 
-// Write the keys of a batch to `keys`, [L] of device memory. The op has called check_lookups.
+// Write the keys of a batch to `keys`, [L] of device memory. The op must have called check_lookups.
 void make_keys(const char* op, const CudaLauncher& launcher, const Tensor& indices,
                const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                const Tensor& feature_tables, int64_t* keys) {
@@ -374,8 +374,8 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   return grads;
 }
 
-// Check `hyper` and the states of an optimizer, all of the first core, then all of the second, ..,
-// and return a step per core.
+// Check `hyper` and the states of an optimizer: all states of the first core, then all of the
+// second, and so on. Return a step per core.
 std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
                                           const std::vector<Tensor>& states, const Tensor& hyper,
                                           int64_t optimizer) {
@@ -477,8 +477,8 @@ Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int3
 }
 
 // Return [output], then, if num_saved >= 0, the tensor for tt_backward_, then, with `check`, the
-// repaired offsets. Violations are added to `violations` in the mode "warning". The arguments are
-// those of the CPU.
+// repaired offsets. Violations are added to `violations` in the mode "warning"; in the mode "fatal"
+// the kernel traps. The arguments are as on the CPU, see batch_cpu.cpp.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
@@ -539,9 +539,9 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
-// Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
-// checked and allocated before the launch that counts the step, so that a call that raises counts
-// none.
+// Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. With `is_stale`
+// the values of halves are made again. Everything is checked and allocated before the launch that
+// counts the step, so that a call that raises does not count it.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

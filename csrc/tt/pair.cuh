@@ -5,8 +5,8 @@
 // Ids of halves are sorted by the row of the inner core, the large one. A block takes one inner row
 // and a tile of columns, finds the halves that share the row, and runs one tiled product over all
 // of them: on tensor cores, from shared memory, into which the next tiles are copied meanwhile. The
-// gradient of an inner row is complete in the registers of one block, so there are no atomics and
-// no partial sums.
+// gradient of an inner row is complete in the registers of one block, so it needs no atomics and no
+// partial sums. The gradient of an outer row is written per half, then summed by sum_outer_kernel.
 #pragma once
 
 #include "core/codes.h"
@@ -20,8 +20,8 @@ namespace emb::cuda {
 
 // A *line* is one outer column of one half: a row of a product.
 
-// The distinct halves of one kind of a table: [range[0], range[1]) of those of all tables. All
-// pointers are to device memory.
+// The distinct left halves, or the distinct right halves, of a table: numbers [range[0], range[1])
+// among the halves of all tables. All pointers are to device memory.
 struct TtHalves {
   TtHalf half;
   const float* outer;    // [outer_rows][q_outer, inner_rank]
@@ -79,9 +79,9 @@ struct TtHalves {
 // A pair of cores of a batch, with its values and gradients, in device memory.
 struct TtPair {
   TtHalves halves;
-  int64_t first_inner, first_outer;  // numbers of its first core rows among those of all pairs
+  int64_t first_inner, first_outer;  // numbers of its first core rows among the rows of all pairs
   float* values;             // [halves of all tables][value_stride], written by expand_kernel
-  const float* value_grads;  // gradients of the values, likewise; null in a forward pass
+  const float* value_grads;  // gradients of the values, of the same shape; null in a forward pass
   // Scratch of a backward pass: the gradient of an outer row, per half. The rows of a table, of
   // outer_size floats, follow each other without gaps from outer_values_of_table() on.
   float* outer_values;
@@ -93,9 +93,9 @@ struct TtPair {
   }
 };
 
-// The pairs of a launch: those of all tables, whatever their shapes. Their inner rows are numbered
-// pair after pair, and a block reads the arguments of its pair from device memory. Sizes are totals
-// and maxima over these pairs.
+// The pairs of a launch: the pairs of all tables, whatever their shapes, or only the right pairs.
+// Their inner rows are numbered pair after pair, and a block reads the arguments of its pair from
+// device memory. Sizes are totals and maxima over these pairs.
 struct TtPairs {
   const TtPair* pairs = nullptr;  // [count], in device memory
   int count = 0;
@@ -189,11 +189,11 @@ struct OperandTile {
 
 // Tables in shared memory of where the lines of the halves of an inner row are, kLines at a time.
 // Three tables take turns (tile t uses table t % 3): one is written while the copies of the next
-// tile, and the results of this one, use the other two.
+// tile and the results of the current tile use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
-  int64_t value[3][kLines];  // elements into the values of halves, likewise
+  int64_t value[3][kLines];  // elements into the values of halves; -1 after the last line
 };
 
 // The shared memory of a block: two stages of tiles of both operands, and tables of lines.
@@ -209,7 +209,7 @@ struct PairMemory {
 template <int kN>
 struct PairLane {
   int row, column;  // this lane's row and column of a fragment, see core/mma.cuh
-  int m, n;         // the first of its warp within the tile
+  int m, n;         // first row and column of its warp within the tile
 
   EMB_DEVICE PairLane() {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -591,7 +591,7 @@ struct TtWiden {
   }
 }
 
-// Write the values of the halves of `pairs`.
+// Write the values of the halves of `pairs`. Does nothing without pairs.
 template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;

@@ -2,9 +2,10 @@
 //
 // Distinct rows are in key order, so that the rows of a left half are neighbours. tt_split_kernel
 // computes the ids of both halves of each row, and counts the left halves that begin in each range
-// of rows, a block per range; tt_lefts_kernel adds up the counts of the ranges before its own, and
-// writes the left halves. The sort and grouping of group/ then group the rows by right id, and
-// tt_finish_kernel writes what is left: row_rights, and where the halves of each table begin.
+// of rows, a block per range. In tt_lefts_kernel each block adds up the counts of the ranges before
+// its range, and writes the left halves that begin there. The sort and grouping of group/ then
+// group the rows by right id, and tt_finish_kernel writes the rest: row_rights, the row of each
+// lookup if wanted, and where the rows and halves of each table begin.
 #pragma once
 
 #include "core/layout.h"
@@ -116,7 +117,8 @@ EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
   return sum;
 }
 
-// Write the ids of the halves of each row, and how many left halves begin in the block's range.
+// Write the ids of the halves of each row, the positions of the sort by right id, and how many left
+// halves begin in the block's range. One thread also writes starts[T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_split_kernel(TtSplitArgs args) {
   __shared__ int32_t counts[kTileThreads / simt::kWarp];
@@ -144,8 +146,9 @@ EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
 }
 
-// The arguments of tt_lefts_kernel. `count`, `left_ids` and `range_counts` are those of
-// TtSplitArgs; the rest are outputs: tensors of the plan, and the number of left halves, [1].
+// The arguments of tt_lefts_kernel. `count`, `left_ids` and `range_counts` are the arrays of
+// TtSplitArgs; the other pointers are outputs: tensors of the plan, and the number of left halves,
+// [1].
 struct TtLeftsArgs {
   const int32_t *count, *left_ids, *range_counts;
   int64_t n;  // the capacity of the plan
@@ -153,7 +156,8 @@ struct TtLeftsArgs {
   int32_t* num_lefts;
 };
 
-// Write the left halves that begin in the block's range, and the left half of each of its rows.
+// Write the left halves that begin in the block's range, and the left half of each of its rows. The
+// last block also writes the end of the segments and the number of left halves.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_lefts_kernel(TtLeftsArgs args) {
   constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
@@ -199,12 +203,13 @@ struct TtFinishArgs {
   const int32_t *left_ids, *right_ids;  // ids of the distinct halves, as in the plan
   const TtTableIds* tables;
   int num_tables;
-  // [3, T + 1] of the plan: the last entries, the numbers of rows and halves, are read; the others,
-  // where those of each table begin, are written.
+  // [3, T + 1] of the plan: the last entry of each line, the number of rows, left or right halves,
+  // is read; the other entries, where the rows or halves of each table begin, are written.
   int32_t* starts;
 };
 
-// Write the right half of each row, the row of each lookup, and where each table begins.
+// Write the right half of each row, the row of each lookup unless args.lookups.inverse is null, and
+// where the rows and halves of each table begin.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_finish_kernel(TtFinishArgs args) {
   __shared__ int range[2];
@@ -232,7 +237,7 @@ void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
            kTileThreads, args);
 }
 
-// Launch the first two kernels of a plan; `lefts` has the outputs of `args` as inputs.
+// Launch the first two kernels of a plan. The inputs of `lefts` must be the outputs of `args`.
 template <class Launcher>
 void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const TtLeftsArgs& lefts) {
   const unsigned ranges = tt_ranges(args.right.n);

@@ -154,7 +154,7 @@ void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& p
 
 }  // namespace
 
-// The contract is in tt/entries.h. Entries behind the last row or half are set to 0.
+// The contract is in tt/entries.h. Entries after the last row or half are set to 0.
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";

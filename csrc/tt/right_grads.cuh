@@ -149,9 +149,9 @@ struct QuadSums {
     }
   }
 
-  // Exchange sums with the lane whose number differs in bit `offset`: of 2 kHalf sums each of the
-  // two lanes keeps one half, with the other lane's added. `first` is increased to the number of
-  // the first sum that this lane keeps.
+  // Exchange sums with the lane whose number differs in bit `offset`. Of 2 kHalf sums each of the
+  // two lanes keeps one half, to which it adds the sums of the other lane. `first` is increased to
+  // the number of the first sum that this lane keeps.
   template <int kHalf>
   EMB_DEVICE void fold(unsigned offset, int* first) {
     const bool upper = (threadIdx.x & offset) != 0;
@@ -165,8 +165,8 @@ struct QuadSums {
   }
 };
 
-// The sums of a tile, [4 right columns, quads * 4 ranks], from those of the lanes of four warps, in
-// shared memory of kFloats floats.
+// The sums of a tile, [4 right columns, quads * 4 ranks], added up from the sums of the lanes of
+// four warps, in shared memory of kFloats floats.
 class TileSums {
  public:
   static constexpr int kStride = 17;  // floats between the sums of two lanes, in different banks
@@ -299,8 +299,9 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
   }
 }
 
-// Sum each chunk, and write the sum to `partials`, or to the gradient if the half has one chunk. A
-// block takes an item and a tile, grid-stride.
+// Sum each chunk, and write the sum to `partials`, or to the gradient if the half has one chunk.
+// Tables of the other instantiation (has_right_vectors) are skipped. A block takes an item and a
+// tile, grid-stride.
 template <bool kVectors>
 __global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
     right_partials_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
@@ -368,9 +369,9 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
   }
 }
 
-// Write the gradients of the values of all right halves; those of the last core directly. `rights`
-// is the maximum number of right halves. any_vectors and any_scalars: whether there are tables for
-// either instantiation.
+// Write the gradients of the values of all right halves: of pairs to out.values, of other halves
+// directly to the gradient of the last core. `rights` is the maximum number of right halves.
+// any_vectors and any_scalars: whether there are tables for either instantiation.
 template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
                         int64_t rights, const TtDeviceRowsArgs& args, const TtRightGrads& out) {

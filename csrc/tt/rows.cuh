@@ -4,7 +4,8 @@
 // A row is left [Ql, rank] times right [Qr, rank]. A warp takes the rows of one left half, side by
 // side as columns of one product. Each operand is read once, by the lanes that multiply it, so
 // shared memory would save nothing: lanes load four neighbours at once from global memory, and the
-// tensor cores take k in the order in which lanes have loaded it.
+// tensor cores take k in the order in which lanes have loaded it. Tables whose shape does not suit
+// tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
 // its half in the plan's `starts` and reads the table's arguments from device memory.
@@ -24,8 +25,8 @@ inline constexpr int kRowThreads = 128;  // threads per block of all kernels of 
 inline constexpr int kMmaBlocks = 5, kLeftGradBlocks = 6;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
-// A row of floats per left half: of a buffer by its number or, if `ids` is not null, of a core by
-// its id.
+// A row of floats per left half. With null `ids` it is the row of a buffer with the number of the
+// half, else the row of a core with the id of the half.
 template <class Float>
 struct TtHalfRows {
   Float* data;
@@ -46,25 +47,25 @@ struct TtTableRows {
   bool has_vectors;  // four neighbours along the rank of values can be loaded at once
   int32_t first_left, first_right;  // the first ids of the table
   const float* left;                // values of left halves, or the first core
-  float* left_grads;                // their gradients, or that of the first core
-  int64_t left_stride;              // floats between the rows of both
-  const void* last_core;  // [rank, right columns] per id of a right half; null if that is a pair,
-  float* last_grads;      // likewise
+  float* left_grads;                // gradients of `left`
+  int64_t left_stride;              // floats between the rows of `left` and of `left_grads`
+  const void* last_core;  // [rank, right columns] per id of a right half; null if that is a pair
+  float* last_grads;      // gradients of the last core; null if a right half is a pair
 
   EMB_HD int64_t left_size() const { return int64_t{1} * left_columns * rank; }
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
   EMB_HD int64_t dim() const { return int64_t{1} * left_columns * right_columns; }
 
   // Return whether rows, and whether the gradients of left halves, are computed on tensor cores.
-  // The others run on tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the
+  // Other tables run on tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the
   // result. A batch of both launches both kernels, each of which skips the tables of the other. The
   // choice depends on the shape alone, so that a table has the same bits in every batch.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
 
-// Return the table of row or half `item` of all tables; `starts`, [tables], has the first of each
-// table. All lanes of a warp call this.
+// Return the table of row or half `item` of all tables; `starts`, [tables], has the first row or
+// half of each table. All lanes of a warp call this.
 EMB_DEVICE int table_of(const int32_t* starts, int tables, int64_t item) {
   if (tables == 1) return 0;
   return warp_search([&](int t) { return int64_t{starts[t]}; }, tables, item);
@@ -150,7 +151,7 @@ struct LeftColumns {
   int first;
   bool has_low, has_high;  // whether the lane's two left columns exist
 
-  // The `number`-th 16 of `left_columns`.
+  // Take the `number`-th group of 16 of `left_columns` columns.
   EMB_DEVICE LeftColumns(int left_columns, int64_t number, const FragmentLane& lane)
       : first(static_cast<int>(number) * kFragmentM),
         has_low(first + lane.row < left_columns),
@@ -470,8 +471,9 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
   }
 }
 
-// Write the gradients of the values of left halves, or of the first core, from those of the rows,
-// [M][row_stride].
+// Write the gradients of the values of left pairs, or of the first core where left halves are no
+// pairs, from the gradients of the rows, [M][row_stride]. `lefts` is the maximum number of left
+// halves.
 template <class Launcher>
 void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
                        const TtKernels& kernels, int64_t lefts, const TtDeviceRowsArgs& args,

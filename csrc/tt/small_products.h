@@ -8,7 +8,7 @@
 
 namespace emb::EMB_ISA {
 
-// The use of a product: it is stored, or added to the stored values.
+// What is done with a product: it replaces the stored values, or is added to them.
 enum class Store { kSet, kAdd };
 
 // c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;
