@@ -63,10 +63,10 @@ class CapturedStep:
     the next batch of the same size class overwrites them, so clone what you keep. The same holds
     for gradients that the step leaves on parameters.
 
-    Results are bitwise those of an uncaptured loop. Kernels read the hyperparameters of emblib's
-    tables, so these may change between steps. Numbers of `torch.optim` are part of a graph: make a
-    rate that changes a tensor on the device; any other change raises RuntimeError until `reset`. An
-    exception or interrupt leaves tables as before or after the step.
+    Results have the same bits as in an uncaptured loop. Kernels read the hyperparameters of
+    emblib's tables, so these may change between steps. Numbers of `torch.optim` are part of a
+    graph: make a rate that changes a tensor on the device; any other change raises RuntimeError
+    until `reset`. An exception or interrupt leaves tables as before or after the step.
 
     On a CPU the step runs uncaptured, with the same padding. Calls must come from one thread at a
     time.
@@ -77,8 +77,8 @@ class CapturedStep:
             the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
         device: device of the static tensors; None is the device of the first batch. Batches may be
             on the host or on the device.
-        warmup: uncaptured steps before the first capture, at least 1. Later classes have one each.
-            `DistributedDataParallel` needs 11.
+        warmup: uncaptured steps before the first capture, at least 1; `DistributedDataParallel`
+            needs 11. Every later size class has one uncaptured step.
 
     Example:
         >>> optimizer = emblib.optim.SGD(0.1)

@@ -32,7 +32,7 @@ class RowLocations(NamedTuple):
         groups: distinct rows and their lookups, as `tbe_group` returns them.
         row_slots: int32 `[L]`, cache slot per distinct row, -1 for none; None without a cache.
         slots: int32 `[L]`, cache slot per lookup, -1 for none; None without a cache.
-        indices: rows that lookups read now; None if they are those of the batch.
+        indices: rows that lookups read now; None if the indices of the batch are current.
     """
 
     groups: tbe.Groups
@@ -67,10 +67,12 @@ class Lookup(NamedTuple):
         pooling: pooling of the bags.
         total_rows: rows of all tables.
         output_dim: columns of the output; its elements with a `bag_layout`.
-        slots: int32 `[L]`, cache slot of the row of each lookup, -1 for none; None without a cache.
+        slots: int32 `[L]`, slot of the row of each lookup in the cache or in `default_rows`, -1 for
+            none; None if there are neither.
         trained_features: `features` without the rows of frozen tables, for the update; None if all
             tables are trained.
-        hooks: callbacks around the update; None without a cache.
+        hooks: callbacks around the update, e.g. of a cache or of dynamic tables; None if there are
+            none.
         default_rows: rows that `slots` refer to where there is no cache; read, never updated.
         repaired: whether `check_bounds` returned `offsets`.
         joint: `GradientSum` of a table that several lookups read; None updates at once.
@@ -96,7 +98,7 @@ class Tiers(NamedTuple):
 
     Attributes:
         weights: one to four flat tensors, one per memory tier.
-        states: optimizer states, flat: those of the first tier, then those of the second, ...
+        states: optimizer states, flat: all states of the first tier, then all of the second, ...
         hyperparams: float64, the entries of `emblib.columns.Hyper`.
         output_dtype: dtype of the output of lookups.
     """
@@ -205,7 +207,7 @@ class FusedLookup(torch.autograd.Function):
 
     The gradient of `sample_weights` is computed from the rows at the time of backward, before the
     update. Another backward may have updated these rows since forward (two lookups in one loss);
-    then the gradient is that of the updated rows, as in FBGEMM.
+    then the gradient is computed from the updated rows, as in FBGEMM.
     """
 
     @staticmethod
@@ -298,7 +300,8 @@ def update_in_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Update the rows of a batch; return the gradients of the anchor and of the sample weights.
 
-    Each is None if it is not required, or without a `scale` (the anchor).
+    The first is None without a `scale`, the second unless it is required. Calls the hooks of the
+    batch before and after the update.
 
     Args:
         tiers: memory of the module, updated in place.
@@ -462,8 +465,8 @@ class GradientLookup(torch.autograd.Function):
 
     Lookups read `memory`, the first tier, and `slower`, the others; the parameters are views of
     these at `offsets`. Without offsets the only parameter is `memory` itself. A sparse gradient has
-    the distinct rows of the batch, and is on the device of its parameter. `dtypes` are those of the
-    output and of the gradients, `num_distinct` is as in `lookup`.
+    the distinct rows of the batch, and is on the device of its parameter. `dtypes` has the dtype of
+    the output, then the dtype of the gradients; `num_distinct` is as in `lookup`.
     """
 
     @staticmethod
@@ -494,7 +497,10 @@ class GradientLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; a sparse one reads its number of rows from the device."""
+        """Return the gradients; without `num_distinct` a sparse one reads its size from the device.
+
+        Sparse gradients of several parameters also read the device.
+        """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return GradientLookup._gradient(ctx, grad)
@@ -503,7 +509,7 @@ class GradientLookup(torch.autograd.Function):
 
     @staticmethod
     def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs of `forward`, those of weights last."""
+        """Return the gradients of the inputs of `forward`; the parameters come last."""
         batch, sample_weights, memory = _saved(ctx)
         sample_grad = None
         if ctx.rule.max_gradient is not None:
@@ -574,7 +580,7 @@ def _sparse_grad(
 def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a sparse gradient of distinct, ascending rows.
 
-    `rows` is int64 `[n]`, `values` `[n, dim]`, `shape` that of the parameter.
+    `rows` is int64 `[n]`, `values` `[n, dim]`, `shape` the shape of the parameter.
     """
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
@@ -588,7 +594,7 @@ def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
 
 
 def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
-    """Split a sparse gradient; its rows ascend, so those of a table are neighbours."""
+    """Split a sparse gradient by table (waits); its rows ascend, so a table's are neighbours."""
     rows, values = grad._indices()[0], grad._values()
     firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
     counts = torch.tensor([t.rows for t in offsets], device=rows.device)
@@ -612,7 +618,8 @@ def lookup(
 ) -> Tensor:
     """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients.
 
-    The output is that of `FusedLookup.forward`, in `output_dtype`.
+    The output is as in `FusedLookup.forward`, in `output_dtype`. While gradients are disabled this
+    is `lookup_no_grad`.
 
     Args:
         memory: weights of the first tier, `[rows, dim]`, or flat if dims differ.
@@ -650,7 +657,7 @@ def lookup_no_grad(
 ) -> Tensor:
     """Pool each bag, without gradients; shapes are as in `lookup`.
 
-    `weights` are as in `Tiers`; the output is that of `FusedLookup.forward`, of `output_dtype`.
+    `weights` are as in `Tiers`; the output is as in `FusedLookup.forward`, in `output_dtype`.
     """
     return tbe.tbe_lookup(
         with_default_rows(weights, batch.default_rows),

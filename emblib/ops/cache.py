@@ -19,9 +19,9 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
   table without cache) and from `count` on
 - `evicted` int64 `[L]`: -2 if the row does not move, and from `count` on; otherwise the row is
   fetched into its slot, which was empty (-1) or contained the row named here
-- `weights`: four tensors (device, host, disk, cache); `states`: those of the optimizer for every
-  tier, tier after tier; unused ones are empty. States are as long as the weights or have one entry
-  per row
+- `weights`: four tensors (device, host, disk, cache); `states`: the optimizer's states of every
+  tier, tier after tier; tensors of unused tiers are empty. States are as long as the weights or
+  have one entry per row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
 `cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. It probes

@@ -109,7 +109,7 @@ from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
 SLOTS = 32  # of a bucket
-LOAD_UNIT = 1024  # slots; loads are in keys per so many
+LOAD_UNIT = 1024  # slots: a load is a number of keys per 1024 slots
 QUEUE_WORDS = 8  # words of `queues` per bucket
 _WORD_BYTES = 8
 TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)

@@ -76,12 +76,18 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return the sum to which a lookup adds its gradient: this step, or that of `adding_to`."""
+        """Return the sum to which a lookup adds its gradient.
+
+        This is this step, or in `adding_to` the step of the outer backward.
+        """
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 
     def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
         """Record a gradient of backward `task`, a graph task id; None is the running one.
+
+        If too many backwards have not ended, the gradients of the oldest are dropped with a
+        warning.
 
         Returns:
             Tensor: the gradient of the anchor, a float32 0.
@@ -108,7 +114,7 @@ class JointStep:
 
 
 class GradientSum(Protocol):
-    """Adds up the gradients of a table: a `JointStep`, or that of an outer backward."""
+    """Adds up the gradients of a table: a `JointStep`, or the step of an outer backward."""
 
     def anchor(self, device: torch.device) -> Tensor:
         """Return the scalar that lookups depend on."""

@@ -8,7 +8,7 @@ Shapes and dtypes, with R rows, D dim, F features, L lookups:
   `scale * q[d] + offset`. Rows of float16, bfloat16 and float32 are the values alone. Rows of
   FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same format.
 - `format` is the code of one format (`emblib.columns.RowFormatCode`), or, where the formats of
-  features differ, minus the sum of 2^code of those that occur (`format_argument`); column TIER of
+  features differ, minus the sum of 2^code of all codes in use (`format_argument`); column TIER of
   `features` then has the code of each feature
 - `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except for TIER, and that
   `weight_offset` counts bytes of `packed`, a multiple of 4
@@ -49,7 +49,7 @@ HEADER_BYTES = 4
 """Bytes of the scale and the offset, with which a row begins."""
 
 LARGEST = torch.finfo(torch.float16).max
-"""The largest magnitude of a value, that of an offset in float16."""
+"""The largest magnitude of a value: offsets are float16."""
 
 _ROW_ALIGNMENT = 4  # bytes: a GPU loads words
 _TABLE_ALIGNMENT = 64  # bytes: a cache line
@@ -60,8 +60,8 @@ quant_lookup_checked_ = torch.ops.emblib.quant_lookup_checked_.default
 map_ids = torch.ops.emblib.map_ids.default
 
 
-# A format is a `RowFormatCode`. Those below FP16 have scales. A code is the bits of a value, except
-# for 9 and 10, which have 8, and 17, which has 16.
+# A format is a `RowFormatCode`. Formats below FP16 have scales. A code is the number of bits of a
+# value, except that 9 and 10 have 8 bits, and 17 has 16.
 
 
 def has_scale(format: int) -> bool:

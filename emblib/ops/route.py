@@ -170,8 +170,8 @@ def route_ids(
         offsets: `[bags + 1]`, the bags of all features.
         routing: fields of `Routing`.
         starts: `[units[U] + 1]`, running sums of `route_lengths`, from 0 on.
-        total: the last of `starts`.
-        weights: float32 `[L]`; those of the routed ids are differentiable in them.
+        total: the last element of `starts`.
+        weights: float32 `[L]`; the weights of the routed ids are differentiable in them.
     """
     if weights is None:
         routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)

@@ -7,8 +7,8 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 
 - `tables`, `feature_tables`: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`; the
   second has the row of the table of each feature. `layout_of` makes them
-- `cores`, `row_factors`, `dim_factors`: those of all tables, table after table; table t has
-  `num_cores[t]` of each
+- `cores`, `row_factors`, `dim_factors`: lists for all tables, table after table; table t has
+  `num_cores[t]` elements in each
 - `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
   whose neighbours share cores; -1 stays, any other id outside the table gets the key of row 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
@@ -20,7 +20,7 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
   matmul_precision=0)`: gradients of all cores
 - `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: computes these
   gradients and applies the optimizer to the core rows that the batch uses, as `update_rows_`;
-  `states` are those of the first core, then those of the second, ...
+  `states` has all states of the first core, then all states of the second, ...
 - `update_rows_(weights, states, hyper, optimizer, grads, first_row)`: applies the optimizer, a
   number of `emblib.ops.codes`, to the rows of a matrix whose gradient is not all zero; `first_row`
   is the id of its first row in the random numbers of stochastic rounding
@@ -111,7 +111,7 @@ class ShareGradients(Protocol):
     def __call__(
         self, grads: list[Tensor], apply_gradients: Callable[[list[Tensor]], None]
     ) -> None:
-        """Add `grads`, those of this slice, and pass the sums to `apply_gradients`."""
+        """Add `grads`, the gradients of this slice, and pass the sums to `apply_gradients`."""
         ...
 
 
@@ -154,7 +154,7 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
 def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> ComputedRows:
     """Group the lookups and compute the distinct rows, saving `num_saved` left halves.
 
-    `cores` are those of all tables, table after table.
+    `cores` are the cores of all tables, table after table.
     """
     groups, plan = _group(batch)
     rows, prefixes = _ops.tt_rows(
@@ -235,7 +235,8 @@ def lookup(
 ) -> Tensor:
     """Pool each bag; no gradients.
 
-    `cores` are those of all tables, `sample_weights` float32 `[L]`; the output is that of `pool`.
+    `cores` are the cores of all tables, `sample_weights` is float32 `[L]`; the output is as in
+    `pool`.
     """
     if is_chunked(batch, sample_weights):
         return lookup_chunks(cores, batch, sample_weights)
@@ -413,7 +414,10 @@ class DenseTTLookup(torch.autograd.Function):
 
 
 class FusedTTLookup(torch.autograd.Function):
-    """Look up; backward updates `cores` and `states` in place, without a core gradient.
+    """Look up; backward updates `cores` and `states` in place, usually without a core gradient.
+
+    Gradients of whole cores are formed for scaled gradients, for shared or frozen cores, and for
+    batches that are processed in chunks.
 
     `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
     the cores, which backward mutates, do not take part. The gradient is computed from the cores at
@@ -516,7 +520,8 @@ def _fused_backward_chunked(
 def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | None) -> None:
     """Apply one step to the trained cores, from gradients of whole cores.
 
-    `is_finite`: whether the scaled gradients of the batch are finite on all ranks.
+    `is_finite`: whether the scaled gradients of the batch are finite on all ranks; None if they are
+    not scaled.
     """
     if is_finite is not None:  # also for cores that no row of the batch uses, and shared ones
         core_grads = [torch.where(is_finite, grad, torch.nan) for grad in core_grads]

@@ -22,7 +22,7 @@ CHUNK_BYTES = 128 << 20
 # Scratch memory per lookup, see `_chunk_lookups`: about a dozen integers of the grouping and the
 # plan; a float32 row and the quarter of a bag, per column; with sample weights a gradient as well.
 _INTEGER_BYTES = 100
-_LOOKUPS_PER_BAG = 4  # a chunk has at most one bag for so many lookups
+_LOOKUPS_PER_BAG = 4  # a chunk of at most n lookups has at most n / 4 bags
 _COLUMN_BYTES, _WEIGHTED_COLUMN_BYTES = 5, 9
 
 

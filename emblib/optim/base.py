@@ -106,8 +106,9 @@ class Optimizer:
         max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
             by element, before any other computation.
         deferred: False applies the optimizer in backward. True leaves a sparse gradient on the
-            parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, which the `step` of
-            `FusedOptimizer` applies: gradients can be accumulated, unscaled and clipped before.
+            parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, or a dense one on the
+            cores of a tensor train. The `step` of `FusedOptimizer` applies it: gradients can be
+            accumulated, unscaled and clipped before.
         maximize: negate the gradient, before weight decay, as `torch.optim` does.
 
     Example:
@@ -361,7 +362,7 @@ class External(Optimizer):
 
 
 NO_UPDATE = External(gradient=Gradient.DENSE)
-"""The optimizer of tables that are given none: gradients are left to torch.optim."""
+"""The optimizer of tables without one: backward leaves gradients for torch.optim."""
 
 
 def description(optimizer: Optimizer) -> str:

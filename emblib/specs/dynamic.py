@@ -175,8 +175,8 @@ class FrequencyAdmission:
     """Admit a key once it was used `threshold` times, the current batch included.
 
     Args:
-        threshold: number of uses, duplicates within a batch included; with a `PerFeature` the least
-            one of the features that use the key in the batch.
+        threshold: number of uses, duplicates within a batch included; with a `PerFeature`, the
+            smallest threshold of the features that use the key in the batch counts.
         counter: counter of the uses of keys without a row.
         reads: initializer of the values that a key without a row reads in training, which are not
             trained; None reads `DynamicSpec.default_value`.
@@ -269,8 +269,8 @@ class DynamicSpec:
             `PerFeature` a key lives as long as the last use by some feature is within the ttl of
             that feature.
         on_insert_failure: reaction of a training forward to keys that found no slot.
-        fallback_rows: number of further rows, one of which a key without a row reads, and trains in
-            training, by a hash of the key; 0: such keys read `default_value`.
+        fallback_rows: number of further rows, which keys without a row read, and train in training;
+            a hash of the key selects one of them. With 0, such keys read `default_value`.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
