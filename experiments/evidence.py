@@ -7,9 +7,9 @@ and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a C
 CPU's matrix and of the experiments have at least five processes. What else the machine did before
 and meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
 
-A measurement stores digests of the code that it is of (experiments/machine/sources.py). Where that
-code has changed since, the generated text says so; a test compares the text. A change of a kernel
-thus never asks for a new measurement, but the page cannot pass off an old one as current.
+A measurement stores digests of the code that it measured (experiments/machine/sources.py). Where
+that code has changed since, the generated text says so; a test compares the text. So a change of a
+kernel never asks for a new measurement, but the page cannot pass off an old one as current.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ AREA_OF = {
     "disk": "caches",
 }
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
-ORPHAN_SECONDS = 10.0  # for which orphans may take to end
-LOOK_SECONDS = 1.0  # for which other processes are watched before a part
-SAMPLE_SECONDS = 5.0  # between two samples of the load during a part
+ORPHAN_SECONDS = 10.0  # maximum time to wait for orphans to end
+LOOK_SECONDS = 1.0  # time to watch other processes before a part
+SAMPLE_SECONDS = 5.0  # period of samples of the load during a part
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
         names: names of the parts to measure; all by default.
         smoke: whether to try every part at a size that means nothing, and store nothing.
     """
-    import torch  # which pages, that read evidence, are written without
+    import torch  # here, because programs that only write pages need no torch
 
     plan = (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ()))
     part_names = dict.fromkeys(part.name for part in plan)

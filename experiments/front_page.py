@@ -1,7 +1,7 @@
-"""Tables of speed, the time of peers ÷ emblib's: of README.md, and in detail of docs/benchmarks.md.
+"""Tables of speed, peers' times ÷ emblib's: for README.md, and in detail for docs/benchmarks.md.
 
-The README has one table: per pass and peer the median over all measured shapes, and the worst and
-the best of them, on the CPU and on each GPU whose matrix (tests/bench/gpu/matrix.py) is stored.
+The README has one table: per pass and peer the median, the worst and the best ratio over all
+measured shapes, on the CPU and on each GPU whose matrix (tests/bench/gpu/matrix.py) is stored.
 
 `tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
 alternating rounds. A cell of that table is the median over the rounds; ties and losses are marked.
@@ -176,7 +176,7 @@ GpuRatios = dict[Work, list[float]]  # one per shape
 
 
 def gpu_ratios(folder: Path = REFERENCE, time: str = DEVICE_TIME) -> dict[str, GpuRatios]:
-    """Return the peers' times ÷ emblib's by GPU, of eager calls: on the device or whole."""
+    """Return the peers' times ÷ emblib's of eager calls, by GPU; `time` selects the column."""
     by_device: dict[str, GpuRatios] = {}
     for path in gpu_matrices(folder):
         content = json.loads(path.read_text())

@@ -71,7 +71,7 @@ def list_gpus() -> list[Slot]:
 
 
 def parse_gpu_list(text: str) -> list[str]:
-    """Return the UUIDs in the output of `nvidia-smi -L`; of a GPU in MIG mode its slices'."""
+    """Return the UUIDs in the output of `nvidia-smi -L`: of slices for a GPU in MIG mode."""
     uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
         if uuid.startswith("MIG") and uuids and uuids[-1].startswith("GPU"):
@@ -96,7 +96,7 @@ def _nvidia_smi() -> str:
 
 
 def lock_folder() -> Path:
-    """Return the folder of the locks, which is the user's."""
+    """Return the folder of the locks, one per user of this machine."""
     return Path(tempfile.gettempdir()) / f"emblib-slots-{os.getuid()}"
 
 

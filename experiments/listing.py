@@ -69,7 +69,11 @@ def experiments() -> Listing:
 
 
 def cells_and_time(config: Config) -> tuple[str, str]:
-    """Return the number of cells and the time limit, or UNKNOWN."""
+    """Return the number of cells and the time limit in words.
+
+    Both are UNKNOWN for a kind that leads its run. The time leaves out cells that train, which have
+    no limit; it is UNKNOWN if all do.
+    """
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
     cells = kinds.expand(config)

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run `keep`, `write`, `check` or `add`."""
+    """Run an action and return the exit status; see the module docstring."""
     if arguments.action == "keep":
         path = arguments.run
         if not (path / "config.yaml").is_file() or not has_records(path):

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Return the snapshots of each table in order of time, and the names of tables left out.
 
-    At most `MAX_TABLES` tables are read, those of most lookups.
+    At most `MAX_TABLES` tables are read: the tables with most lookups.
 
     Raises:
         UsageError: a file is not a series, or none has a snapshot.
@@ -115,7 +115,8 @@ def _styles(series: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
 def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
     """Return what was counted from each snapshot to the next; NaN for the first.
 
-    Counts that restarted in between, as by `clear` or in a new process, are those since then.
+    If counting restarted in between, as by `clear` or in a new process, it is what was counted
+    since the restart.
     """
     counts = rows[["step", "lookups", "hits", "inserted", *columns]]
     has_restarted = (counts.diff() < 0).any(axis=1)

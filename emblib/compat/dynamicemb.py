@@ -96,7 +96,7 @@ _MODULES = {
 }
 """The modules of DynamicEmb that users import from, and their names."""
 _OTHERS = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only
-# The first that has a name has DynamicEmb's form of it.
+# Modules that implement names; of several that have a name, the first one has DynamicEmb's form.
 _SOURCES: tuple[_ModuleType, ...] = (
     _dynamicemb_helpers,
     _dynamicemb_dump,

@@ -183,7 +183,7 @@ def _admission(
 def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
     """Return the requested check mode; a table without eviction at least warns when it is full.
 
-    DynamicEmb's would grow beyond max_capacity.
+    In DynamicEmb such a table grows beyond max_capacity.
     """
     requested = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
     never_evicts = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION

@@ -38,7 +38,7 @@ def opt_args(
 ) -> dict[str, Any]:
     """Return the values that DynamicEmb saves of an optimizer and a table, by its names.
 
-    `table` is the number of the table in `bags`. A GPU is waited for.
+    `table` is the number of the table in `bags`. Waits for a GPU.
     """
     rule: Any = bags.optimizer
     saved: dict[str, Any] = {"opt_type": _NAME_IN_DUMPS[type(rule)], "lr": bags.learning_rate}
@@ -256,8 +256,8 @@ class DynamicEmbTables:
 
         A table that lacks at most a share `tolerance` of max_capacity is not filled further.
 
-        Rows have their initial values. Each 65536 keys are one forward in training mode, without an
-        update; a table that cannot take more keys is left as it is.
+        Rows have their initial values. Up to 65536 keys at a time are inserted by a forward in
+        training mode without an update. A table that cannot take more keys is left as it is.
 
         Raises:
             ValueError: a load factor outside of (0, 1], or a negative tolerance.
@@ -450,9 +450,9 @@ def fill(
     generator: torch.Generator,
     owns: Callable[[Tensor], Tensor],
 ) -> None:
-    """Insert random keys into a table until it has `size`, by training forwards without update.
+    """Insert random keys until a table has `size` keys, by training forwards without update.
 
-    Ends early if a forward inserts no key. Only keys of which `owns` is true are used.
+    Ends early if a forward inserts no key. Only keys for which `owns` is true are used.
     """
     feature = module.feature_tables.index(index)
     spec, was_training = module.tables[index], module.training

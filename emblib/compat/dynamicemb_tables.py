@@ -89,10 +89,10 @@ def _num_fast_rows(
     rule: optim.Optimizer,
     device: torch.device,
 ) -> int:
-    """Return the number of rows of a table in device memory, at least one bucket.
+    """Return the number of rows of a table in device memory, a multiple of a bucket or all rows.
 
     As in DynamicEmb, a budget below one bucket is rounded up to it, with a warning. A bucket of
-    emblib is 32 rows.
+    emblib is 32 rows. On a CPU, a table without a budget and without `caching` has all its rows.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
     budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values
@@ -347,7 +347,8 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         In training, a prefetched batch keeps the scores of the time of `prefetch`, even if others
         are set before its `forward`, and counts as a step: the next batch has the next STEP score.
-        Training forwards take prefetched batches in their order. Keys get their rows in `forward`.
+        The caller must pass prefetched batches to training forwards in the same order; not checked.
+        Keys get their rows in `forward`. In evaluation this only reads rows.
 
         Args:
             indices: ids, as in `forward`.

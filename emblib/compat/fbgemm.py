@@ -184,7 +184,7 @@ def mask_gradients(
 ) -> Tensor | None:
     """Return sample weights that get a gradient only at the lookups of some features.
 
-    Nothing is read from the device.
+    Nothing is read from the device. A wrong number of offsets masks nothing: the lookup reports it.
 
     Args:
         sample_weights: float32 `[L]`, or None, which is returned.
@@ -209,7 +209,7 @@ def mask_gradients(
     if batch_sizes is not None:
         last = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
         ends = offsets[last.to(offsets.device)]
-    elif (len(offsets) - 1) % features:  # which the lookup reports
+    elif (len(offsets) - 1) % features:
         return sample_weights
     else:
         ends = offsets[1:].view(features, -1)[:, -1]
@@ -229,6 +229,8 @@ def keep_first_lookups(
     first_feature_only: bool,
 ) -> None:
     """Zero the gradient of `output` except for the first lookup of each row of each table.
+
+    Registers a hook on `output`, unless it has no gradient. Waits for a GPU if bags are pooled.
 
     Args:
         output: output of the module: `[B, sum D]`, or `[L, D]` for pooling NONE.
@@ -320,7 +322,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     The arguments are FBGEMM's; `docs/options.md` lists what each does here. Those that emblib does
     not have raise NotImplementedError, those that contradict each other ValueError. `self.bags` is
     the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
-    `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to.
+    `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to; with
+    `preallocated_host_buffers` they are the values in the buffers.
     """
 
     def __init__(
@@ -462,7 +465,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         batch_size_per_feature_per_rank: list[list[int]] | None,
         total_unique_indices: int | None,
     ) -> Tensor:
-        """Look up and pool; count the step, report it, and register the hooks of its options."""
+        """Look up and pool; count the step, report it, and register the hooks of its options.
+
+        While a module without such hooks is compiled, only look up: steps are not counted.
+        """
         indices = self._cast(indices)
         sizes = batch_size_per_feature_per_rank
         weights = None if per_sample_weights is None else per_sample_weights.float()
@@ -508,8 +514,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
         """Return the layout of a batch, and copies of its tensors: of one dtype, and repaired.
 
-        `forward` needs no such call. `bounds_check_mode` decides whether invalid input raises or is
-        repaired. The caller's tensors are not written to.
+        `forward` needs no such call. `bounds_check_mode` decides whether invalid input raises, is
+        repaired, or with NONE stays as it is. The caller's tensors are not written to. Waits for a
+        GPU.
         """
         sizes = batch_size_per_feature_per_rank
         indices = self._cast(indices).clone()
@@ -579,6 +586,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         """Load the rows of a batch into the cache; forwards must follow in the same order.
 
         On a GPU the current stream does it; `forward_stream` is the one that `forward` will run on.
+
+        Raises:
+            ValueError: both streams are the same.
         """
         if forward_stream is not None and self.prefetch_stream is None:
             self.prefetch_stream = torch.cuda.current_stream(self.current_device)

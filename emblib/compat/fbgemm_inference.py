@@ -235,7 +235,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             return self._served[0](indices, offsets, weights)
 
     def _look_up_bytes(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Return the bytes of a row per lookup, zeros for pruned ids."""
+        """Return the bytes of a row per lookup, zeros for pruned ids; waits for a GPU."""
         served, rows = self._served[0], self._rows_of_tables()
         if isinstance(served, InferenceEmbeddingBags):
             indices = quant.map_ids(
@@ -271,7 +271,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     # Rows
 
     def initialize_weights(self) -> None:
-        """Allocate the rows, as zeros; a second call does nothing."""
+        """Allocate the rows, with values of zero; a second call does nothing.
+
+        FP8 rows get the scale of the module's exponent bias.
+        """
         if self._served:
             return
         mode = BoundsCheckMode(self.bounds_check_mode_int)
@@ -388,7 +391,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             view.copy_(values)
 
     def fill_random_weights(self) -> None:
-        """Fill numbers, which leaves scale and bias, or the rows of floats, at random."""
+        """Fill the numbers of rows at random, rows of floats from [-1, 1); scale and bias stay."""
         self.initialize_weights()
         for (rows, _), spec in zip(
             self.split_embedding_weights(), self.embedding_specs, strict=True
@@ -428,7 +431,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """Set the row of each id of each table; -1 is a pruned one, and None maps no ids.
 
         With `use_array_for_index_remapping=False` the map is a hash table of the ids that have
-        rows, filled by half at most.
+        rows, filled by half at most whatever `pruning_hash_load_factor` says.
         """
         tables = len(self.embedding_specs)
         maps: list[Tensor | None] = list(index_remapping) or [None] * tables
@@ -564,7 +567,7 @@ def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
 
 
 def _check_fp8(bits: int, bias: int) -> None:
-    """Raise for FP8 rows that no scale in float16 makes those of a format of torch."""
+    """Raise for FP8 rows that no float16 scale converts to a format of torch."""
     if bits not in _FP8 or abs(_FP8[bits].bias - bias) > _MAX_SCALE_EXPONENT:
         raise NotImplementedError(
             "FP8 rows have 4 or 5 exponent bits, and a bias within 15 of 7 or 15, got "
@@ -583,7 +586,7 @@ def _returns_bytes(
     """Return whether lookups return the bytes of rows.
 
     Raises:
-        NotImplementedError: for pooled rows, or those of another format.
+        NotImplementedError: the output is bytes, and rows are pooled or have another format.
     """
     if not _has_header(output):
         return False

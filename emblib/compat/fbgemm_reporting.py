@@ -131,7 +131,8 @@ _UNIQUE_MISSES = UVMCacheStatsIndex.num_unique_misses
 class CacheCounters:
     """The counts of FBGEMM's module, computed from the cache's counts around each batch.
 
-    Counts are read from the device, which is waited for, only if an option of the module counts.
+    Counts are read from the device only if an option of the module asks for them, because the host
+    waits for that.
 
     Attributes:
         has_cache: whether a table is cached.
@@ -199,7 +200,7 @@ class CacheCounters:
         return self._last.clone() if local else self._counts()[0]
 
     def reset(self) -> None:
-        """Reset the counts to zero."""
+        """Reset the counts of `uvm_stats` and `per_call` to zero; raise as `uvm_stats`."""
         self.uvm_stats(local=True)
         self._bags.reset_cache_stats()
         self._last.zero_()

@@ -24,7 +24,7 @@ from emblib.compat import (
 from emblib.compat.torchrec_names import MODULES, RAISES
 from emblib.sharding import awaitables, codecs, planner
 
-# The first that has a name has TorchRec's form of it.
+# Modules that implement names; of several that have a name, the first one has TorchRec's form.
 _SOURCES: tuple[ModuleType, ...] = (
     torchrec_optim,
     torchrec_types,

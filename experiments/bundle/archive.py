@@ -38,7 +38,7 @@ class BundleError(Exception):
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> str:
-    """Write a zip file of {name: content} with a file of checksums; return the sha256 of that.
+    """Write a zip file of {name: content} and of a file of checksums; return that file's sha256.
 
     `sha256sum -c` can read the checksums.
 

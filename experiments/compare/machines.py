@@ -87,9 +87,9 @@ class Comparison:
         machines: machines; the others are compared with the first.
         points: row per machine, role, contender and phase. A role is the position of a cell in its
             experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
-            CEILINGS. `same` is True for the work of the first machine. `gain` is `rate` ÷ that of
-            the first machine; from `gain_lo` to `gain_hi`, both rates may be anywhere in their
-            intervals, because machines cannot take turns, so nothing is paired.
+            CEILINGS. `same` is True if the work is equal to the first machine's. `gain` is `rate` ÷
+            the rate of the first machine. `gain_lo` and `gain_hi` are its extremes if both rates
+            may be anywhere in their intervals: machines cannot take turns, so nothing is paired.
         left_out: sentences about points that some machine lacks.
     """
 
@@ -155,7 +155,9 @@ def is_remote(path: Path) -> bool:
 
 
 def fetch(path: Path, scratch: Path) -> Path:
-    """Copy a run or a bundle of another machine into `scratch` by scp; return others as they are.
+    """Copy a run or a bundle of another machine into `scratch` by scp; return its path there.
+
+    A path on this machine is returned as it is.
 
     Raises:
         UsageError: scp is not installed, or could not copy it.
@@ -240,7 +242,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """Return short names of the devices; names of runs on one device have the commit or date."""
+    """Return a short name of each run's device, with commit or date if several runs share it."""
     environments = [run.environment for run in runs]
     names = [
         str((e.get("gpu") or {}).get("name") or e.get("device", "unknown device"))

@@ -191,7 +191,7 @@ class CacheConfig:
     fractions: list[float] = field(default_factory=lambda: [0.2])  # cached rows ÷ all rows
     warm_batches: int = 60  # first batches of a trace, which fill the cache and are not counted
     batches: int = 60  # batches of a trace that are counted
-    pool: int = 64  # distinct batches of a timed cell; the rows of a few would all be cached soon
+    pool: int = 64  # distinct batches of a timed cell; all rows of fewer batches would be cached
     directory: str = ""  # folder of tables on disk; empty: a temporary one
 
 

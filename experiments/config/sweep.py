@@ -201,7 +201,9 @@ def axes_of(config: Config) -> dict[str, list[Any]]:
 def swept_cells(
     config: Config, kind: str, names: Sequence[str], loads: Sequence[float]
 ) -> Iterator[Cell]:
-    """Yield the distinct cells of the sweep that `where` and `exclude` leave an arm.
+    """Yield the distinct cells of the sweep to which `where` and `exclude` leave an arm.
+
+    Without axes these are none if there are cases, unless the workload is a trace.
 
     Args:
         config: configuration of the run.
@@ -213,7 +215,7 @@ def swept_cells(
         UsageError: a rule cannot be read, or zipped axes differ in length.
     """
     axes = axes_of(config)
-    # Without axes only a trace of the user's is measured besides the cases.
+    # Without axes, only a trace of the user is measured in addition to cases.
     if not axes and config.cases and config.workload.distribution is not Distribution.trace:
         return
     ranks = sorted({*axes.pop("rank", []), *config.tt.ranks})
@@ -244,7 +246,7 @@ def swept_cells(
 
 
 def _combined(design: Design, axes: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Combine all values with all (grid), or the first ones, the second ones, ... (zip)."""
+    """Combine every value with every other (grid), or values of the same position (zip)."""
     if design is Design.grid:
         return itertools.product(*axes.values())
     if len({len(values) for values in axes.values()}) > 1:

@@ -17,7 +17,7 @@ from experiments.workloads.workload import Batch, TableShape
 
 State = list[Tensor]  # the parameters that a batch touches, in an order of the contender's own
 EPS = 1e-8  # Adagrad's epsilon, for every contender
-GRADIENT_ROUNDING = 1e-6  # error of a gradient summed in another order; gradients are of order one
+GRADIENT_ROUNDING = 1e-6  # error of a gradient of at most order one, summed in another order
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Contender(ABC):
     def counters(self) -> dict[str, int]:
         """Return the cache's counts since `reset_counters`; {} without a cache.
 
-        The keys are lookups, lookup_hits, rows and row_hits; rows are the distinct rows per batch.
+        Keys are lookups, lookup_hits, rows (distinct per batch), row_hits, and a contender's own.
         """
         return {}
 
@@ -117,7 +117,7 @@ class Contender(ABC):
         Args:
             batch: batch of the step.
             before: result of `observe` before the step: the touched rows of each table. The
-                optimizer state is zero.
+                optimizer state must be zero.
         """
         outputs, expected_state = [], []
         gradients = split_gradient(batch, self.task.shapes)
@@ -210,9 +210,9 @@ def first_update(kind: Optimizer, weights: Tensor, gradient: Tensor, lr: float) 
 def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
     """Return the error that rounding a gradient can cause in each element of a first update.
 
-    Adagrad divides an element by its own magnitude: next to zero, any result from -lr to lr is
-    possible. For other optimizers, and for elements without a gradient, the result is zero, because
-    the relative tolerance of the comparison covers rounding.
+    Element-wise Adagrad divides an element by its own magnitude: next to zero, any result from -lr
+    to lr is possible. For other optimizers, and for elements without a gradient, the result is
+    zero, because the relative tolerance of the comparison covers rounding.
 
     `update` is float32 of any shape, and so is the result.
     """

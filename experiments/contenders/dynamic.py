@@ -44,7 +44,7 @@ class Dynamic(OneModule):
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
-        """Return offsets of a batch with `ids` ids of one table, equally many per bag."""
+        """Return offsets of a batch with `ids` ids of one table; `bags` must divide them."""
         sizes = torch.zeros(len(self.task.shapes), bags, dtype=torch.int64)
         sizes[table] = ids // bags
         ends = sizes.view(-1).cumsum(0)
@@ -150,7 +150,7 @@ class TieredDisk(Tiered):
 
 
 class DynamicNew(Dynamic):
-    """A full table in which `task.new_keys` of the lookups of a step are keys never used before.
+    """A full table in which about `task.new_keys` of a step's lookups are keys never used before.
 
     Every such key evicts another one. The first step with a batch uses the batch as it is, because
     that step may be checked against the reference.

@@ -15,10 +15,13 @@ FIRST_ABSENT = 1 << 40  # number of a key beyond those that any call uses
 
 
 def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
-    """Check every operation of a filled table; raise Wrong for the first wrong result.
+    """Check the operations of a filled table; raise Wrong for the first wrong result.
+
+    Inserts of absent keys are checked only if the table can erase, so that it stays as it was. Of a
+    ceiling only the lines are checked.
 
     Args:
-        table: table to check. Keys that the checks insert are erased again if it can erase.
+        table: table to check. Keys that the checks insert are erased again.
         space: numbering of the keys; absent keys are drawn from it.
         resident: present keys, int64, of which at most CHECKED_KEYS are checked.
     """

@@ -65,9 +65,10 @@ class KeyTable(ABC):
 
     @abstractmethod
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert keys from the host, as many as fit; called once or several times.
+        """Insert keys, as many as fit; called once or several times.
 
-        Keys are new, except that `measure.keys.fill` may repeat some to fill a table completely.
+        Keys and values are on the host or on the table's device. Usually the keys are new;
+        `measure.keys.fill` may repeat some to fill a table completely.
         """
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
@@ -171,7 +172,7 @@ class EmblibHashTable(KeyTable):
         return self.table.size()
 
     def nbytes(self) -> int:
-        """Return the bytes of the slots in use."""
+        """Return the bytes of all slots that the table has at present."""
         return self.table.index.nbytes() + 4 * self.task.dim * self.table.capacity()
 
 
@@ -237,7 +238,7 @@ class RandomLines(KeyTable):
             raise Unsupported("the ceiling of random lines is measured on the CPU")
         self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
         self.num_filled = 0
-        # NumPy gathers faster than torch on one thread, but knows no threads.
+        # NumPy gathers faster than torch on one thread, but does not use more.
         self.gather = self.lines.take if torch.get_num_threads() == 1 else self.lines.read
 
     def fill(self, keys: Tensor, values: Tensor) -> None:

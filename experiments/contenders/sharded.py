@@ -83,7 +83,7 @@ class Collection(Contender):
         self.module(features).values().backward(gradient)
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table, summed over the ranks; a collective."""
+        """Return the touched rows of each table, gathered from all ranks; a collective."""
         rank, size = rank_and_size()
         ids = touched(batch, self.task)
         rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
@@ -273,7 +273,7 @@ class DataParallel(ShardedBags):
 
 
 class TableWise(ShardedBags):
-    """Whole tables; each rank holds an equal number of consecutive ones."""
+    """Whole tables; each rank holds consecutive tables, about equally many."""
 
     rule = staticmethod(lambda share, world: sharding_types.table_wise(int(share * world.size)))
 

@@ -208,9 +208,9 @@ class TorchRecSharded(TorchRecCollection):
 
 
 class TorchRecTableWise(TorchRecSharded):
-    """Whole tables; each rank holds an equal number of consecutive ones.
+    """Whole tables; each rank holds consecutive tables, about equally many.
 
-    Then the features keep their order, which TorchRec sorts by rank.
+    TorchRec sorts features by rank, which then does not change their order.
     """
 
     def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
@@ -246,8 +246,8 @@ PreparedIds = dict[str, JaggedTensor]
 class ManagedCollisions(KeyTable):
     """TorchRec's managed collision module (ZCH) as a hash table.
 
-    Training calls record every id; every tenth one admits and evicts ids by frequency. All absent
-    ids share the last row.
+    Training calls record every id; every tenth call also admits and evicts ids by frequency. All
+    absent ids share the last row.
     """
 
     operations = ("find_slots", "find_or_insert_slots")

@@ -58,7 +58,7 @@ def reason_not_to_count(config: Any, device: str, *, smoke: bool) -> str:
 
 
 def count(setup: Any, folders: Mapping[str, str]) -> tuple[Counts, str]:
-    """Count all points of both sides; return the counts, and why there are none.
+    """Count all points of both sides; return the counts, and "" or why there are none.
 
     `setup` is the `Setup` of a worker; `folders` has the package of each side by its name.
     """

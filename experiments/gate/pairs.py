@@ -119,7 +119,8 @@ def start_worker(seconds: float, side: Side, package: str) -> Child:
 def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = None) -> PairResult:
     """Measure all points of the job, in as many pairs of processes as it takes.
 
-    A crash costs only the point at which it happened: the others are measured by a new pair.
+    A crash costs only the point at which it happened: the others are measured by a new pair. If the
+    point is unknown, all that remain count as failed.
     """
     outcome, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
@@ -197,7 +198,10 @@ def _measure_pair(
 def _measure_point(
     job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
 ) -> PointSamples:
-    """Measure the blocks of one point: base head head base, or the reverse, at random."""
+    """Warm up one point and measure its blocks: base head head base, or the reverse, at random.
+
+    If the job checks, also weigh the point on both sides.
+    """
     samples = PointSamples()
     for side in rng.sample(list(Side), 2):
         samples.warm[side.value] = ask(side, ("warm", name), name)
@@ -280,7 +284,7 @@ class TrialRunner:
     store: RunStore
     display: Display
     measure: Measure = run_pair
-    pairs: int = 0  # of processes so far; their seeds follow from it
+    pairs: int = 0  # number of pairs so far; the seed of the next one follows from it
 
     def finish(self, trial: Trial) -> Trial:
         """Measure until the rules request no more."""
@@ -290,7 +294,10 @@ class TrialRunner:
         return trial
 
     def step(self, trial: Trial, request: Request) -> None:
-        """Run one pair of processes."""
+        """Run a pair of processes, store its records, and add them to the trial.
+
+        After a crash it is several pairs with the same seed.
+        """
         started = time.monotonic()
         first = trial.number == 0 and not trial.evidence.first
         job = PairJob(

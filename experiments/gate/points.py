@@ -19,9 +19,9 @@ class Point:
 
     name: str  # unique in a run; noise floors and trends find the point by it
     cell: Cell
-    arm: Arm  # one of the cell's
+    arm: Arm  # one of the arms of `cell`
     phase: str  # one of PHASES
-    optimizer: Optimizer  # update rule of a step; a forward has one too, without effect
+    optimizer: Optimizer  # update rule of a step; without effect on a forward
 
     @property
     def words(self) -> str:

@@ -61,7 +61,7 @@ def git(*arguments: str) -> bytes:
 
 
 def resolve(name: str) -> str:
-    """Resolve a name to a commit; raise UsageError."""
+    """Resolve a name to a commit, WORKTREE to itself; raise UsageError for an unknown name."""
     if name == WORKTREE:
         return WORKTREE
     try:
@@ -74,9 +74,10 @@ def resolve(name: str) -> str:
 
 
 def commit_facts(sha: str) -> dict[str, str]:
-    """Return hash, date and subject of a commit; of a working tree with changes nothing.
+    """Return hash, date and subject of a commit; {} for a working tree with changes.
 
-    A working tree counts as its commit if the sources that the gate builds are unchanged.
+    A working tree counts as its commit if the sources that the gate builds are unchanged. Without
+    git the result is {}, too.
     """
     try:
         if sha == WORKTREE:
@@ -90,7 +91,7 @@ def commit_facts(sha: str) -> dict[str, str]:
 
 
 def default_base(config: Config, *, smoke: bool) -> str:
-    """Return the default of gate.base."""
+    """Return gate.base or its default; raise UsageError if there is neither."""
     if config.gate.base:
         return config.gate.base
     if smoke:
@@ -128,7 +129,7 @@ def checkout(name: str, home: Path = HOME) -> Revision:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Return all source files of emblib and csrc, sorted."""
+    """Yield all source files of emblib and csrc, sorted within each."""
     for part in PARTS:
         for path in sorted((root / part).rglob("*")):
             is_built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
@@ -158,9 +159,10 @@ Say = Callable[[str], object]  # prints a message before a step that takes long
 def provide_libraries(
     base: Revision, head: Revision, device: str, say: Say, home: Path = HOME
 ) -> None:
-    """Provide both revisions with native libraries; raise BuildError, which names the revision.
+    """Copy native libraries into both revisions; raise BuildError, which names the revision.
 
-    The installed libraries serve where both have the sources that these were built from.
+    If both have the native sources of the working tree, these are the installed libraries, which
+    must have been built from them; not checked. Otherwise the libraries are built.
     """
     natives = {_sources_digest(folder, "csrc/") for folder in (base.folder, head.folder, ROOT)}
     libraries = installed_libraries() if len(natives) == 1 else []
@@ -177,7 +179,10 @@ def provide_libraries(
 
 
 def snapshot(name: str, device: str, say: Say) -> Revision:
-    """Copy the working tree, so that later edits do not affect a comparison with itself."""
+    """Check out a revision with its libraries.
+
+    A working tree is copied, so that later edits do not affect a comparison with itself.
+    """
     revision = checkout(name)
     provide_libraries(revision, revision, device, say)
     return revision
@@ -200,7 +205,7 @@ def _build_key(revision: Revision, cuda: str) -> str:
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """Compile a revision's libraries, or find those of an earlier build of the same sources.
 
-    CUDA kernels take long to compile and are left out where the gate runs on the CPU.
+    CUDA kernels take long to compile and are left out if the gate runs on the CPU.
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
     folder = home / _build_key(revision, cuda)
@@ -243,10 +248,10 @@ def _jobs() -> int:
 
 
 def _first_error(log: Path) -> str:
-    """Return the first error in a build's output."""
+    """Return the first error in a build's output, or its last line if none is marked as one."""
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):
         for number, line in enumerate(lines):
-            if mark in line:  # CMake says where, and only then what
+            if mark in line:  # CMake has the place on this line and the error on the next one
                 return " ".join(lines[number : number + 1 + line.endswith(":")])
     return (lines or ["no output"])[-1]

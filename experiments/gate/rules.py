@@ -19,7 +19,7 @@ from experiments.results.store import RunStore, read_json
 from experiments.timing import statistics
 from experiments.timing.statistics import Effect, Verdict
 
-ALPHA = 0.05  # of a false alarm in the second set, over all points together
+ALPHA = 0.05  # probability of a false alarm in the second set, over all points together
 CHANGES = (Verdict.SLOWER, Verdict.FASTER)
 
 
@@ -39,7 +39,7 @@ class Rules:
 
     pairs: int
     max_pairs: int
-    margins: Mapping[str, float]  # of each gated point
+    margins: Mapping[str, float]  # margin of each gated point
 
     def save(self, store: RunStore) -> None:
         """Write rules.json."""
@@ -89,8 +89,8 @@ class Ruling:
 
     Attributes:
         verdict: verdict that counts.
-        effect: effect of the second set where there was one, because the first was selected for its
-            effect; else that of the first.
+        effect: effect of the second set if there is one, because the point was selected by its
+            effect in the first set; else effect of the first set.
         margin: relative effect that does not count.
         visible: smallest effect that would have been called slower or faster.
         screened: verdict of the first set alone.

@@ -62,7 +62,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def _compare(
     start: GateStart, store: RunStore, display: Display, name: str, *, alike: bool
 ) -> tuple[Findings, dict[str, Any]]:
-    """Run everything between build and verdicts; whatever happens becomes findings."""
+    """Build, measure and decide; return the findings, and facts for gate.json.
+
+    A revision that does not build, and Ctrl-C, become findings.
+    """
     facts: dict[str, Any] = {
         "base": name,
         "head": start.config.gate.head,
@@ -97,7 +100,7 @@ def _compare(
 def _count_instructions(
     start: GateStart, folders: SideFolders, display: Display
 ) -> tuple[Counts, str]:
-    """Count the instructions of all points; return the counts, and why there are none."""
+    """Count the instructions of all points; return the counts, and "" or why there are none."""
     if reason := instructions.reason_not_to_count(
         start.config, start.device.type, smoke=start.smoke
     ):

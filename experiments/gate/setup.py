@@ -26,10 +26,10 @@ from experiments.run.runner import device_of
 from experiments.run.worker import survey
 from experiments.timing import statistics
 
-SCHEMA = 1  # of noise.json; a floor of another schema is ignored
+SCHEMA = 1  # version of noise.json; a floor of another version is ignored
 
-# Spread of each point, from a file of gate.noise: `pairs`, `mad` (median |log ratio| of A against
-# A), `p95` and `effects`.
+# Spread per point, from a file of gate.noise: number of `pairs`, their `effects` (log ratios of A
+# against A), and `mad` and `p95`, median and 95 % quantile of |effect|.
 NoiseFloor = Mapping[str, Mapping[str, Any]]
 
 
@@ -77,7 +77,7 @@ def noise_floor_content(
     effects: Mapping[str, Sequence[float]],
     time_utc: str,
 ) -> dict[str, Any]:
-    """Return the content of noise.json: of each point the spread of `effects`, log(A ÷ A)."""
+    """Return the content of noise.json: per point the spread of `effects`, log(A ÷ A)."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],

@@ -1,13 +1,11 @@
 """Show runs of the gate over commits: one figure per point, and what moved.
 
 A run compares two commits and gives a ratio, head ÷ base. Two runs are linked where the head of one
-is the base of the other. A commit's level is 1 at the start of a chain, else the level of its base
-times the ratio. So runs may be of different machines. Levels are computed for times and for
+is the base of the other, and linked runs form a *chain*. The *level* of a commit is 1 at the start
+of a chain, else the level of its base times the ratio: it is relative to the first commit of the
+chain. So the runs may be from different machines. Levels are computed for times and for
 instructions. The interval of a level combines the intervals of all runs since the start of its
 chain, and widens along it.
-
-A *level* is the product of the ratios head ÷ base along a chain of runs in which each base is the
-head of the run before, so it is relative to the first commit.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ QUANTITIES = {  # in the legend, with colour and line
     NATIVE: ("of them in emblib", COLOURS["cached_lfu"], DASHED),
 }
 MOVED = {"SLOWER": SLOWER, "FASTER": FASTER}
-MAX_NAMES = 5  # of commits below a panel
+MAX_NAMES = 5  # maximum number of names of commits below a panel
 PANEL_HEIGHT = 2.7  # inches
 FLAT = (0.95, 1.05)  # levels that every panel includes, so that noise does not look like change
 HOW = (
@@ -160,7 +158,7 @@ class Trend:
         return levels
 
     def moves(self) -> list[PointInRun]:
-        """Return what moved, in the order of the runs."""
+        """Return the findings of points whose time or counts moved, in the order of the runs."""
         return [
             PointInRun(result, finding)
             for result in self.runs
@@ -170,9 +168,10 @@ class Trend:
 
 
 def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
-    """Read every gate.json in folders, at any depth and of any name; return what is left out too.
+    """Read every gate.json in folders, at any depth and of any name.
 
-    If several runs have the same head, the latest one counts.
+    Returns the trend, and a line per run that is left out. Runs on another `device` are skipped. If
+    several runs have the same head, the latest one counts.
 
     Raises:
         UsageError: no folder, no run between two commits, or runs on CPUs and on GPUs.

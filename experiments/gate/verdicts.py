@@ -16,9 +16,9 @@ from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
 from experiments.timing.statistics import MIN_PROCESSES, Verdict
 
-PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # what peak memory may grow by: it is not exact
+PEAK_SHARE, PEAK_BYTES = (0.01, 16 << 20)  # tolerated growth of peak memory, which is not exact
 HIT_RATE_CHANGE = 0.005
-INSTRUCTIONS_SHARE = 0.01  # what counted instructions may grow by: Python's share is not exact
+INSTRUCTIONS_SHARE = 0.01  # tolerated growth of instructions: Python's share is not exact
 BROKEN = ("error", "wrong", "timeout", "oom")
 
 FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
@@ -31,8 +31,9 @@ class PointFinding:
     Attributes:
         point: name of the point.
         words: contender, phase and sizes.
-        state: name of a `Verdict`; or NEW (base cannot run it), MISSING (only base can), FAILED (an
-            error in head), NOISY (its margin would exceed gate.max_margin).
+        state: name of a `Verdict`; or MISSING (only base can run it), FAILED (an error on both
+            sides), NEW (base cannot run it, and head can or lacks something here), NOISY (its
+            margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
         base_s: median seconds of base; nan without a verdict.
@@ -85,7 +86,7 @@ class Findings:
         return self.in_states(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
-        """Return the exit status; the most severe finding decides."""
+        """Return the exit status: 130 for an interrupted run, else by the most severe finding."""
         if self.interrupted:
             return 130
         if self.broken:
@@ -107,7 +108,10 @@ ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NE
 def collect_findings(
     points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
 ) -> Findings:
-    """Return the findings of a complete or interrupted trial, worst first, then by effect."""
+    """Return the findings of a trial, worst first, then by effect.
+
+    Points that an interrupted trial did not reach have none.
+    """
     names = [p.name for p in points if p.name in rules.margins]
     rulings = decide(names, trial.evidence, rules)
     lines = []
@@ -183,9 +187,10 @@ def advice(ruling: Ruling) -> str:
 def changed_counts(
     base: Mapping[str, float], head: Mapping[str, float]
 ) -> tuple[list[str], list[str]]:
-    """Return a sentence per number of `Bench.weigh` that became worse, and per better one.
+    """Return a sentence per number of a point that became worse, and one per better number.
 
-    Bytes, except peak memory, compare exactly.
+    The numbers are those of `Bench.weigh` and counted instructions. Hit rates, peak memory and
+    instructions have a tolerance; other bytes are compared exactly.
     """
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):

@@ -18,7 +18,7 @@ from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, TitledTable, Value, time_value
 
 ROW_BYTES = 256  # of the row that tables and sentences are about: D = 64 in float32
-# Constants of rows, [[bytes, nanoseconds], ...]: what each is of, and the name of its colour.
+# Constants of rows, [[bytes, nanoseconds], ...]: the description and the colour's name of each.
 CURVES = {
     "lookup_near": ("a lookup, table in cache", "tbe"),
     "lookup_far": ("a lookup, large table", "tt"),
@@ -79,7 +79,7 @@ def write_files(run: Run) -> Mapping[str, str]:
 def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
     """Return the nanoseconds for `nbytes`, interpolated linearly between points (bytes, ns).
 
-    Beyond the first and the last point it is theirs; points ascend in bytes.
+    Outside the range of the points it is the value of the nearest one. Points must ascend in bytes.
     """
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= nbytes <= x1:

@@ -122,7 +122,8 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
 def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     """Describe the subject and the best type, for both kinds of scaling.
 
-    That is in the largest world in which every rank has a core; larger ones measure nothing.
+    The sentences are about the largest world in which every rank has a core; steps of larger worlds
+    measure nothing.
     """
     emblib_rows = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     sentences: list[str] = []

@@ -50,7 +50,8 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
     Args:
         device: device whose memory is measured.
-        seconds: time of all ceilings ÷ 1.3; 0 for a smoke run, which measures a cache.
+        seconds: scale of the time: all ceilings together take about 1.3 times as long. 0 for a
+            smoke run, which measures a cache.
 
     Returns:
         `copy_gb_s`, `sgemm_gflop_s`; `gather_gb_s` and `gather_by` (the fastest way), keyed by
@@ -79,7 +80,10 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE."""
+    """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE.
+
+    It has SMOKE_BYTES at least, however little memory is free.
+    """
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         size = max(MIN_GPU_BYTES, CACHES_PER_TABLE * cache)
@@ -148,8 +152,8 @@ def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callab
 def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatchedEmbeddingBags:
     """Return a table of ones, which does not check ids.
 
-    Drawing initial values takes a CPU seconds. A large table avoids that by way of the meta device;
-    a small one does not, because the meta device loads half of torch.
+    On a CPU, drawing initial values takes seconds. A large table avoids that by way of the meta
+    device. A small table does not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
     is_drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
@@ -206,7 +210,10 @@ def shortest_wall(
 
 
 class CacheLines:
-    """Memory of `nbytes` in small or huge pages; cache line n begins with the number n."""
+    """Memory of `nbytes` in small or huge pages; cache line n begins with the number n.
+
+    The kind of pages is advice to the system, which may not follow it.
+    """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)

@@ -73,7 +73,7 @@ def device_name(device: torch.device) -> str:
 def git_state() -> dict[str, Any]:
     """Return the commit (`sha`) and whether the working tree differs from it (`dirty`).
 
-    Results do not count: the second run that is kept as a reference finds those of the first.
+    Changed results do not count: storing one run as a reference must not make the next run dirty.
     """
     sha = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports")

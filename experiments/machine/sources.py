@@ -2,9 +2,10 @@
 
 A digest covers what the compiler or the interpreter sees; comments, docstrings and layout do not
 count. Each area of the code has a digest per kind of device: a change of a CUDA kernel does not
-make a CPU measurement outdated, nor does a change of tensor trains one of dense tables. Digests
-need no git, so that archives and clones without history have the same ones. Stored references
-contain them: a change of how they are computed would make every reference look outdated.
+make a CPU measurement outdated, nor does a change of tensor trains make a measurement of dense
+tables outdated. Digests need no git, so that archives and clones without history have the same
+ones. Stored references contain them: a change of how they are computed would make every reference
+look outdated.
 
 Parsing all sources takes a second, which every run would pay. So CACHE_FILE has the digests by a
 hash of the files' bytes: a run reads the files, and parses them only after a change.
@@ -25,8 +26,9 @@ from pathlib import Path
 
 from experiments.paths import ROOT
 
-# Area -> folders and files of the code that only its measurements depend on; all depend on those of
-# BASE, but not on files that an area names. Files named __init__.py only say what is exported.
+# Area -> folders and files of the code that only measurements of the area depend on. All
+# measurements depend on BASE, except for files in it that an area names. Files named __init__.py do
+# not count: they only say what is exported.
 AREAS = {
     "dense tables": ("csrc/tbe", "emblib/tables"),
     "tensor trains": (
@@ -57,7 +59,7 @@ OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh")
 CACHE_FILE = Path("build", "source_digests.json")  # below the root; deleting it is harmless
 ALGORITHM = 2  # raised with every change of `python_code` and `cpp_code`
-MAX_CACHED = 120  # digests in the file: those of ten states of the sources
+MAX_CACHED = 120  # number of digests in the file: of the last ten states of the sources
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
 
 

@@ -33,7 +33,10 @@ SLOWED = {
 
 
 def telemetry_for(device: torch.device) -> Telemetry:
-    """Return the telemetry of a device: by NVML for a GPU, by the kernel's counters for a CPU."""
+    """Return the telemetry of a device: by NVML for a GPU, by the kernel's counters for a CPU.
+
+    Without NVML, a GPU's telemetry observes nothing.
+    """
     if device.type != "cuda":
         return CpuTelemetry()
     nvml = Nvml.open(device)

@@ -30,7 +30,7 @@ Floats = Iterable[float]
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
-EDGE_GAP = 11.0  # points from the panel to names right of it, for the lines of those that moved
+EDGE_GAP = 11.0  # points from the panel to names right of it: room for lines to moved names
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def curves(
     """Return a drawing of curves.
 
     Args:
-        lines: The curves; those with a label are named.
-        x: The horizontal scale.
-        y: The vertical scale.
+        lines: curves; those with a label are named.
+        x: horizontal scale.
+        y: vertical scale.
         names: position of the names: a location of a legend, "outside" (a legend right of the
             panel), "below" (a legend below it), "ends" (at the right end of each curve), "points"
             (next to each named point) or "" (nowhere).
-        columns: Columns of the legend.
-        marks: Lines across the panel. The names of level ones stand right of the panel.
+        columns: number of columns of the legend.
+        marks: lines across the panel. The names of level lines stand right of the panel.
     """
 
     def draw(axes: Axes) -> None:
@@ -185,7 +185,7 @@ def curves(
 
 
 def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
-    """Return the marks without level ones so far from all points that most of a panel is empty."""
+    """Return the marks, without level lines so far away that most of the panel would be empty."""
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
         return list(marks)

@@ -63,7 +63,7 @@ class RowTrace:
             yield slice(int(self.starts[b]), int(self.starts[b + 1]))
 
     def following(self) -> Ids:
-        """Return per access the next one to the same row; NEVER for the last one."""
+        """Return per access the position of the next access to its row; NEVER for the last one."""
         return shifted_positions(self.rows, -1, NEVER)
 
 
@@ -128,7 +128,10 @@ def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
 
 
 def static_top(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of a cache that holds the `capacity` most frequent rows of the trace."""
+    """Return the hits of a cache that holds the `capacity` most frequent rows of the trace.
+
+    Each row is in the cache from its first lookup on.
+    """
     counts = np.bincount(trace.rows, trace.lookups)
     is_cached = np.zeros(len(counts), bool)
     is_cached[np.argsort(-counts, kind="stable")[:capacity]] = True
@@ -169,10 +172,10 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
 
 
 def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
-    """Return the distinct intervals [since, until) of batches between two lookups of a row.
+    """Return the distinct intervals [begin, end) of batches between two lookups of a row.
 
-    The four arrays are: since, until, the lookups served if a row is cached through the interval,
-    and the number of rows with such an interval.
+    The four arrays are: begin, end, the lookups served if a row is cached through the interval, and
+    the number of rows with such an interval. Batches count from the first one after the warm-up.
     """
     next_use = trace.following()
     uses = np.flatnonzero(next_use != NEVER)
@@ -211,7 +214,8 @@ class Policy(Enum):
 def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    If not all new rows of a batch fit, the cache inserts those that the batch looks up first.
+    Rows of the present batch are not evicted. If not all new rows of a batch fit, the cache inserts
+    those that the batch looks up first.
     """
     size = int(trace.rows.max(initial=0)) + 1
     cached = np.zeros(size, bool)

@@ -21,12 +21,12 @@ from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.distributions import Ids, Reals, integral
 
 NEVER = -1  # distance of the first lookup of a row
-EXACT_RANKS = 256  # first ranks, whose probabilities are summed; those of the others are integrated
+EXACT_RANKS = 256  # first ranks, whose probabilities are summed; the other ranks are integrated
 MAX_S = 4.0  # largest exponent that is fitted
 GRID_POINTS = 11  # values per parameter in a grid search
-GRID_SEARCHES = 9  # searches, each around the best point of the one before
-GRID_SHRINKAGE = 0.45  # width of a grid ÷ that of the one before
-MIN_BLOCKS, MIN_LOOKUPS = 3, 100  # fewest that are fitted: two blocks fit many (s, q) alike
+GRID_SEARCHES = 9  # searches, each around the best point of the previous search
+GRID_SHRINKAGE = 0.45  # width of a grid ÷ width of the previous grid
+MIN_BLOCKS, MIN_LOOKUPS = 3, 100  # minima for a fit: two blocks would fit many (s, q) alike
 TINY_MASS = 1e-300  # stands for a probability that underflows, which has no logarithm
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
 ROUNDING = 1e-9  # lookups: a share × the lookups may exceed a whole number by a rounding error

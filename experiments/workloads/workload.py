@@ -96,7 +96,10 @@ def dense_bytes(shapes: tuple[TableShape, ...]) -> int:
 
 
 def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
-    """Return the number of sets, of WAYS rows each, of a cache for `fraction` of all rows."""
+    """Return the number of sets, of WAYS rows each, of a cache for `fraction` of all rows.
+
+    It is rounded up, and at least one.
+    """
     return max(1, math.ceil(fraction * sum(s.rows for s in shapes) / WAYS))
 
 
@@ -107,10 +110,11 @@ def make_pool(
 
     Ids are in [0, rows) of their table, except those of a trace whose table has 0 rows (unknown).
 
-    A trace gives its first batches, whatever the seed; a short file gives fewer.
+    A trace gives its first batches, whatever the seed; a short file gives fewer. Ids outside shrunk
+    tables are folded.
 
     Raises:
-        TraceError: the trace has no complete batch, or an id outside its table.
+        TraceError: the trace has no complete batch, or an id outside its table with ids=exact.
     """
     digest = hashlib.sha256()
     batches, unique, folded = [], 0, 0

@@ -417,8 +417,8 @@ def bounds_check_indices(
     """Check rows and offsets: mode 0 raises, 1 warns and repairs, 2 repairs, in place.
 
     Offsets are clamped to be increasing and to end at the number of lookups; rows outside their
-    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode, and further
-    modes check nothing else. A GPU is waited for.
+    table become 0; row -1 stays. Tensors of other sizes or dtypes raise in every mode; modes other
+    than 0, 1 and 2 check nothing else. Waits for a GPU.
 
     Args:
         rows_per_table: rows of the table of each feature, `[F]`.
