@@ -84,9 +84,9 @@ def alltoallv(
 ) -> Awaitable[list[Tensor]]:
     """Do the same as `alltoall_pooled`, with one tensor per table in arguments and result.
 
-    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
-    [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
-    tables could not know.
+    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` tensors. The result has a
+    tensor [B[rank], n] for every n of columns[0], columns[1], ... All tensors are of `dtype`, which
+    a rank without tables could not know.
     """
     _check_ranks("columns", columns, ranks)
     widths_here = [tensor.size(-1) for tensor in values]
@@ -159,7 +159,7 @@ def alltoall_sequence(
 ) -> Awaitable[Tensor]:
     """Send unpooled rows: `sizes[r]` rows of `values` [N, D] go to rank r.
 
-    The result is [sum received_sizes, D], those of rank 0 first.
+    The result is [sum received_sizes, D], with the rows from rank 0 first.
     """
     _check_ranks("sizes", sizes, ranks)
     _check_ranks("received_sizes", received_sizes, ranks)
@@ -237,7 +237,7 @@ def all_gather_base_pooled(
 ) -> Awaitable[Tensor]:
     """Gather the rows of all ranks on every rank: [B[rank], D] to [sum B, D]; backward sums.
 
-    Without `batch_sizes` all ranks have as many rows as this one.
+    Without `batch_sizes` all ranks must have the same number of rows.
     """
     sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
     _check_ranks("batch_sizes", sizes, ranks)
@@ -322,7 +322,7 @@ class _Direction:
 class _Call:
     """A collective between its start and its end, in either direction.
 
-    `pending` is what is in flight now: the values, later their gradient. `dtype` is theirs.
+    `pending` is what is in flight now: the values, later their gradient. Both have the `dtype`.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class detect_rank_failures:
 
     def _watch(self, name: str) -> None:
         """Write heartbeats and watch those of the next rank, in a thread."""
-        # It has a connection of its own: on that of another thread it would wait for their answers.
+        # It has its own connection: on a shared one it would wait for answers to other threads.
         board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
         last_beat, since = b"", time.monotonic()

@@ -46,7 +46,7 @@ class _Header(IntEnum):
     """Entries of a header before the number of bags of each unit."""
 
     NUM_IDS = 0  # for the receiving rank
-    NUM_REPLICATED_IDS = 1  # of these, those for replicated tables
+    NUM_REPLICATED_IDS = 1  # the part of NUM_IDS for replicated tables
     KIND = 2  # a `_Kind`
     ROW_ORDER = 3  # a `_RowOrder`
 
@@ -157,7 +157,7 @@ class IncomingBatch(NamedTuple):
             come last, where their ids are sent at all.
         by_unit: whether units differ in their number of bags; rows then return unit after unit.
         segments: `[ranks, units]`, number of ids.
-        num_ids: ids from each rank without those for replicated tables.
+        num_ids: number of ids from each rank, without ids for replicated tables.
         num_replicated_ids: number of ids at the end of `ids` that are for replicated tables.
         merges_rows: whether the rows of all collections that were sent together are few enough on
             every rank to return in one message.
@@ -248,7 +248,7 @@ class InputDist(nn.Module):
     ) -> None:
         super().__init__()
         self._is_pooled = pooled
-        # The gradient of a weight is that of this rank's own loss, not a mean over ranks.
+        # The gradient of a weight is the gradient of this rank's own loss, not a mean over ranks.
         self._weight_scale = 1.0 / scale
         self._ranks = ranks
         # Units are numbered rank after rank.
@@ -295,7 +295,7 @@ class InputDist(nn.Module):
     blocks: Tensor  # int64 `[K, 3]`, see `RouteBlockColumn`
     units: Tensor  # int64 `[C]`, units that get the ids of a block
     # Int64 `[W * units]`: numbers of the segments that this rank receives, one per rank and unit,
-    # in the order of units. Before the segments of ids of each rank is one of lengths.
+    # in the order of units. A segment of lengths precedes the segments of ids of each rank.
     unit_major_order: Tensor
     unit_major_order_without_lengths: Tensor
 
@@ -317,7 +317,7 @@ class InputDist(nn.Module):
     def _segment_order(self, num_before: int) -> list[int]:
         """Return the unit-major order of rank-major segments.
 
-        Those of a rank follow `num_before` other segments of that rank.
+        The segments of a rank follow `num_before` other segments of that rank.
         """
         world, units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
         step = units + num_before

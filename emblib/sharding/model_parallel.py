@@ -46,8 +46,8 @@ class DistributedModelParallel(nn.Module):
 
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
     form. Weights are kept; tables on the meta device get initial values that do not depend on the
-    plan. Then the dense part is copied from rank 0 and wrapped. Names of parameters and of state
-    dict entries are those of the unsharded model. All ranks construct this and call it together,
+    plan. Then the dense part is copied from rank 0 and wrapped. Parameters and entries of state
+    dicts have the names of the unsharded model. All ranks must construct this and call it together,
     each from one thread (docs/threads.md).
 
     Args:
@@ -61,8 +61,8 @@ class DistributedModelParallel(nn.Module):
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
             `FullyShard(...)` with options.
         comm_precision: the codecs of values sent between ranks.
-        gradients: whether table gradients are the mean over ranks, as those of the dense part are,
-            or the sum.
+        gradients: whether table gradients are the mean over ranks, like gradients of the dense
+            part, or the sum.
         init_parameters: whether dense modules on the meta device are allocated and initialized. If
             not, they stay there for the caller, and are not wrapped: pass `wrap="none"`, and call
             `wrap_dense` later.

@@ -9,8 +9,8 @@ In autograd every lookup has two nodes. `_OutputNode`, made when the output is u
 gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
 rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
 that takes part in a backward pass has run before the first `_RowsNode`: by then all ranks know
-which outputs the loss uses, and send nothing for the others. If all outputs are used, gradients are
-sent as soon as the last one is known.
+which outputs the loss uses, and send nothing for other outputs. If all outputs are used, gradients
+are sent as soon as the last gradient is known.
 
 A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about it while
 the gradients are in flight, so that all of them skip the step (`_Scaling`).
@@ -83,7 +83,7 @@ class OutputStep(ABC):
             backward, see `ReplicatedTables.gradient_sink`; None without such.
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
-        is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
+        is_small: whether the rows may travel with rows of other lookups, see `IncomingBatch`.
         node_sums: rows that the node sums before they are sent, or None. `rows` keeps them back
             (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of single ranks.
         local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
@@ -165,7 +165,7 @@ class _RowsInFlight:
         ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()  # outputs with a gradient, not yet in a header
-        # By lookup: the gradients of its rows, and those of replicated tables' rows.
+        # By lookup: the gradients of its rows, and the gradients of replicated tables' rows.
         self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
         self._gradients_in_flight: dict[
             int, tuple[Awaitable[Received], Awaitable[Tensor] | None]
@@ -405,8 +405,8 @@ class _OutputNode(torch.autograd.Function):
 class _Packing(NamedTuple):
     """Order in which the rows of this rank are sent, for one set of batch sizes.
 
-    The rows for single ranks come first, then those that the node sums: for each local rank k, the
-    bags of the ranks with local number k, node after node.
+    The rows for single ranks come first, then the rows that the node sums: for each local rank k,
+    the bags of the ranks with local number k, node after node.
 
     Attributes:
         targets: `[targets, 7]` and
@@ -416,8 +416,8 @@ class _Packing(NamedTuple):
         num_direct: elements for single ranks.
         local_sizes: elements that each rank of this node sums.
         sent: elements of the sums of this rank that go to each node.
-        row_size: elements that the sizes of all messages of sums are multiples of, so that sums can
-            be computed as rows of this length; 0 if the node sums none.
+        row_size: number of elements of which the sizes of all messages of sums are multiples, so
+            that sums can be computed as rows of this length; 0 if the node sums no rows.
     """
 
     targets: Tensor
@@ -575,7 +575,7 @@ class NodeSumStep:
     """The sums within the node of one lookup's rows, and their gradients.
 
     Forward calls `pack`, `local_rows`, `sums`; backward `take_gradients`, `gradients`, `unpack`.
-    The caller must call them in this order: each uses and frees the tensors of the one before.
+    The caller must call them in this order: each uses and frees tensors of the call before it.
 
     Attributes:
         groups: the ranks of this node, and those with this local rank.

@@ -18,9 +18,9 @@ from emblib.tables.parameters import Registered, check_registered, refuse_replac
 class ShardHandle:
     """The handle of a table shard, and this rank's share of the gradients of its parameters.
 
-    `first_core_share` is the share of the first parameter, `other_shares` that of each other one: a
-    shard of a tensor train has its own slice of core 0, and a copy of every other core. So
-    `handle.named_parameters()` must list core 0 first; tables of other kinds have equal shares.
+    `first_core_share` is the share of the first parameter, `other_shares` the share of every other
+    parameter. They differ only for a shard of a tensor train, which has its own slice of core 0 and
+    a copy of every other core; its `handle.named_parameters()` must list core 0 first.
     """
 
     table: str
@@ -140,7 +140,7 @@ def clip_grad_norm_(
     `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank: in a model whose
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
     different factor. Here every shard counts on the rank that stores it and everything else counts
-    once, so that the result is that of the whole model in one process. All ranks call this
+    once, so that the result is the same as for the whole model in one process. All ranks call this
     together, after the gradients of the dense part are averaged. Sparse gradients are clipped too,
     which torch refuses. Tables that backward updates have no gradients to clip: make their
     optimizer `deferred`, or set its `max_gradient`.

@@ -32,8 +32,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Ids and rows are exchanged within a group only; each replica takes memory. By default gradients
     of the dense part are averaged over all ranks in every step. Replicas of the tables drift apart
     until `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation.
-    With plain SGD, `gradients=MEAN` and a `sync` per step the result is that of
-    `DistributedModelParallel`; with SUM the update is that of all ranks ÷ the number of replicas.
+    With plain SGD, `gradients=MEAN` and a `sync` per step the result is the same as of
+    `DistributedModelParallel`; with SUM the update of that class is divided by the number of
+    replicas.
 
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.

@@ -86,8 +86,8 @@ def shard(
             itself is "". A collection with several paths is named by one of them, and replaced
             at all of them.
         ranks: the processes; by default all.
-        optimizer: optimizer of tables whose configuration has none; None is that of their
-            collection.
+        optimizer: optimizer of tables whose configuration has none; None uses the optimizer of
+            their collection.
         comm_precision: codecs of rows and gradients in transit.
         gradients: whether gradients of tables are the mean or the sum over ranks.
 

@@ -69,7 +69,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of rows and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
 
     Example:
@@ -317,7 +317,7 @@ class PooledOutputDist(nn.Module):
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
         layout_here = layout.ranks[ranks.rank]
         self._node_sums = None if sums is None else NodeSumDist(layout_here, sums, ranks)
-        # For batches whose rows nodes do not sum, and for the others.
+        # `_flat_sources` is for batches whose rows nodes do not sum, `_sources` for all others.
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
@@ -399,7 +399,9 @@ class PooledOutputDist(nn.Module):
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
         """Return the output, `local` with its columns in the order of the tables.
 
-        For a rank that pooled all rows, so that nothing was sent; `local` is the pooled rows.
+        For a rank that pooled all rows, so that nothing was sent; `local` are the pooled rows. It
+        is returned itself if its columns are in order, no pooling is MEAN, and features do not
+        differ in batch size.
         """
         if self._in_order and not received.by_unit:
             return local
@@ -605,8 +607,9 @@ class _PooledStep(OutputStep):
         self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
         self._received = self._tables.received_sizes[: len(self._sent)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        # Gradients of all rows of this rank, from `backward` to `local_gradient`: `backward` writes
-        # those of its own bags, the others are received into it. None if all are sent.
+        # Gradients of all rows of this rank, from `backward` to `local_gradient`. `backward` writes
+        # the gradients of its own bags; the other gradients are received into it. None if the
+        # gradients of own bags are sent too.
         self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
@@ -660,7 +663,7 @@ class _PooledStep(OutputStep):
         if part is None:
             flat = route.combine_backward(*arguments, torch.float32, tables.rows, self._scale)
         else:
-            # Rows of this rank's own bags get their gradients here, the others from their ranks.
+            # Rows of this rank's own bags get their gradients here, other rows from other ranks.
             self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
             flat = route.combine_backward_(
                 *arguments,

@@ -59,7 +59,7 @@ from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
 from emblib.tables.graph_break import graph_break
 
-# Vectors that this rank looked up for all ranks, in the order of the received ids; and those of
+# Vectors that this rank looked up for all ranks, in the order of the received ids; and vectors of
 # replicated tables for its own batch, `[n, dim]`, None without such tables.
 Rows = tuple[Tensor, Tensor | None]
 
@@ -104,7 +104,7 @@ class _SequenceRoute:
 class SequenceTables(ShardedTables):
     """Tables of one dim, sharded in blocks of columns that are multiples of one width.
 
-    Arguments are those of `ShardedTables`; `vector_format` has the width.
+    Arguments are as for `ShardedTables`; `vector_format` has the width.
     """
 
     def __init__(
@@ -148,8 +148,8 @@ class SequenceTables(ShardedTables):
             tensor = torch.tensor(values, dtype=torch.int64, device=ranks.device)
             self.register_buffer(name, tensor, persistent=False)
 
-    # Int64 `[units of all ranks]`: the slices of a vector that each unit has, and 1 for units that
-    # return them; 0 for units of replicated tables, the last ones of each rank.
+    # Int64 `[units of all ranks]`: first and number of the slices of a vector that each unit has;
+    # and 1 for units that return slices, 0 for units of replicated tables, the last of each rank.
     unit_first_slice: Tensor
     unit_num_slices: Tensor
     unit_is_sharded: Tensor
@@ -393,7 +393,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ranks: the processes; by default all.
         comm_precision: the codecs of vectors and gradients in transit.
         gradients: whether gradients are the mean or the sum over ranks.
-        optimizer: optimizer of tables whose configuration has none; None is that of `source`.
+        optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
@@ -632,9 +632,9 @@ class _RepeatedIds(NamedTuple):
     def expand(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the vector of every id `[L, dim]`, the lengths of bags and the ids.
 
-        `vectors` are those of the distinct ids, `[n, dim]`.
+        `vectors` are the vectors of the distinct ids, `[n, dim]`.
         """
-        # An embedding: its backward adds in a fixed order on a GPU, that of index_select does not.
+        # `embedding`, because its backward adds in a fixed order on a GPU; index_select's does not.
         return nn.functional.embedding(self.inverse, vectors), self.lengths, self.ids
 
 

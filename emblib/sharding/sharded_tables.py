@@ -115,8 +115,8 @@ class ReplicatedTables(nn.Module):
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of `shape` that updates the tables with its gradient in backward.
 
-        The gradient is that of the rows of all ranks, in the order of `received`: unit by unit, for
-        each unit rank by rank. The tensor's values are zeros without memory.
+        It must get the gradient of the rows of all ranks, in the order of `received`: unit by unit,
+        for each unit rank by rank. The values of the tensor are zeros without memory.
         """
         bags = received.bags[len(received.bags) - len(self._units) :]
         first_id = received.ids.numel() - received.num_replicated_ids
@@ -364,8 +364,8 @@ class ShardedTables(nn.Module):
     """Tables sharded over ranks, and the input dist of their batches.
 
     Args:
-        source: the unsharded collection. Its weights and optimizer states are copied, those of
-            replicated tables from rank 0. On `meta`, initial values are drawn from seeds of rank 0,
+        source: the unsharded collection. Its weights and optimizer states are copied; replicated
+            tables are copied from rank 0. On `meta`, initial values are drawn from seeds of rank 0,
             so that they do not depend on the plan.
         configs: the tables of the collection.
         plan: the sharding of each table, by name.
@@ -651,7 +651,7 @@ class ShardedTables(nn.Module):
             ids, offsets, weights = self._without_replicas(received)
             counts = None if counts is None else counts[: ids.numel()]
         if not self._layout_here.units and weights is not None and weights.requires_grad:
-            # The other ranks exchange gradients of weights in backward, so this one must as well.
+            # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
         sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)

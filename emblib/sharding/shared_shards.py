@@ -1,7 +1,8 @@
 """Shared tables over ranks: the shards that several sharded collections read.
 
 `SharedTableShards` has the shards of one shared table on this rank, each once, whichever collection
-asks first. `SharedTablesOfModel` has those of all collections that one call of `shard` replaces.
+asks first. `SharedTablesOfModel` has the `SharedTableShards` of all collections that one call of
+`shard` replaces.
 """
 
 from __future__ import annotations

@@ -53,8 +53,9 @@ class SharedCores:
     def member(self, shard: int) -> Callable[[list[Tensor], ApplyGradients], None]:
         """Return the function that shard number `shard` of this rank calls with its gradients.
 
-        It takes the gradients of the shard's cores, and a function that applies the gradients with
-        those of shared cores summed; the call for the last shard runs these functions.
+        Its arguments are the gradients of the shard's cores, and a function that applies gradients
+        to the shard. The call for the last shard sums the gradients of shared cores, and calls the
+        functions of all shards.
         """
         return partial(self._add, shard)
 
@@ -72,7 +73,7 @@ class SharedCores:
             return
         waiting, self._waiting = self._waiting, {}
         grads_of_shards = [waiting[shard] for shard in sorted(waiting)]
-        # Of all cores but core 0, of which each shard has its own slice.
+        # The gradients of all cores but core 0, of which each shard has its own slice.
         flat_grads = [
             torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
         ]

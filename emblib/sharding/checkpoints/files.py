@@ -1,10 +1,10 @@
 """Write and read the directory of a checkpoint, which is complete however the writers end.
 
-The format is that of torch.distributed.checkpoint: files that its metadata names. Every save gives
-its files new names, so that an older checkpoint in the directory stays valid until the new metadata
-replaces the old by a rename; afterwards, files that no metadata names are deleted. The file of the
-metadata also has checksums of all files (`checksums.py`). It is unpickled without running what it
-names (`unpickling.py`), as are values that are not tensors (`values.py`).
+The format is the one of torch.distributed.checkpoint: files, and metadata that name them. Every
+save gives its files new names, so that an older checkpoint in the directory stays valid until the
+new metadata replace the old ones by a rename; afterwards, files that the metadata do not name are
+deleted. The file of the metadata also has checksums of all files (`checksums.py`). It is unpickled
+without running what it names (`unpickling.py`), as are values that are not tensors (`values.py`).
 """
 
 import contextlib

@@ -438,8 +438,8 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load the result of `optimizer_state`, or full tensors, and set the step counters.
 
-    Tables of one module share its hyperparameters: those of the table with the most steps are
-    loaded. Tables are written one after the other, so tables before an error have changed.
+    Tables of one module share its hyperparameters: the module loads the ones with the most steps.
+    Tables are written one after the other, so tables before an error have changed.
 
     Raises:
         KeyError: a parameter or a state is missing.

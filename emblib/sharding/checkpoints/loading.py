@@ -217,8 +217,8 @@ def load_export(path: str | Path) -> dict[str, Any]:
 class _Loading:
     """The values to load and the saved metadata, checked against each other.
 
-    The constructor reads metadata and small entries only, and changes nothing of `state`. Its
-    errors are those of `load`.
+    The constructor reads metadata and small entries only, and changes nothing of `state`. It raises
+    the errors of `load`.
 
     Attributes:
         reader: reader of the checkpoint.
@@ -306,8 +306,8 @@ class _Loading:
     def _add_later_optimizer_states(self, paths: Mapping[str, tuple[Any, ...]]) -> None:
         """Allocate states that a `torch.optim` optimizer creates in its first step.
 
-        `paths` has the steps to each saved entry, by name: those of a state are (key of the
-        optimizer, "state", parameter, name of the state).
+        `paths` has the steps to each saved entry, by name. The steps to a state are (key of the
+        optimizer, "state", parameter, name of the state). States are added to `tree`.
         """
         for key, value in self.state.items():
             if not isinstance(value, torch.optim.Optimizer):

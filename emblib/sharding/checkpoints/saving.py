@@ -74,7 +74,7 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
 
     Rank 0 gathers the tables in host memory and replaces the file atomically. `load_export` reads
     it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
-    sharded modules load its content. Arguments are those of `save`; `path` is a file.
+    sharded modules load its content. Arguments are as for `save`, but `path` is a file.
 
     Raises:
         TypeError: a value could not be loaded again, because it needs a class that may run code.

@@ -323,8 +323,8 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     """Return `state` with sharded tensors replaced by full tensors on the CPU; a collective.
 
-    Row-wise states become those of a table that is not cut by columns: see `averaged`. If `rank` is
-    set, the other ranks get empty tensors for sharded ones, and all other values.
+    Row-wise states of a table that is cut by columns become one number per row: see `averaged`. If
+    `rank` is set, the other ranks get empty tensors for sharded tensors, and all other values.
     """
     if isinstance(state, ShardedTable):
         full_tensor = state.full_tensor(rank)

@@ -19,7 +19,7 @@ from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves, map
 _PLAIN = {bool, float, int, str, type(None)}
 # emblib does not require NumPy, so it recognizes NumPy's classes by their names.
 _NUMPY_SCALARS = {"bool", "bool_", "number", "str_", "bytes_"}
-_NUMPY_CODES = {  # codes of `struct` by those of numpy.dtype
+_NUMPY_CODES = {  # codes of `struct`, by codes of numpy.dtype
     "b1": "?",
     "i1": "b",
     "i2": "h",

@@ -33,7 +33,7 @@ class TrainPipelineBase:
     """Trains one batch per call, and copies the next batch to the device meanwhile.
 
     `progress(batches)` reads ahead in an iterator and trains its next batch; it raises
-    StopIteration when all ranks are drained. Results are those of the loop
+    StopIteration when all ranks are drained. Results are the same as of the loop
 
         for batch in loader: optimizer.zero_grad(); loss, out = model(batch); loss.backward();
                              optimizer.step()
@@ -50,7 +50,7 @@ class TrainPipelineBase:
         uneven_inputs: reaction to loaders of different lengths over the ranks: `DrainAll()`,
             `StopAtShortest()` or `AssumeEqual()`.
         on_progress: function that is called after every step.
-        ranks: ranks that train together; None is those of the model.
+        ranks: ranks that train together; None uses the ranks of the model.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

@@ -331,8 +331,8 @@ def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
     """Split loads by rank into the load that all ranks share, and a unit of the differences.
 
     Equal blocks of rows have equal loads; only the last blocks may be smaller or missing. The
-    shared load is then that of rank 0, and the unit has the last ranks. For any other pattern of
-    loads the unit has all loads, and the shared load is `NO_LOAD`.
+    shared load is then the load of rank 0, and the unit has the last ranks. For any other pattern
+    of loads the unit has all loads, and the shared load is `NO_LOAD`.
     """
     common, index = members[0], len(members)
     while index > 0 and members[index - 1] != common:

@@ -63,7 +63,7 @@ class ShardShape(NamedTuple):
     Attributes:
         columns: number of columns.
         id_share: share of the table's ids that the shard gets.
-        is_summed: whether its node sums its rows with those of other shards.
+        is_summed: whether the node of the shard adds its rows to rows of other shards.
     """
 
     columns: int
@@ -93,7 +93,7 @@ class CommonCost(NamedTuple):
     uneven_s: float = 0.0
 
     def plus(self, other: "CommonCost") -> "CommonCost":
-        """Return the sum of this cost and that of another reader of the same table."""
+        """Return the sum of this cost and the cost of another reader of the same table."""
         a, b, c, d = map(operator.add, self.seconds, other.seconds)
         return CommonCost(
             (a, b, c, d),
@@ -176,7 +176,7 @@ class CostModel:
         world, local = topology.world_size, topology.local_world_size
         costs = topology.costs
         # Seconds per byte of a message that is divided equally over all ranks. The part for the
-        # node uses links, the part for other nodes the network; that for this rank costs nothing.
+        # node uses links, the part for other nodes the network; the part for this rank is free.
         link = (local - 1) / costs.link_bytes_per_s
         network = (world - local) / costs.network_bytes_per_s
         self._s_per_byte = (link + network) / world
@@ -204,7 +204,7 @@ class CostModel:
             workload: the table and its lookups.
             table_slice: rows and columns of the shard.
             id_share: share of the table's ids, of all ranks, that the shard gets.
-            is_summed: whether its node sums its rows with those of other shards.
+            is_summed: whether the node of the shard adds its rows to rows of other shards.
         """
         lookup_costs = [
             self._shard_cost(reader, table_slice, id_share, is_summed=is_summed)
@@ -260,8 +260,8 @@ class CostModel:
         )
         # Ids, weights and lengths of each batch in flight, and the outgoing rows or the incoming
         # gradients of one batch. Unpooled rows are put in order before they are sent, and their
-        # gradients after they have arrived.
-        # A rank's own rows count as sent, though those of large messages stay in place.
+        # gradients after they have arrived. Rows for the rank itself count as sent, though large
+        # messages leave them in place.
         rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats
         received_nbytes = self._num_received_batches * batch_nbytes
         combining = received_nbytes + rows_nbytes

@@ -67,7 +67,7 @@ class Topology:
         device: "cpu" or "cuda".
         processors: number of ranks of a node that compute at the same time; by default all of
             them. Smaller if several ranks share a core.
-        calibration: the constants; by default those of the device, `calibration.CPU` or `CUDA`.
+        calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
         ValueError: a count is below 1 (`host_memory` and `disk`: below 0), nodes are not equal,
@@ -167,9 +167,9 @@ class Topology:
     ) -> "Topology":
         """Describe this machine, and assume that the machines of other ranks are equal.
 
-        The memory of a rank is that of the current GPU. On a CPU it is the memory of the host, or
-        the limit of its container, divided by the ranks per node. Ranks on a CPU compute at the
-        same time if each has cores for all its threads. Disk is 0: set `disk=` with
+        The memory of a rank is the memory of the current GPU. On a CPU it is the memory of the
+        host, or the limit of its container, divided by the ranks per node. Ranks on a CPU compute
+        at the same time if each has cores for all its threads. Disk is 0: set `disk=` with
         `dataclasses.replace` to use it.
         """
         if device is None:

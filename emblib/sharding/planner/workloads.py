@@ -162,7 +162,8 @@ def workloads_of(
 ) -> list[TableWorkload]:
     """Return the workloads of a model's tables, in the order of its collections.
 
-    A shared table is one workload, that of the first collection, with the others as `readers`.
+    A shared table is one workload of the first collection that reads it; the workloads of the other
+    collections are its `readers`.
 
     Args:
         module: the model, which has unsharded collections.
@@ -170,8 +171,8 @@ def workloads_of(
         constraints: constraints by table name, or by `path.name`, which wins.
 
     Raises:
-        ValueError: the model has no collections, constraints name an unknown table, or those of a
-            shared table differ between collections, or allow another storage than `Dense`; a
+        ValueError: the model has no collections; constraints name an unknown table; constraints of
+            a shared table differ between collections, or allow another storage than `Dense`; a
             `pooling_factor` has another length than the table has features.
     """
     workloads: list[TableWorkload] = []
