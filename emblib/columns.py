@@ -1,8 +1,8 @@
 """The columns of the tensors that Python and csrc share.
 
-csrc has the same numbers, as enums or as the members of a struct: `Hyper` in csrc/core/codes.h,
-those of tables and bags in csrc/core/layout.h, the others in csrc/*/args.h and csrc/hash/initial.h.
-tests/test_columns.py compares them.
+csrc has the same numbers, as enums or as the members of a struct: `Hyper` in csrc/core/codes.h, the
+columns of tables and bags in csrc/core/layout.h, the others in csrc/*/args.h and
+csrc/hash/initial.h. tests/test_columns.py compares them.
 """
 
 from enum import IntEnum

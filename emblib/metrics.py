@@ -25,9 +25,9 @@ __all__ = ["GroupedAUC", "NormalizedEntropy"]
 
 
 class NormalizedEntropy(Metric):
-    """Mean cross entropy of predictions, divided by that of the mean label as prediction.
+    """Mean cross entropy of predictions ÷ the mean cross entropy of always predicting the mean.
 
-    A model that predicts the mean has 1; lower is better. `compute` returns a float64 scalar,
+    A model that predicts the mean label has 1; lower is better. `compute` returns a float64 scalar,
     NaN without examples or if all labels are equal.
 
     Args:

@@ -74,7 +74,8 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
 
     Raises:
         TypeError: a label is neither a string nor an int.
-        ValueError: a label that Prometheus does not accept, or the name of a label of emblib's.
+        ValueError: a label that Prometheus does not accept, or that has the name of one of
+            emblib's labels.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")

@@ -359,10 +359,10 @@ class _Sketches(nn.Module):
 class Admission(nn.Module):
     """Decide which missing keys get a row, by the number of their uses.
 
-    The owner of the tables holds its lock around every call.
+    The owner of the tables must hold its lock around every call.
 
     Args:
-        specs: specs of the tables; those without `admission` admit every key.
+        specs: specs of the tables; tables without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
         feature_tables: table of each feature of a batch; None is one feature per table.

@@ -488,7 +488,7 @@ class HashIndex(nn.Module):
         return int(self.clock)
 
     def set_tick(self, tick: int) -> None:
-        """Continue counting from `tick`; the caller ensures that no stamp exceeds it."""
+        """Continue counting from `tick`; the caller must ensure that no stamp exceeds it."""
         if self._has_queues and tick < self.tick:
             for table in range(len(self.specs)):
                 self.forget_queues(table)

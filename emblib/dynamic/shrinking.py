@@ -7,9 +7,9 @@ one of their two buckets, else in place of the lowest-ranked entry of both. If x
 the table have no slot in the smaller one, the lowest-ranked share x / k of the dissolved entries is
 evicted from the beginning; the others evict as many entries as they lack slots. Since a hash
 selects the buckets, the dissolved entries are a sample of the table. Thus nearly the lowest-ranked
-entries of the whole table leave, and the work is that of the dissolved buckets, whatever the size
-of the table. Rows and versions move with their entries. Evicted rows go to the backing store, if
-there is one. At the end the memory of the dissolved buckets is returned to the system.
+entries of the whole table leave, and the work depends on the dissolved buckets, not on the size of
+the table. Rows and versions move with their entries. Evicted rows go to the backing store, if there
+is one. At the end the memory of the dissolved buckets is returned to the system.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_shrinkable(state: DynamicState, table: int) -> None:
 def shrink_to(state: DynamicState, table: int, buckets: int) -> int:
     """Shrink a table to a number of buckets, unless it has no more; return the number of evictions.
 
-    The caller holds the lock of the tables, and ensures that the table can shrink.
+    The caller must hold the lock of the tables, and ensure that the table can shrink.
     """
     if buckets >= state.index.buckets(table):
         return 0

@@ -66,7 +66,7 @@ class StoredTables(NamedTuple):
     def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
         """Yield a message if `used` keys, int64, are of other tables or too many for the table.
 
-        That they are distinct was checked.
+        The caller must have checked that they are distinct.
         """
         low, high = self.first_keys[table : table + 2]
         name, capacity = self.names[table], len(self.views[table]["weight"])

@@ -157,7 +157,7 @@ def _numbers(value: Any) -> Sequence[Any]:
 def _per_table(
     name: str, value: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
 ) -> list[int]:
-    """Return a number of rows for each table, at most those that it has."""
+    """Return a number of rows for each table, at most as many as the table has."""
     numbers = list(value) if isinstance(value, Sequence) else [value] * len(tables)
     if len(numbers) != len(tables):
         raise ValueError(f"{name} must be a number or one per table, got {value}")
@@ -177,7 +177,7 @@ class TTCacheStats:
         changed: sum of squared differences between evicted rows and the cores' rows.
         lost: sum of squared differences that remain after the cores were updated.
         spilled: current number of stored rows that are not in the cache.
-        tables: the same counts per table, by name; empty in those.
+        tables: the same counts per table, by name; the `tables` of these are empty.
     """
 
     lookups: int

@@ -65,7 +65,7 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
 
 
 def _train_rows_of(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Map ids to rows of the tensor train, int64 `[n]`: permuted if the spec says so."""
+    """Map ids to rows of the tensor train, int64 `[n]`, by the permutation of the spec."""
     multiplier, offset = spec.permutation
     if spec.rows > _MAX_ROWS_IN_INT64:
         return reference.permuted(ids, spec.rows, spec.permutation)

@@ -52,9 +52,9 @@ def for_inference(
 ) -> ReadOnly | Collections:
     """Copy trained tables into read-only ones.
 
-    Keys of dynamic tables become an index before rows in the order of the keys, and those without a
-    row read the default value. Of a sharded collection all ranks call this together, and each gets
-    all rows; its tables must be dynamic ones.
+    Keys of dynamic tables become an index before rows in the order of the keys, and keys without a
+    row read the default value. Of a sharded collection all ranks must call this together, and each
+    gets all rows; its tables must be dynamic ones.
 
     Args:
         source: `DynamicEmbeddingBags`, with or without a backing store; `CachedTTEmbeddingBags`;
@@ -62,7 +62,7 @@ def for_inference(
             tables, `nn.EmbeddingBag`, `nn.Embedding` or a matrix); or a collection of dense,
             tensor-train and dynamic tables, whose result takes the same batches.
         formats: format of the rows of all tables, or of each; None keeps the dtype of the rows.
-        output_dtype: dtype of the output; None is that of the source.
+        output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
         TypeError: another source.
@@ -171,7 +171,7 @@ class QuantizationError(NamedTuple):
 def quantization_errors(
     source: nn.Module | Any, served: ReadOnly | Collections, *, bag: int = 16, seed: int = 0
 ) -> list[QuantizationError]:
-    """Compare the rows of read-only tables with those that they were made of.
+    """Compare the rows of read-only tables with the rows that they were made of.
 
     Args:
         source: the trained tables, as they were given to `for_inference`.

@@ -23,9 +23,9 @@ from emblib.tables.mapped_memory import map_pinned
 class HostEmbeddingBags(nn.Module):
     """Look up F features in T read-only tables whose rows are in host memory.
 
-    Lookups are those of `QuantizedEmbeddingBags`, except that the sums of a bag's rows in either
-    memory are added at the end: results may differ in the last bits. What is stored on the device
-    is chosen once; for other rows make another module over the same `tables`.
+    Lookups return what `QuantizedEmbeddingBags` returns, except that the sums of a bag's rows in
+    either memory are added at the end: results may differ in the last bits. The rows on the device
+    are chosen once; for other rows make another module over the same `tables`.
 
     Args:
         tables: the rows, on the CPU. For a GPU they are copied into pinned memory once.

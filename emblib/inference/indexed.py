@@ -1,7 +1,7 @@
 """Read-only tables with rows for some ids alone: pruned tables, and tables keyed by any id.
 
-The rows are those of a `QuantizedEmbeddingBags`. Before it is an index per table, which maps an id
-to its row: an array with an entry per id, or a hash table with an entry per key that has a row.
+A `QuantizedEmbeddingBags` stores the rows. Before it is an index per table, which maps an id to its
+row: an array with an entry per id, or a hash table with an entry per key that has a row.
 An id without a row reads zeros, or a row that such ids share: one of default values, or one of the
 fallback rows of a dynamic table, which the key's route selects.
 """
@@ -94,16 +94,16 @@ class RowIndex:
 class InferenceEmbeddingBags(nn.Module):
     """Look up F features in T read-only tables that have rows for some ids alone.
 
-    Lookups are those of `QuantizedEmbeddingBags`. An id that a pruned table has no row for reads
-    zeros, and so does -1; one outside the table of before is handled as its `bounds_check` says. In
-    a table of keys every int64 is a key, and one without a row reads the default value. Bags are
-    averaged over all of their ids, with or without a row.
+    Rows are looked up as in `QuantizedEmbeddingBags`. An id that a pruned table has no row for
+    reads zeros, and so does -1; an id outside the table before pruning is handled as its
+    `bounds_check` says. In a table of keys every int64 is a key, and a key without a row reads the
+    default value. Bags are averaged over all of their ids, with or without a row.
 
     Args:
         rows: the stored rows; an index with a `missing` row of its own counts it among them.
         indexes: the index of each table; None for a table whose ids are its rows.
         memory: int64, the entries of all indexes, one after the other, used in place; None copies
-            those of `indexes`.
+            the entries of `indexes`.
 
     Attributes:
         rows: the stored rows.

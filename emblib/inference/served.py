@@ -345,7 +345,7 @@ def _convert_part(
     formats: Sequence[RowFormat],
     **options: Any,
 ) -> ReadOnly:
-    """Convert the tables of a part; `options` are those of `FloatTables`."""
+    """Convert the tables of a part; `options` are arguments of `FloatTables`."""
     specs, blocks, indexes = [], [], list[RowIndex | None]()
     for config in configs:
         reader, size = readers[config.name], config.num_embeddings

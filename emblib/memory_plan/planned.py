@@ -79,7 +79,7 @@ def importances_of(
     tables: Sequence[ConfiguredTable],
     importance: Mapping[str, float] | None,
 ) -> list[float]:
-    """Return the importance of each table: that by `path.name`, by name, or 1.
+    """Return the importance of each table, found by its `path.name`, else by its name, else 1.
 
     Raises:
         ValueError: a name that no table has, or an importance that is negative or not finite.

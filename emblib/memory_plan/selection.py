@@ -234,7 +234,7 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
 def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
     """Return the units of device and backing memory of a choice, rounded up.
 
-    `units` are those of the limits.
+    `units` says into how many units each of the two limits is divided.
     """
     device = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:

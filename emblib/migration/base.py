@@ -179,7 +179,7 @@ def optimizer_for(
 ) -> tuple[Optimizer | None, str]:
     """Return the optimizer that backward applies to a table, or None, and a note on differences.
 
-    It is `tables` if given, else the `counterpart` of the one that trained the weight.
+    It is `tables` if given, else the `counterpart` of the optimizer that trained the weight.
 
     Raises:
         NotMigrated: torch applies an optimizer in backward that has no counterpart.
@@ -344,7 +344,7 @@ class TorchWeight:
 
 
 class Replaced(ABC):
-    """A module that was swapped. Constructing it changes neither model nor optimizers.
+    """A module to swap, or swapped. Constructing it changes neither model nor optimizers.
 
     Attributes:
         paths: names of the module in the model; several if it occurs several times.
@@ -398,7 +398,7 @@ class Replaced(ABC):
     def carry_over(self) -> None:
         """Copy rows and states into the new module, and change the groups of optimizers.
 
-        The caller disables gradients, here and in `carry_back`.
+        The caller must disable gradients, here and for `carry_back`.
         """
 
     @abstractmethod

@@ -171,8 +171,9 @@ class Migration:
     def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> MigrationCost:
         """Return memory and time of training before and after, from recorded lookups.
 
-        Times are those of `measure`. Bytes are exact: rows, states and gradients of the old modules
-        after their first step, and the memory of the new ones; the rest of the model is left out.
+        Times are measured as by `measure`. Bytes are exact: rows, states and gradients of the old
+        modules after their first step, and the memory of the new modules; the rest of the model is
+        left out.
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
@@ -270,10 +271,10 @@ def migrate(
 
     Args:
         model: model to change. A module that occurs twice is swapped for one module.
-        optimizer: the optimizers of `torch.optim` that train the model, if it is trained; those
-            that torch applies in backward are found on the parameters.
+        optimizer: the optimizers of `torch.optim` that train the model, if it is trained;
+            optimizers that torch applies in backward are found on the parameters.
         tables: optimizer that backward applies to every table of torch or TorchRec, instead of the
-            counterpart of its former one. E.g. `optim.Adam(1e-3)` updates the rows of a batch,
+            counterpart of its old optimizer. E.g. `optim.Adam(1e-3)` updates the rows of a batch,
             whereas `torch.optim.Adam` changes all rows. States of equal names move into the table.
 
     Raises:

@@ -141,8 +141,8 @@ class ChangeLog:
         """Log the rows that changed since the last entry, between training steps.
 
         Args:
-            step: number of the training step that is complete, more than that of the last entry.
-                Ranks log the same steps.
+            step: number of the training step that is complete, more than the step of the last
+                entry. Ranks must log the same steps.
 
         Returns:
             False where the changes wait for the next entry, see `WhenFull.MERGE`.

@@ -32,7 +32,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.optimizer_hooks import global_decay
 
 ChangesByName = dict[str, list[TableChange]]  # by name of the table, one per shard on this rank
-Identity = tuple[int, int]  # of a table: that of its module, and its number there
+Identity = tuple[int, int]  # of a table: `id` of its module, and the table's number there
 _MAX_BATCHES = 64  # batches that are noted before they are reduced to distinct rows; not measured
 
 
@@ -59,7 +59,7 @@ class LookupHook:
         tables: the table of each feature of the module.
 
     Attributes:
-        tables: the same.
+        tables: the argument `tables`, as a list.
         num_forwards: number of forwards since the last `forget`.
     """
 

@@ -45,15 +45,15 @@ class LogFollower:
     """Serve the tables of a model at the steps of a trainer's change logs.
 
     Threads look up through `follower(...)` or inside `follower.reading()`, and see the tables at
-    one boundary, a step that the logs of all ranks have. One thread calls `apply`, or `run`.
+    one boundary, a step that the logs of all ranks have. One call of `apply` runs at a time.
     Quantised tables quantise the rows they take as `for_inference` does. Lookups by others, e.g.
     of the model itself, may see a part of a boundary.
 
     Args:
         model: `for_inference(...)`, `open_frozen(...)`, `DynamicEmbeddingBags`,
             `TableBatchedEmbeddingBags`, or an unsharded model that has such tables and collections.
-            Dynamic tables need the capacity of those of the trainer.
-        sources: sink of the log, or those of all ranks in any order.
+            Dynamic tables need the capacity of the trainer's tables.
+        sources: sink of the log, or the sinks of all ranks' logs in any order.
         step: step that the tables are at, e.g. of a frozen file; None loads a snapshot first.
         tables: names of the tables to follow; None for all in the log, which the model must have.
 

@@ -443,7 +443,7 @@ class DynamicRows:
         self._location: Any = location
 
     def _entries(self, change: TableChange) -> Entries:
-        """Return the entries of a change, with states if they are those of the table."""
+        """Return the entries of a change, with its states if the table has the same states."""
         if not change.is_keyed:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
         state, table = self._location.module.state, self._location.index
@@ -536,7 +536,7 @@ def _newest(changes: Sequence[TableChange]) -> TableChange:
 
 
 def concatenate(changes: Sequence[TableChange]) -> TableChange:
-    """Concatenate the shards of a table, each with whole rows; `removed` is that of the first.
+    """Concatenate the shards of a table, each with whole rows; `removed` is the first shard's.
 
     It is for changes with all rows, in which no keys are removed.
     """

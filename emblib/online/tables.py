@@ -97,13 +97,13 @@ def find_tables(model: nn.Module) -> ModelTables:
         )
     if ranks_and_sizes:
         ((model_tables.rank, model_tables.num_ranks),) = ranks_and_sizes
-    # Tables that each rank has are those of rank 0.
+    # Of tables that every rank has, only rank 0 writes its copy.
     replicas = {
         id(part.replicated.groups)
         for part in sharded
         if part.replicated is not None and part.ranks.rank > 0
     }
-    outer_paths: list[str] = []  # of modules whose submodules are theirs
+    outer_paths: list[str] = []  # of modules that are taken as a whole, with their submodules
     for path, part in model.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in outer_paths):
             continue

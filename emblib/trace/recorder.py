@@ -59,7 +59,7 @@ def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
 
 
 def _outermost_embeddings(root: nn.Module) -> list[NamedEmbedding]:
-    """Return the embedding modules of a model that are in no other one; the model if none is."""
+    """Return the outermost embedding modules of a model; the model itself if it has none."""
     embeddings_: list[NamedEmbedding] = []
     outer_paths: list[str] = []
     for path, module in root.named_modules():
@@ -253,10 +253,10 @@ class TraceRecorder:
 
     It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's modules,
     FBGEMM's (recognised by their attributes) and TorchRec's collections (by their configurations);
-    of nested ones only the outermost. A module in `modules` that contains none of them must be
-    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`. It
-    does not record negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and forwards that
-    activation checkpointing repeats. Ids are copied to the CPU, so the host waits for a GPU.
+    of nested modules only the outermost. A module in `modules` that contains none of these must be
+    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
+    The recorder leaves out negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and forwards
+    that activation checkpointing repeats. Ids are copied to the CPU, so the host waits for a GPU.
     Several threads may call the embeddings; the features of a call are recorded together.
 
     Args:

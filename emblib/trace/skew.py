@@ -86,9 +86,9 @@ class IdSkew:
         """Return the share of a row's updates that come from other ids, if ids hash to `rows` rows.
 
         It is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
-        id and o that of the other ids in its row. 1 / (s + o) is the integral of exp(-(s + o) t)
-        over t, and the expectation of exp(-o t) is a product over all other ids, each of which is
-        in the row with probability 1 / rows.
+        id and o the sum of the shares of the other ids in its row. 1 / (s + o) is the integral of
+        exp(-(s + o) t) over t, and the expectation of exp(-o t) is a product over all other ids,
+        each of which is in the row with probability 1 / rows.
         """
         is_used = self.shares > 0
         if not is_used.any():

@@ -67,7 +67,7 @@ def uniform(layout: CoreLayout, std: float) -> list[Tensor]:
 def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries: core 0 has the deviation of rows; the others preserve row variance.
 
-    The gradient of core 0 then is as large as that of rows, and the other cores begin as random
+    The gradient of core 0 then is as large as a row's, and the other cores begin as random
     projections. It is meant for trains whose core 0 has most values (`TensorTrain.projected`).
     """
     ranks = layout.full_ranks
@@ -142,7 +142,7 @@ INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
 
 
 def row_std(rows: int) -> float:
-    """Return the standard deviation of the rows of a table: that of uniform +-1/sqrt(rows)."""
+    """Return the deviation of the rows of a table, as of numbers uniform in +-1/sqrt(rows)."""
     return 1.0 / math.sqrt(3.0 * rows)
 
 

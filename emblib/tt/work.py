@@ -3,7 +3,7 @@
 A row is the product of a left and a right half, which rows share: with cores G_0, G_1, ... the left
 half is G_0 G_1 (G_0 if there are two cores), the right half the product of the others. Forward
 computes each distinct half and each distinct row once. Backward computes the left halves again,
-then the gradients of both halves from those of the rows, then the gradients of the cores.
+then the gradients of both halves from the rows' gradients, then the gradients of the cores.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TTWork(NamedTuple):
 
 
 def _multiply_adds_of_half(dim_factors: Sequence[int], ranks: Sequence[int]) -> int:
-    """Return the multiply-adds of a half: those of one product of two cores, 0 for one core."""
+    """Return the multiply-adds of a half: of one product of two cores; 0 for one core."""
     if len(dim_factors) == 1:
         return 0
     return math.prod(dim_factors) * math.prod(ranks)

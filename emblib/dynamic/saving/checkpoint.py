@@ -94,9 +94,9 @@ def set_table_entries(
         entries: the new entries.
         report: function that is called as rows are written.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
-            buckets as they do there; None keeps that of this table.
-        keeps_times: whether the times of `expiry` are those of the entries; else they count as used
-            at the next step, where the ttl is a time.
+            buckets as they do there; None keeps the hash key of this table.
+        keeps_times: whether entries keep their times for `expiry`; else they count as used at the
+            next step, where the ttl is a time.
 
     Raises:
         ValueError: entries that do not fit, before anything is changed.
@@ -311,7 +311,7 @@ def hash_keys_in(
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if none were saved.
 
-    `saved` has those of all tables, or of the tables in `entries`.
+    `saved` has the hash keys of all tables, or of the tables in `entries`.
     """
     if saved is None or not entries:
         return {}
@@ -393,7 +393,7 @@ def replace_tables(
 def set_child_state(
     state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
 ) -> None:
-    """Load the children of a module; those without a saved state stay as they are.
+    """Load the children of a module; children without a saved state stay as they are.
 
     Raises:
         DumpError: the state in `directory` does not fit, before anything is changed.

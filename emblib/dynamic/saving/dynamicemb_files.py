@@ -103,8 +103,8 @@ def write(
         directory: directory of the collection, created with its parents if missing.
         name: name of the table; existing files are replaced once all new ones are written.
         layout: layout of the table.
-        table: table to write; its `arguments` are added to those of the layout. DynamicEmb loads
-            optimizer states only if these have `lr` and the optimizer's other arguments.
+        table: table to write; its `arguments` are added to the layout's. DynamicEmb loads optimizer
+            states only if they have `lr` and the optimizer's other arguments.
         clock: the tick from which ages count.
     """
     discard(directory, name)
@@ -278,7 +278,7 @@ def read(
         states: width of each optimizer state, in order; empty to skip them.
         layout: layout of the table that takes the entries. Ages become stamps 1, 2, ... from the
             oldest to the newest, and the newest have the largest.
-        rank: the rank whose files are read; None: those of all ranks, concatenated.
+        rank: the rank whose files are read; None reads the files of all ranks, concatenated.
 
     Raises:
         DumpError: a file of any rank is missing, one is too short, or states belong to another
@@ -543,7 +543,7 @@ def _split_states(
 ) -> dict[str, Tensor]:
     """Split the columns of a file of `count` rows into states by name, `[n]` or `[n, width]`.
 
-    `states` are the expected widths; `name` is that of the table, for the error.
+    `states` are the expected widths; `name` is the name of the table, for the error.
     """
     expected_columns = sum(states.values())
     width = numbers.numel() // count if count else expected_columns
@@ -578,7 +578,7 @@ def _stamps_and_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return stamps and scores of `count` entries, int64 `[n]`; stamps are 1 without times of use.
 
-    `scores` are those of the files; with `has_ages` they are times since the last use. The result
+    `scores` are as in the files; with `has_ages` they are times since the last use. The result
     gives the eviction order of DynamicEmb's strategy.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)

@@ -45,7 +45,8 @@ class ConcatenatedRows:
     """A concatenation of rows; only indexing, by int64 positions `[n]`, copies, to the CPU.
 
     Args:
-        parts: rows to concatenate, at least one, of equal width; the dtype is that of the first.
+        parts: rows to concatenate, at least one, of equal width; copies have the first part's
+            dtype.
     """
 
     dtype: torch.dtype

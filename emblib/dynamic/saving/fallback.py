@@ -1,7 +1,7 @@
 """Fallback rows in checkpoints, in a form that shards divide and join like entries.
 
-Fallback row f of F is that of the keys in the f-th of F equal ranges of routes, and a shard of W
-has the keys in one of W ranges. So if F is a multiple of W, each fallback row is used by one shard.
+Fallback row f of F serves the keys in the f-th of F equal ranges of routes, and a shard of W has
+the keys in one of W ranges. So if F is a multiple of W, each fallback row is used by one shard.
 Saved rows have a key of their range, `fallback.keys`, by which every reader of rows by key finds
 the shard; no other F has the same keys. All shards have memory for all F rows.
 """
@@ -75,7 +75,7 @@ def owned_by_name(named: Mapping[str, Tensor], number: int, count: int) -> dict[
 
 
 def are_keys(keys: Tensor, count: int) -> bool:
-    """Return whether all keys are those of fallback rows of a table with `count` of them."""
+    """Return whether all keys are keys of fallback rows in a table with `count` such rows."""
     keys = keys.cpu()
     return torch.equal(routing.keys_of_ranges(count)[routing.range_of(keys, count)], keys)
 

@@ -212,7 +212,7 @@ def run(function: Callable[[], None]) -> None:
 
 
 class TableTarget(NamedTuple):
-    """One table of an index, with its row buffers; the caller holds the lock of the tables.
+    """One table of an index, with its row buffers; its user must hold the lock of the tables.
 
     Attributes:
         index: index with the keys of the table.

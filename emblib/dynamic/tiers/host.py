@@ -155,7 +155,8 @@ class HostRows:
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
         """Do `lift`, then `put`, in one call; return the keys of the dropped rows, int64 `[k]`.
 
-        Tensors are contiguous and on the CPU. The caller ensures that keys are distinct.
+        Tensors must be contiguous and on the CPU. The keys of each argument must be distinct; that
+        is not checked.
 
         Args:
             table: number of the table.

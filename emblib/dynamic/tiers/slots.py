@@ -90,7 +90,7 @@ class SlotAllocator:
         return slots_of_keys
 
     def add(self, keys: Tensor) -> Tensor:
-        """Assign slots to distinct keys that have none; return them, int64 `[n]`."""
+        """Assign slots to keys, which must be distinct and have none; return them, int64 `[n]`."""
         count = keys.numel()
         self._reserve(count)
         num_reused = min(count, self._num_free)
@@ -117,7 +117,7 @@ class SlotAllocator:
             )
 
     def remove(self, keys: Tensor) -> None:
-        """Free the slots of distinct keys, all of which have one."""
+        """Free the slots of keys, which must be distinct and have one each."""
         self._push(self.find(keys))
         slots = self._index.erase(Keys.of(keys))
         for key in keys[slots < 0].tolist():
@@ -136,7 +136,7 @@ class SlotAllocator:
     def restore(self, keys: Tensor, file_slots: Tensor, high: int) -> None:
         """Replace the map by these keys and slots, int64 `[n]`; other slots below `high` are free.
 
-        Keys and slots are distinct.
+        Keys must be distinct, and slots too; neither is checked.
         """
         self._make_index(_MIN_CAPACITY)
         self._reserve(keys.numel())
