@@ -34,7 +34,7 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
-# Copying larger messages into one costs more than a collective each.
+# To copy larger messages into one costs more than a collective per message.
 _MAX_MERGED_NBYTES = 1 << 19
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
 _FLOAT_BYTES = 4
@@ -79,7 +79,7 @@ class LocalBatch(NamedTuple):
         bags: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
-        counts: int64, the uses that each id stands for; None for one each.
+        counts: int64, the uses that each id stands for; None if each stands for one use.
     """
 
     ids: Tensor
@@ -127,7 +127,7 @@ class OutgoingBatch(NamedTuple):
         num_replicated_ids: number of ids at the end of each rank's message that are for replicated
             tables.
         skips_sums: whether bags of units that nodes sum were dropped, so that no node can sum.
-        counts: int64, the uses that each id stands for; None once sent, or for one each.
+        counts: int64, the uses that each id stands for; None once sent, or if each stands for one.
     """
 
     lengths: Tensor | None
@@ -149,12 +149,12 @@ class IncomingBatch(NamedTuple):
 
     Attributes:
         inputs: the batch of this rank.
-        sent: the batch that this rank sent; None where the world is this rank alone.
+        sent: the batch that this rank sent; None if nothing was sent, on one rank.
         ids: the ids of all bags, `[L]`.
         offsets: first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
         bags: `bags[u][r]` is the number of bags of unit u from rank r. Units of replicated tables
-            come last, where their ids are sent at all.
+            come last, if their ids are sent.
         by_unit: whether units differ in their number of bags; rows then return unit after unit.
         segments: `[ranks, units]`, number of ids.
         num_ids: number of ids from each rank, without ids for replicated tables.
@@ -162,7 +162,7 @@ class IncomingBatch(NamedTuple):
         merges_rows: whether the rows of all collections that were sent together are few enough on
             every rank to return in one message.
         skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
-        counts: int64, the uses that each id stands for; None for one each.
+        counts: int64, the uses that each id stands for; None if each stands for one use.
     """
 
     inputs: LocalBatch

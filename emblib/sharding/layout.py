@@ -102,8 +102,8 @@ class CollectionLayout(NamedTuple):
 class NodeSums(NamedTuple):
     """The units whose rows are summed within a node, before they are sent to other nodes.
 
-    A sum adds up the units of one feature and span of columns. There is one if the rows of these
-    columns are divided over all ranks of one node, as by `table_row_wise` and `grid`.
+    A sum adds up the units of one feature and span of columns. Those are summed whose rows are
+    divided over all ranks of one node and no other rank, as by `table_row_wise` and `grid`.
 
     Attributes:
         direct: the units of each rank that are not summed, in the order of its layout.

@@ -51,12 +51,12 @@ class DistributedModelParallel(nn.Module):
     each from one thread (docs/threads.md).
 
     Args:
-        module: the model, which is modified; or one collection.
+        module: the model, which is modified; or one collection, which is not.
         ranks: the ranks, or a process group or `DeviceMesh` of them; by default all processes.
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}. By default `planner` makes
-            one.
-        planner: a `Planner`, which runs on rank 0; by default one of this machine for batches of
-            `BATCH_SIZE` examples.
+            the plan.
+        planner: a `Planner`, which runs on rank 0 if there is no plan; by default a planner for
+            machines like this one and batches of `BATCH_SIZE` examples.
         optimizer: optimizer of tables whose configuration has none, fused into the backward pass.
         wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
             `FullyShard(...)` with options.

@@ -12,19 +12,19 @@ that takes part in a backward pass has run before the first `_RowsNode`: by then
 which outputs the loss uses, and send nothing for other outputs. If all outputs are used, gradients
 are sent as soon as the last gradient is known.
 
-A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about it while
-the gradients are in flight, so that all of them skip the step (`_Scaling`).
+A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about an
+overflow while the gradients are in flight, so that all of them skip the step (`_Scaling`).
 
 A table whose rows are divided over the ranks of one node (`table_row_wise`, `grid`) has a partial
 sum per bag on each of them. `NodeSumDist` adds these up within the node before they are sent to
 other nodes. Rank k of a node adds up the partial sums for the bags of every rank that has number k
 on its node: an all-to-all within the node, and a sum in float32 and in the order of ranks. Ranks
 with equal local numbers then exchange the sums between nodes. One row per bag and node crosses the
-network, where one per bag and rank would without sums. The result has the same bits. In backward,
-gradients are sent in the opposite direction: between ranks with equal local numbers, then to all
-ranks of the node, unchanged. The codecs of a `CommPrecision` apply between nodes; within a
-node values are float32. `NodeSums` of `emblib.sharding.layout` finds the units that are summed;
-the batches of these units have all bags.
+network; without sums it would be one row per bag and rank. The result has the same bits, unless a
+codec encodes the rows. In backward, gradients are sent in the opposite direction: between ranks
+with equal local numbers, then to all ranks of the node, unchanged. The codecs of a `CommPrecision`
+apply between nodes; within a node values are float32. `NodeSums` of `emblib.sharding.layout` has
+the units that are summed; the batches of these units have all bags.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Attributes:
         ranks: the group of this rank, which shares a replica of the tables.
         all_ranks: group of all processes.
-        replicas: the ranks with the same shards as this one, one per group.
+        replicas: the ranks with the same shards as this rank, one per group.
 
     Raises:
         ValueError: another mesh; hash tables, whose replicas would have different keys; tables

@@ -546,7 +546,8 @@ class ShardedTables(nn.Module):
 
         Args:
             features: the batch; None for a rank that has none.
-            counts: uses that each id stands for, int64 by feature; None is one each.
+            counts: uses that each id stands for, int64 by feature; None if each stands for one use.
+                Ignored if no table counts uses.
 
         Raises:
             KeyError: the batch lacks a feature.
@@ -638,7 +639,7 @@ class ShardedTables(nn.Module):
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.
         """
-        # Checked after the input_dist, when no rank waits for one that raised.
+        # Checked after the input_dist, when no rank waits for a rank that raises here.
         if self._is_weighted and received.weights is None:
             raise ValueError(
                 "this collection is weighted, so batches must have weights: make the "

@@ -43,7 +43,7 @@ class Target:
     Args:
         leaf: value of the state to load into.
         buffer: tensor of the saved size, the leaf's own if sizes are equal; a value that is not a
-            tensor is replaced by the one that is read.
+            tensor is replaced by the value that is read.
     """
 
     def __init__(self, leaf: Leaf, buffer: Any) -> None:
@@ -173,7 +173,8 @@ def load(
 def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None; a collective over `ranks`.
 
-    The newest is the one with the greatest number at the end of its name, such as `step_1200`.
+    The newest has the greatest number at the end of its name, such as `step_1200`; directories
+    without a number are ignored.
     """
     from emblib.sharding.checkpoints.files import METADATA
 

@@ -112,7 +112,7 @@ class _Running:
         seen: calls of a searched forward.
         calls: calls whose ids were sent.
         ids: ids in flight, by number of the call.
-        waiting: numbers of the calls of a module that it has not made yet.
+        waiting: numbers of the calls that were sent and not made yet, by module.
         outputs: functions that return the output of a call, by its number.
     """
 

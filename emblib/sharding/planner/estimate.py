@@ -75,7 +75,7 @@ class CommonCost(NamedTuple):
     """The cost of a table for every rank, in addition to the `Load`s of its shards.
 
     Attributes:
-        seconds: seconds by phase; not 0 for replicas and for shards that all ranks have alike.
+        seconds: seconds by phase; 0 except for replicas and for shards that load all ranks alike.
         arrange_s: seconds of the work that every rank does, whatever shards it has.
         nbytes: bytes of batches and replicas.
         position_nbytes: bytes of the original positions of ids, which ranks store if any table is

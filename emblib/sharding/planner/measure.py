@@ -1,7 +1,8 @@
 """Measure the constants of the cost model on this machine: `calibrate`.
 
-Times are the minimum over several rounds, to exclude other load on the machine; a rank with one CPU
-thread is measured in processor time, on which other programs have no effect.
+Times are the minimum over several rounds, to exclude other load on the machine. What a rank with
+one CPU thread computes is measured in processor time, on which other programs have little effect.
+Messages, and steps that all ranks make together, are measured in elapsed time.
 """
 
 import os

@@ -2,7 +2,8 @@
 
 Tables are placed in order of decreasing cost, each where it fits and lengthens the step least. From
 the better starts, tables of the slowest ranks are moved, sharded differently or swapped as long as
-that shortens the step. Greedy table-wise placement is one of the starts, so no plan is worse.
+that shortens the step. Greedy table-wise placement is one of the starts, if it fits, so that no
+plan is worse than it (in the model).
 """
 
 import operator
