@@ -38,7 +38,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " int? check, Tensor(a!) violations, Tensor? slots=None) -> Tensor[]");
   // Group the lookups, count the step in `hyper`, and update; do none of it if `is_finite`, a
   // scalar, is false. With `located`, [rows, segments, lookups, bags, count, row_slots] of
-  // `cache_prefetch_`, nothing is grouped.
+  // `cache_prefetch_`, nothing is grouped; the CPU also takes it without row_slots.
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
@@ -66,8 +66,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
-  // What `cache_plan_` would evict, on the CPU, where DISK tables are: their rows must be journaled
-  // before they are written back.
+  // Return the rows that `cache_plan_` would evict. On the CPU only, where DISK tables are: their
+  // rows must be journaled before they are written back.
   m.def(
       "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
       " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
@@ -82,8 +82,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // the next batch of the clock, whose oldest one in flight is `lag` batches before it, plan and
   // move. `cache` is [tags, stamps, counts, counters, clock, conflicts]. Returns nothing for an
   // invalid batch (on the CPU), else [rows, segments, lookups, bags, count, row_slots, slots], then
-  // what `cache_move_` left for `later` if `postpones`, [rows, slots, count], then the repaired
-  // offsets (on a GPU, with `check`).
+  // the postponed fetches [rows, slots, count] if `postpones`, then the repaired offsets (on a GPU,
+  // with `check`).
   m.def(
       "cache_prefetch_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper,"
       " Tensor(c!)[] cache, Tensor tables, int policy, int lag, bool postpones, Tensor features,"
@@ -108,11 +108,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
-  // The insertion of a training batch in one call, and the groups of `tbe_group` of its lookups,
-  // not ascending by row but in another order; what follows the last group is unspecified. Returns
-  // nothing and changes nothing if it does not serve the batch (csrc/hash/batch_cpu.cpp), else
-  // [offsets, starts, slots, rows, segments, lookups, bags, count], and the status of positions if
-  // keys were missing.
+  // The insertion of a training batch in one call, on the CPU, and the groups of its lookups like
+  // those of `tbe_group`, but not ascending by row; entries after the last group are unspecified.
+  // Returns nothing and changes nothing if it does not serve the batch (csrc/hash/batch_cpu.cpp),
+  // else [offsets, starts, slots, rows, segments, lookups, bags, count], and the status of
+  // positions if keys were missing.
   m.def(
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
@@ -147,7 +147,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
       " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
-  // hash_insert_batch_ for tables in front of stores in host memory, which it reads.
+  // hash_insert_batch_ for tables in front of stores in host memory. It reads the stores and does
+  // not change them.
   m.def(
       "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"

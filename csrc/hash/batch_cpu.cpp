@@ -540,8 +540,9 @@ constexpr int64_t kMissResults = 7, kMoveResults = 4;
 // The numbers of rows of a table that a batch moved between the tiers.
 enum TierCount { kStored, kNew, kPromoted, kDemoted, kRefusedKeys, kTierCounts };
 
-// What a batch moves between a table and its store. Its memory, and that of the other results, is
-// allocated before the batch is inserted: an error after that would lose evicted rows.
+// The rows and keys that a batch moves between a table and its store. The memory of this and of the
+// other results is allocated before the batch is inserted: an error after that would lose evicted
+// rows.
 struct TableMoves {
   Tensor demoted, demoted_rows;  // evicted entries [misses, 3], their rows [misses, row_bytes]
   Tensor promoted, refused;      // keys that left the store [misses]; keys, uses [misses, 2] of
@@ -610,7 +611,7 @@ struct TableMoves {
     });
   }
 
-  // Add what moved to the results of tier_insert_batch_.
+  // Append the tensors of the rows and keys that moved to the results of tier_insert_batch_.
   void add_to(std::vector<Tensor>* results) const {
     results->insert(
         results->end(),
@@ -658,12 +659,13 @@ void copy_to(const std::vector<T>& values, Tensor tensor) {
   std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
 }
 
-// Insert a batch into tables in front of stores in host memory, which are read only. Return nothing
-// and change nothing if hash_insert_batch_ does not serve the batch, or if it might have more keys
-// in overflow rows than there are. Otherwise return the first eight results of hash_insert_batch_
-// and, if keys were missing, by miss: first position, uses with those in the store, slot, status as
-// TableMoves::swap leaves it; the miss of each position, int32 [n]; the misses of each table,
-// [T + 1]; the counts of each table, [T, kTierCounts]; the tensors of TableMoves, four per table.
+// Insert a batch into tables in front of stores in host memory; the stores are not changed. Return
+// nothing and change nothing if hash_insert_batch_ would not serve the batch, or if a table has
+// fewer overflow rows than the batch has keys. Otherwise return the first eight results of
+// hash_insert_batch_ and, if keys were missing, by miss: first position, uses including the uses in
+// the store, slot, and status as TableMoves::swap leaves it; then the miss of each position, int32
+// [n]; the misses of each table, [T + 1]; the counts of each table, [T, kTierCounts]; the tensors
+// of TableMoves, four per table.
 std::vector<Tensor> tier_insert_batch_(
     std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
     const Tensor& ids, const Tensor& offsets, const Tensor& tables,

@@ -227,7 +227,8 @@ bool is_resident(char* page, int64_t page_bytes) {
   return mincore(page, page_bytes, &answer) != 0 || (answer & 1) != 0;
 }
 
-// Map pages for reading, which waits until they are read; false if one of them cannot be.
+// Map pages for reading, which waits until they are read. Return false if a page cannot be read;
+// true if the kernel cannot map pages in this way.
 bool map_pages(const PageRange& range) {
   if (madvise(range.begin, range.end - range.begin, MADV_POPULATE_READ) == 0) return true;
   return errno != EFAULT && errno != EHWPOISON;  // others: a kernel before 5.14, a lack of memory
@@ -256,7 +257,8 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 // Read the pages of rows of a mapped file that are not in memory, many at a time. Returns the bytes
 // of `data` at which pages begin that cannot be read, one per range of neighbouring rows, and how
-// many ranges were read, int64 [1]: none if the probed pages are in memory.
+// many ranges were read, int64 [1]: none if the probed pages are in memory, or on systems other
+// than Linux.
 std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
                                        int64_t first_byte) {
   const char* op = "fetch_pages";

@@ -10,8 +10,8 @@
 namespace emb {
 
 // Base of the optimizers of this file: the moments and their bias corrections. correction1 is 1 /
-// (1 - beta1^step), the factor of the first moment; correction2 is 1 / sqrt(1 - beta2^step), that
-// of the root of the second.
+// (1 - beta1^step), the factor of the first moment; correction2 is 1 / sqrt(1 - beta2^step), the
+// factor of the root of the second moment.
 struct AdamMoments {
   enum Column : int { kBeta1 = Hyper::kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
   static constexpr bool kCountsSteps = true;

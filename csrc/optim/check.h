@@ -11,7 +11,7 @@
 
 namespace emb {
 
-// What the tensors of an optimizer must look like.
+// The numbers of tensors and entries that an optimizer needs.
 struct OptimizerShape {
   const char* name = nullptr;
   int element_states = 0, row_states = 0;  // numbers of states
@@ -99,9 +99,9 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
   }
 }
 
-// Check the weights and states of all tiers and set `tiers` to them. `states` is tier-major: all of
-// tier 0, then all of tier 1, .. `rows` is the minimum number of rows of each tier; that of the
-// cache is 0, since the size of the cache follows from its tensors.
+// Check the weights and states of all tiers and set `tiers` to them. `states` is tier-major: all
+// states of tier 0, then all of tier 1, and so on. `rows` is the minimum number of rows of each
+// tier; 0 for the cache, since the size of the cache follows from its tensors.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                         const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
                         TierMemory (&tiers)[kTiers]) {
@@ -141,7 +141,8 @@ inline void check_matrices(const char* op, const Tensor& weights, const Tensor& 
       grads.numel(), " values in ", grads.dim(), " dimensions");
 }
 
-// Check `hyper`, the weights and the states of `update_rows_` and return the latter as one tier.
+// Check `hyper`, the weights and the states of `update_rows_`, and return weights and states as one
+// tier.
 inline TierMemory check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
                                       const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);

@@ -1,7 +1,8 @@
 // One optimizer step on a slice of a row on the GPU, with the functors of optimizers.h. A kernel is
-// a template of its `Selection`: AtRunTime serves all optimizers, Compiled<Opt> one of them, and
-// GradientOnly none, so that the summed gradient is the result. A block builds a BlockStep, its
-// copy of the arguments in shared memory, and then calls the functions below per row.
+// a template of its `Selection`: AtRunTime serves all optimizers, Compiled<Opt> serves one of them,
+// and GradientOnly has no optimizer, so that the summed gradient is the result. A block builds a
+// BlockStep, its copy of the arguments in shared memory, and then calls the functions below per
+// row.
 #pragma once
 
 #include <new>
@@ -49,9 +50,9 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   });
 }
 
-// What the rows of a block need of the optimizer step, in shared memory: there the tiers can be
-// indexed, and the numbers of the optimizer are computed once (Adam's bias corrections take two
-// powers in double).
+// The parts of the optimizer step that the rows of a block need, in shared memory: there the tiers
+// can be indexed, and the numbers of the optimizer are computed once per block (Adam's bias
+// corrections take two powers in double).
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
@@ -67,9 +68,10 @@ struct alignas(16) BlockStepStorage {
   EMB_DEVICE const BlockStep& get() const { return *reinterpret_cast<const BlockStep*>(bytes); }
 };
 
-// The optimizer is known when the kernel runs: one kernel serves all of them. The members of a
-// Selection are the constants of the functor, kScalesWeights (whether RowFactors::weight is used),
-// `visit` and `build`.
+// The Selection for an optimizer that is known only when the kernel runs: one kernel serves all
+// optimizers. The members of a Selection are the constants of the functor, kScalesWeights (whether
+// RowFactors::weight is used), `visit` and `build`; GradientOnly has only those that kernels
+// without an optimizer use.
 struct AtRunTime {
   static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
   EMB_DEVICE static int stepped_states(const OptimizerStepArgs& args) {
@@ -146,12 +148,12 @@ struct GradientOnly {
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
 
-// The optimizers with kernels of their own: those of most models.
+// Whether an optimizer has a separately compiled kernel: the optimizers of most models have.
 template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
-// An optimizer for rows of at most kNarrowRow columns on average, with a kernel of its own that has
+// An optimizer for rows of at most kNarrowRow columns on average, with a separate kernel that has
 // fewer slices per lane. For such rows most of the time is spent on finding what to update, several
 // loads in series, so that more warps help more than more rows per warp.
 template <class Opt>
@@ -186,7 +188,8 @@ void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& 
   if (!has_kernel) visit(TypeTag<AtRunTime>{});
 }
 
-// Build the BlockStep of the block. Called once by all threads of the block; ends with a barrier.
+// Build the BlockStep of the block. All threads of the block must call this once; it ends with a
+// barrier.
 template <class Selection>
 EMB_DEVICE void build_step(const OptimizerStepArgs& args, BlockStepStorage* storage) {
   if (threadIdx.x == 0) {
@@ -244,7 +247,8 @@ EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const BlockStep& step
   });
 }
 
-// Add the L2 penalty to the gradient; none of an infinite weight if there is no penalty.
+// Add the L2 penalty to the gradient. Without a penalty nothing is added: 0 times an infinite
+// weight would be NaN.
 EMB_DEVICE void add_penalty(const BlockStep& step, const LaneColumns& x,
                             float (&gradient)[kColumns]) {
   if (step.decay.l2 == 0.0f) return;

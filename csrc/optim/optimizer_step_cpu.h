@@ -29,7 +29,7 @@ struct VecMath {
 };
 
 // The rows of floats, [dim], on which an optimizer works: weights, gradient, and the element-wise
-// states that it updates, null for none. They do not overlap.
+// states that it updates, null for none. They must not overlap; not checked.
 struct RowViews {
   float* __restrict weights;
   float* __restrict gradient;
@@ -79,7 +79,8 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowV
   }
 }
 
-// Add the L2 penalty to the gradient, which must be in memory that may be written.
+// Add the L2 penalty, if there is one, to the gradient, which must then be in memory that may be
+// written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
   float* __restrict g = row.gradient;
@@ -102,7 +103,7 @@ EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   for (; d < dim; ++d) out[d] = to_float(row[d]);
 }
 
-// Convert them back, rounded to nearest.
+// Convert `dim` floats to columns of a row that is stored in 16 bits, rounded to nearest.
 template <class T>
 EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   int64_t d = 0;

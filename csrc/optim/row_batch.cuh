@@ -1,10 +1,10 @@
 // Slices of several rows in registers, for the fused update (tbe/update.cuh).
 //
 // A group of lanes takes a row in *slices* of kColumns columns per lane. A lane that updated one
-// slice at a time would wait for each; a batch of kSlices slices, of as many rows as fit, has all
-// their loads in flight at once. The dtype of a tensor is known at run time only: values are loaded
-// in the format of the memory and converted afterwards, so that there is one uniform branch per
-// tensor and batch.
+// slice at a time would wait for each. Instead it takes a batch of kSlices slices, of one row or of
+// several, and has all their loads in flight at once. The dtype of a tensor is known at run time
+// only: values are loaded in the format of the memory and converted afterwards, so that there is
+// one uniform branch per tensor and batch.
 #pragma once
 
 #include "core/rounding.h"
@@ -15,8 +15,8 @@ namespace emb::cuda {
 
 // The columns of a row that each lane processes. If rows can be read in vectors, the four columns
 // of a lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a
-// group read neighbours at once. All but `rank` and `lane_column` is the same in all lanes of a
-// warp.
+// group read neighbours at once. All members except `rank`, `lane_column` and `lanes_of_group` are
+// the same in all lanes of a warp.
 struct RowLayout {
   int dim = 0, lanes = 4;
   int log2_slices = 0;  // slices of a row in a batch
@@ -31,14 +31,14 @@ struct RowLayout {
 
   // Return the number of the lane in its group.
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
-  // Return the first column of the lane in a slice, counted from that of the slice.
+  // Return the first column of the lane in a slice, counted from the first column of the slice.
   EMB_DEVICE int lane_column() const { return uses_vectors ? rank() * kColumns : rank(); }
   EMB_DEVICE int step() const {
     return uses_vectors ? 1 : lanes;
   }  // distance between columns of a lane
   EMB_DEVICE int width() const { return lanes * kColumns; }          // columns of a slice
   EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
-  // Return which slice of its row slice s of a batch is.
+  // Return the number, within its row, of slice s of a batch.
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
   EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
   EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
@@ -60,8 +60,9 @@ struct SliceLocation {
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
-// Load the four columns of a slice as they are stored: those of 16 bits fill the first two words.
-// kReadOnly: no kernel of the launch writes the memory. `address` is a multiple of the vector.
+// Load the four columns of a slice as they are stored: four columns of 16 bits fill the first two
+// words. Loads nothing if valid <= 0. kReadOnly: no thread of the kernel writes the memory.
+// `address` must be a multiple of the size of four columns.
 template <class T, bool kReadOnly>
 EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   using Pack = std::conditional_t<sizeof(T) == 4, simt::Pack16, simt::Pack8>;
@@ -72,7 +73,7 @@ EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
 }
 
-// Load them one by one from columns that are `step` apart; columns beyond the row load as 0.
+// Load the four columns one by one, `step` columns apart; columns beyond the row load as 0.
 template <class T>
 EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
   uint32_t bits[kColumns] = {};
@@ -91,7 +92,7 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 }
 
-// Do as load_slices for elements of type T; half16 stands for both 16-bit dtypes.
+// Do what load_slices does, for elements of type T; half16 stands for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices_of(bool uses_vectors, int step, const T* data,
                                const LocationOf& location_of, Slices<kSlices>& x) {

@@ -19,7 +19,7 @@ namespace emb {
 // next float (the next bit pattern). States that were saved as plain floats keep their meaning.
 inline constexpr float kLastPlainStep = 1 << 24;
 inline constexpr int32_t kBitsOfLastPlainStep = 0x4B800000, kBitsOfLargestFloat = 0x7F7FFFFF;
-// The step that the largest float stands for, about 8.9e8. Later steps are stored as this one.
+// The step that the largest float stands for, about 8.9e8. Later steps are stored as this step.
 inline constexpr double kMaxStep =
     double{kLastPlainStep} + (kBitsOfLargestFloat - kBitsOfLastPlainStep);
 
@@ -141,8 +141,8 @@ EMB_HD float log_decay_factor(double decay) {
   return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
 }
 
-// Row-wise Adagrad with a weight decay that makes up for missed steps when a row occurs again, from
-// step kFirstStep on. The factor for the missed steps is at least min_factor.
+// Row-wise Adagrad with a weight decay at every update that, from step kFirstStep on, also makes up
+// for missed steps when a row occurs again. The factor for the missed steps is at least min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };  // entries of `hyper`
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
@@ -247,8 +247,8 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   static constexpr const char* kName = "rowwise_adagrad_counter";
   static constexpr int kNumHyper = 11, kRowStates = 3;
   enum CounterDecay { kNoDecay = 0, kCoupled = 1, kDecoupled = 2, kAdagradW = 3 };
-  // The learning rate of the tail: that of other rows; raised, or lowered, by a power of the count;
-  // or lr over the root of bound times the count.
+  // The learning rate of the tail: the rate of other rows; this rate raised, or lowered, by a power
+  // of the count; or lr over the root of bound times the count.
   enum TailRate { kPlainRate = -1, kRaised = 0, kLowered = 1, kByCount = 2 };
   int decay, tail_rate;
   float rate;
@@ -303,7 +303,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   }
 
  private:
-  // Return the factor of the gradient of a row in the tail; `plain` is that of other rows.
+  // Return the factor of the gradient of a row in the tail; `plain` is the factor of other rows.
   EMB_HD float tail_scale(float plain, float counter) const {
     if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
     const bool raised = tail_rate == kRaised;

@@ -69,8 +69,8 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any;
 }
 
-// Do as block_sums within a warp, without a barrier. The bits are those of block_sums if all other
-// warps pass zeros.
+// Do what block_sums does, but within a warp and without a barrier. The result has the bits that
+// block_sums gives if all other warps pass zeros.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
@@ -104,7 +104,8 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
   return nonzero;
 }
 
-// Update the rows of block `block` of a matrix; all threads of the block call this.
+// Update the rows of block `block` of a matrix, except rows whose gradient is zero throughout. All
+// threads of the block must call this; it may have barriers.
 template <class Selection>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
                                    const BlockStep& step, const TierMemory& tier, int64_t block) {
@@ -145,7 +146,7 @@ struct MatrixSteps {
   int count = 1;
   int64_t blocks = 0;  // blocks that all matrices take together
 
-  // Return the matrix of a block. All lanes of a warp call this.
+  // Return the matrix to which a block belongs. All lanes of a warp call this.
   EMB_DEVICE const MatrixStep& of_block(int64_t block) const {
     if (many == nullptr) return one;
     const auto first_block = [&](int i) { return many[i].first_block; };

@@ -44,7 +44,8 @@ EMB_HD RowViews open_row(const TierMemory& tier, int64_t start, int64_t width, f
   return views;
 }
 
-// Store the copies of open_row; `id` is that of the row in the random numbers.
+// Store the copies that open_row made of rows in 16 bits. `id` is the id of the row in the random
+// numbers.
 template <class Opt>
 EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, const RowViews& views,
                       const Rounding& rounding, int64_t id) {
@@ -61,7 +62,7 @@ EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, cons
   }
 }
 
-// Update the row of gradient `number`.
+// Update the row of gradient `number`: weights, states, and row-wise states.
 template <class Opt>
 EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding& rounding,
                        const UpdateRowsArgs& args, float* scratch, int64_t number) {

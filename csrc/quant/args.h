@@ -17,7 +17,7 @@
 
 namespace emb {
 
-// The codes of the formats; those of integers are their bits per column.
+// The codes of the formats; the code of an integer format is its number of bits per column.
 enum RowFormat : int {
   kInt2 = 2,
   kInt4 = 4,
@@ -74,13 +74,13 @@ EMB_HD int64_t row_bytes(int64_t dim, int format) {
   return header_bytes(format) + static_cast<int64_t>(words) * kWordBytes;
 }
 
-// A float of 8 bits is, with a sign, `mantissa` bits of a number and an exponent of this bias.
+// A float of 8 bits has a sign, mantissa_of(format) bits of mantissa, and an exponent of this bias.
 EMB_HD constexpr int mantissa_of(int format) { return format == kFp8E4m3 ? 3 : 2; }
 EMB_HD constexpr int bias_of(int format) { return format == kFp8E4m3 ? 7 : 15; }
 EMB_HD constexpr float largest_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
 
 // Return the factor that turns a float of 8 bits into its value, after its magnitude bits were
-// moved to the top of those of a float32: the exponents differ by their biases.
+// moved to the top of the magnitude bits of a float32: the exponents differ by their biases.
 EMB_HD constexpr float float8_power(int format) {
   return format == kFp8E4m3 ? 0x1p120f : 0x1p112f;  // 2^(127 - bias)
 }
@@ -105,9 +105,10 @@ EMB_HD float clamp_to_half(float x) {
 }
 
 // Return the header of a row whose minimum and maximum are `low` and `high`, both finite. For
-// integers it is FBGEMM's: the offset is the minimum in fp16, and the scale is the rest of the
-// range by the largest number. (In a row of one value, a minimum that is rounded up makes that rest
-// negative.) For floats of 8 bits no magnitude exceeds the largest number.
+// integers it is the header of FBGEMM: the offset is the minimum in fp16, and the scale is the
+// range from there to the maximum, divided by the largest number. (In a row of one value, a minimum
+// that is rounded up makes this range negative.) For floats of 8 bits the offset is 0, and the
+// scale is large enough that no magnitude exceeds the largest number.
 EMB_HD RowScale row_scale(float low, float high, int format) {
   const half16 one = {0x3c00u};
   if (!is_integer(format)) {

@@ -28,8 +28,9 @@ inline void check_format(const char* op, int64_t format) {
                   format);
 }
 
-// The formats of the rows of a lookup. The argument `format` of an op is the code of the only one,
-// or minus the sum of 2^code of those that occur; then column `tier` of a feature has its code.
+// The formats of the rows of a lookup. The argument `format` of an op is the code of the only
+// format, or minus the sum of 2^code over the formats that occur; then column `tier` of a feature
+// has the code of its format.
 struct RowFormats {
   bool is_mixed;  // the formats of features differ
   uint64_t mask;  // bit c: code c occurs

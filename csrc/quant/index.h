@@ -1,10 +1,10 @@
 // The index before read-only rows: it maps ids to the rows that are stored for them.
 //
-// A pruned table has fewer rows than ids: an array has the row of each id, or a hash table that of
-// each id that has one. A table of keys has a hash table alone. Hash tables are built once: entries
-// are sorted by the hash of their key and lie at that position or behind it, so that a search
-// begins there and ends at its key or at the first entry without a row. An entry is a key and a
-// row, side by side: a search reads one cache line, rarely two.
+// A pruned table has fewer rows than ids: an array has the row of each id, or a hash table has the
+// rows of the ids that are stored. A table of keys always has a hash table. Hash tables are built
+// once: entries are sorted by the hash of their key and lie at that position or after it, so that a
+// search begins there and ends at its key, at the first entry without a row, or at the end of the
+// table. An entry is a key and a row, side by side: a search reads one cache line, rarely two.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct IndexTable {
   int64_t begin;      // first element of its part of `index`
   int64_t entries;    // int32 rows of an array, pairs of int64 of a hash table
   int64_t hash_bits;  // bits of the hash of a key; a hash table has at least 2^hash_bits entries
-  int64_t num_ids;    // ids are [0, num_ids), other ones are not mapped; -1: any id is a key
+  int64_t num_ids;    // ids are [0, num_ids), others are not mapped; -1: any id is a key
   int64_t missing;    // the row of an id that has none; -1 reads zeros
 };
 
@@ -55,7 +55,7 @@ EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, 
 }
 
 // Return the row of an id whose search begins at `address`, the result of index_address: the id
-// itself if it is not mapped.
+// itself if it is not mapped, table.missing if no row is stored for it.
 EMB_HD int64_t stored_row(const int64_t* index, const IndexTable& table, int64_t id,
                           const void* address) {
   if (address == nullptr) return id;

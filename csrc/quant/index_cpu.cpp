@@ -54,8 +54,8 @@ void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, in
 }
 
 // Return the row that is stored for each id, int64 [L], as IndexTable defines it; -1 for lookups of
-// no bag. `index` is int64 [words], `tables` int64 [F, 6]; the others are those of `tbe_lookup`.
-// Raise if a table reaches outside `index`.
+// no bag. `index` is int64 [words], `tables` int64 [F, 6]; the other arguments are as in
+// `tbe_lookup`. Raises if a table reaches outside `index`.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices_in, const Tensor& offsets_in,
                std::optional<Tensor> bag_layout) {

@@ -82,14 +82,15 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 4 to 32 lanes reads a row. A lane owns two quads of columns, 4 * lanes
+// The lookup. A group of 8 to 32 lanes reads a row. A lane owns two quads of columns, 4 * lanes
 // columns apart: so each access of a group, to a row or to the output, is to neighbouring memory
 // (with 8 neighbouring columns per lane every access would touch half of each sector). A quad is a
-// part of a word or one to four of them, as a row begins at any word. Every lane reads index,
-// header and weight of one lookup and shares them by shuffles; it shares scale and offset only
-// after the loads of the numbers have been issued. Where the formats of features differ, a launch
-// per format skips the bags of others. The groups of a warp run in lockstep, so all collectives
-// name the full warp. Sums are in the order of the lookups.
+// part of a word, or one to four words, and is loaded in units of at most a word, because a row may
+// begin at any word. Every lane reads index, header and weight of one lookup and shares them by
+// shuffles; it shares scale and offset only after the loads of the numbers have been issued. Where
+// the formats of features differ, there is a launch per format, which skips the bags of other
+// formats. The groups of a warp run in lockstep, so all collectives name the full warp. Sums are in
+// the order of the lookups.
 
 inline constexpr int kQuantThreads = 128;
 // Blocks per multiprocessor, which leave 80 and 72 registers: loads in flight matter more than
@@ -102,8 +103,8 @@ inline constexpr int kPoolRowsInFlight = 8;  // of a bag in quant_pool_kernel; f
 // Lanes per group, so that each row in flight has a lane that reads its header.
 inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 
-// Return how many rows are in flight where `rows` are in flight of numbers of up to 8 bits: fewer
-// of wider numbers, which need more registers.
+// Return the number of rows in flight for a format, if `rows` rows of numbers of up to 8 bits are
+// in flight. Wider numbers need more registers, so fewer of their rows are.
 constexpr int quant_in_flight(int format, int rows) {
   const int fewer = rows * 8 / bits_of(format);
   return bits_of(format) <= 8 ? rows : fewer > 1 ? fewer : 1;
@@ -144,7 +145,7 @@ struct QuantHeader {
     weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
   }
 
-  // Return the factor of the row's numbers, and the term to add to them: with the weight.
+  // Return the factor of the row's numbers, and the term to add to them, both times the weight.
   EMB_DEVICE float scale() const {
     if (!has_scale(kFormat)) return weight;
     return weight * to_float(half16{static_cast<uint16_t>(header & 0xffffu)});
@@ -159,7 +160,7 @@ EMB_DEVICE int64_t index_at(const QuantArgs& args, const BagTask& task, int i) {
   return i < task.length ? args.indices[task.begin + i] : -1;
 }
 
-// Return the task of a bag whose rows are of this format, otherwise one of no rows and no columns.
+// Return `task` if its rows are of this format, otherwise a task without rows and columns.
 template <int kFormat>
 EMB_DEVICE BagTask task_of_format(const QuantArgs& args, BagTask task) {
   if (args.is_mixed && task.feature->tier != kFormat) task.length = task.dim = 0;
@@ -216,8 +217,8 @@ struct PackedSlice {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k as a float. An integer is not converted: as low bits of the mantissa of a power
-  // of two it adds to that, which then is subtracted.
+  // Return number k as a float. An integer takes no conversion: its bits become the low bits of the
+  // mantissa of a power of two, which then is subtracted.
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
@@ -371,8 +372,9 @@ struct QuantRow {
         header(args, address, int64_t{task.begin} + i) {}
 };
 
-// Write columns of the only rows of bags. Lane `owner` of the warp holds the metadata and the row
-// of the group's first bag, the next one `groups` lanes on.
+// Write columns of bags of at most one row, zeros for a bag without a row. Lane `owner` of the warp
+// holds the metadata and the row of the group's first bag; the lane of the next bag is `groups`
+// lanes later.
 template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
                                   const QuantRow<kFormat>& row, int64_t element_of_lane,
@@ -400,8 +402,9 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   }
 }
 
-// Sum and write columns of kQuantBagsInFlight bags of a group. `owner` is as above; `is_owner`:
-// this lane holds the metadata of one of these bags.
+// Sum and write columns of kQuantBagsInFlight bags of a group (fewer of wide numbers). `owner` is
+// as in write_single_rows; `is_owner`: this lane holds the metadata of one of these bags. Changes
+// `row`, which has the bag's first row again at the end.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
                                 int64_t element_of_lane, const QuadColumns& columns, int owner,

@@ -1,7 +1,8 @@
 // `quantize_rows_`, `quant_lookup` and `quant_lookup_checked_` on the GPU: check the arguments,
 // allocate, launch. The contents of `features` are on the device and are not read here, so that
-// nothing waits for the GPU. The contracts are those of quant_cpu.cpp, except that elements of the
-// output that no bag has are unspecified, if there are bags.
+// nothing waits for the GPU. The contracts are those of quant_cpu.cpp, except that contents of
+// tensors are trusted, and that output elements that no bag writes are unspecified if there are
+// bags.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -64,9 +65,9 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   return out;
 }
 
-// Return [output]. Unlike the CPU's, the result is complete for an invalid batch too: the kernels
-// repair what is invalid, so that the host need not wait to learn whether the batch is valid. In
-// the mode "warning" violations are added to `violations`.
+// Return [output]. Unlike on the CPU, the result is complete for an invalid batch too (unless the
+// mode "fatal" traps): the kernels repair what is invalid, so that the host need not wait to learn
+// whether the batch is valid. In the mode "warning" violations are added to `violations`.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,

@@ -137,7 +137,7 @@ EMB_HD Ints load_numbers(const uint8_t* p) {
 #endif
 }
 
-// Load `kLanes` values from `p`, for rows with a scale before they are scaled.
+// Load `kLanes` values from `p`. In rows with a scale they are numbers that are not scaled yet.
 template <int kFormat>
 EMB_HD Vec load_packed(const uint8_t* p) {
   if constexpr (kFormat == kFp16) {
@@ -241,8 +241,8 @@ inline constexpr bool kHasValueTable = false;
 
 #endif
 
-// The lookups of one feature as `pool_bags` reads them. An address is the bytes of a header before
-// the numbers of the first column that is not skipped.
+// The lookups of one feature as `pool_bags` reads them. An address of a row lies header_bytes
+// before the numbers of its first column that is not skipped.
 template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;

@@ -17,7 +17,8 @@ struct UniformArgs {
 // Elements of a block of the CPU kernel: the words of a block of Philox counters.
 inline constexpr int64_t kUniformBlock = 64;
 
-// Fill blocks [first_block, last_block) of kUniformBlock elements; the last one may be shorter.
+// Fill blocks [first_block, last_block) of kUniformBlock elements; the last block of the tensor may
+// be shorter.
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);
 
 // The CPU kernels.

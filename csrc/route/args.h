@@ -13,8 +13,8 @@
 
 namespace emb {
 
-// The rule that chooses the block of an id: by the range of rows that has it, by a hash of the id,
-// or by range for ids of the table and by remainder for larger ones.
+// The rule that chooses the block of an id: by the range of rows that has the id, by a hash of the
+// id, or by range for ids below the rows of the table and by remainder for larger ids.
 struct RouteRule {
   enum Code : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 };
@@ -31,8 +31,8 @@ struct RouteBlock {
   int64_t first_row, first_copy, num_copies;
 };
 
-// The five tensors of a routing: bags [first_bags[f], first_bags[f + 1]) of the batch are those of
-// feature f; bags [units[u], units[u + 1]) of the output are those of unit u.
+// The five tensors of a routing: feature f has the bags [first_bags[f], first_bags[f + 1]) of the
+// batch; unit u has the bags [units[u], units[u + 1]) of the output.
 struct Routing {
   const int64_t* first_bags;     // [num_features + 1], ascending
   const RouteFeature* features;  // [num_features]
@@ -48,8 +48,8 @@ EMB_HD int64_t block_of_key(int64_t key, int64_t blocks) {
   return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);
 }
 
-// Return the last block in [0, count) that begins at or before `row`; the first one if none does.
-// `blocks`, [count], ascend.
+// Return the last block in [0, count) that begins at or before `row`; block 0 if none does.
+// `blocks`, [count], must ascend.
 EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row) {
   int64_t first = 0;
   while (count > 1) {
@@ -67,7 +67,8 @@ struct RoutedId {
   int64_t id;     // the id in the numbering of the rank that has the block
 };
 
-// Return the destination of an id of a feature; `blocks` are those of the feature, at least one.
+// Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
+// one. A pruned id (-1) goes to block 0 as -1, except by key.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.rows) {
@@ -124,15 +125,15 @@ struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The elements [begin, end) of a flat source that are in a tensor of their own, `local`. The others
-// follow one another in the tensor of the source. No elements: begin = end.
+// The elements [begin, end) of a flat source that are in a separate tensor, `local`. The other
+// elements follow one another in the tensor of the source. begin = end if there is no local part.
 struct LocalPart {
   void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
 
   EMB_HD int64_t size() const { return end - begin; }
 
-  // Return in which section an element is: 0 before the local part, 1 in it, 2 behind it. 0 if
+  // Return the section of an element: 0 before the local part, 1 in it, 2 after it. Return 0 if
   // there is no local part.
   EMB_HD int section(int64_t offset) const {
     return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
@@ -159,14 +160,14 @@ struct CombineArgs {
   float scale;                // factor of all sums
 };
 
-// Write rows [begin, end) of a target, or, backward, those of its pieces. Calls for disjoint rows
-// may run at once.
+// Write rows [begin, end) of a target or, backward, the rows of its pieces that belong to them.
+// Calls for disjoint rows may run at once.
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
 // The CPU kernels of `combine` and `combine_backward`.
 struct CombineTable {
   CombineFn combine[kDtypes][kDtypes];           // [dtype of in][dtype of out]
-  CombineFn combine_backward[kDtypes][kDtypes];  // likewise
+  CombineFn combine_backward[kDtypes][kDtypes];  // [dtype of in][dtype of out]
 };
 
 }  // namespace emb

@@ -1,7 +1,7 @@
 // Checks of the routing ops, shared by the CPU and the GPU. The constructors below check the
 // dtypes, shapes and devices of tensors. The contents of layouts are checked on the CPU only, by
-// check_routing and check_targets; GPU kernels skip what lies outside the tensors. A check raises
-// with the name `op`.
+// check_routing and check_targets; GPU kernels skip entries that lie outside the tensors. A check
+// raises with the name `op`.
 #pragma once
 
 #include <algorithm>
@@ -295,9 +295,9 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
   return piece_rows_fit(in, piece, last + int64_t{1}, target.width, source_numel);
 }
 
-// Check the contents of targets and pieces: they lie inside the output of `out_numel` elements and
-// the source of `source_numel`, and targets have as many elements as the output. That they do not
-// overlap is not checked.
+// Check the contents of targets and pieces: they must lie inside the output of `out_numel` elements
+// and the source of `source_numel`, and targets must have as many elements as the output. It is not
+// checked that targets do not overlap, nor pieces: overlaps would be data races.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
   int64_t covered = 0;

@@ -1,6 +1,6 @@
 // `combine` and its adjoint `combine_backward` on the GPU. blockIdx.y iterates over targets,
 // blockIdx.x over their rows; a group of 4 to 32 lanes takes a row, four columns per lane at a
-// time. Layouts are not checked before, since they are on the device: targets and pieces that lie
+// time. Layouts are on the device and not checked before: rows of targets and pieces that lie
 // outside the tensors are skipped.
 #pragma once
 
@@ -15,9 +15,9 @@ inline constexpr int kCombineBlocks = 4;   // per multiprocessor: they leave a t
 inline constexpr int kCombineColumns = 4;  // columns per lane and access
 inline constexpr int64_t kMaxGridTargets = 65535;  // the maximum of gridDim.y
 
-// The arguments of the kernels. Pointers are to device memory that must live until they have run.
-// "Source" and "output" are those of `combine`: backward, `in` is the gradient of the output and
-// `out` that of the source.
+// The arguments of the kernels. Pointers are to device memory that must live until the kernels have
+// run. "Source" and "output" mean the source and output of `combine`: backward, `in` is the
+// gradient of the output and `out` is the gradient of the source.
 struct DeviceCombine {
   const Target* targets;      // [num_targets]
   const SourcePiece* pieces;  // [num_pieces]
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
   });
 }
 
-// Write the gradients of all pieces, those of their targets divided by lengths and scaled; other
-// elements of in.out are not written.
+// Write the gradients of all pieces: the gradients of their targets, divided by lengths and scaled.
+// Other elements of in.out are not written.
 template <class S, class O>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) spread_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {

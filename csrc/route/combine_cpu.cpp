@@ -130,8 +130,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 }
 
 // Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
-// elements outside of `local`, of `dtype`. Those inside are written to `local`. Elements of which
-// no piece is made are 0.
+// elements outside of `local`, of `dtype`. The elements inside are written to `local`, if there is
+// one. Elements of the source in no piece get 0. Pieces must not overlap; not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
@@ -163,7 +163,7 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
 }
 
 // Return the gradient of a source without local part, [source_numel] of `dtype`; the other
-// arguments are those of `combine`.
+// arguments are as in `combine`.
 Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
                         int64_t source_numel, ScalarType dtype, double scale) {
@@ -173,7 +173,7 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
 }
 
 // Write the gradient of the local part of a source of source_numel elements in all to `local`, and
-// return that of the other elements, of the dtype of `local`.
+// return the gradient of the other elements, of the dtype of `local`.
 Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                          std::optional<Tensor> rows, std::optional<Tensor> lengths,
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {

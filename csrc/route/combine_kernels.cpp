@@ -1,5 +1,5 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
-// CombineTable (route/args.h). Rows whose values do not change are copied as bytes.
+// CombineTable (route/args.h). Neighbouring rows whose values do not change are copied as bytes.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -42,8 +42,8 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The pieces of a target for row `row` of it, in the form that `pool_bag` takes: what pool_bag
-// calls row i is piece i. core/pool_bag.h has the contract of the members.
+// The pieces of a target for its row `row`, in the form that `pool_bag` takes: row i of pool_bag is
+// piece i. core/pool_bag.h has the contract of the members.
 template <class S>
 struct PieceRows {
   const CombineArgs& args;

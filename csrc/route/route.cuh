@@ -1,8 +1,8 @@
-// Counting and moving ids on the GPU. A lane takes a short bag. A warp takes a long one, 32 ids at
-// a time: a match instruction finds the lanes whose ids go to the same block, and the first of them
-// counts for all. No two threads write for one bag at a time, so that no atomics are needed and ids
-// keep their order. Layouts are not checked before, since they are on the device: whatever lies
-// outside the tensors is skipped.
+// Counting and moving ids on the GPU. In a batch of short bags, a lane takes a bag of up to
+// kShortBag ids. Any other bag takes a warp, 32 ids at a time: a match instruction finds the lanes
+// whose ids go to the same block, and the first of them counts for all. No two threads write for
+// one bag at a time, so that no atomics are needed and ids keep their order. Layouts are on the
+// device and not checked before: entries that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -17,8 +17,8 @@ inline constexpr int kRouteBlocks = 4;  // per multiprocessor: they leave a thre
 inline constexpr int kShortBag = 16;  // ids that one lane routes
 inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take bags
 
-// The arguments of the kernels. Pointers are to device memory that must live until they have run. A
-// *cell* is a bag of a unit: a bag of the output.
+// The arguments of the kernels. Pointers are to device memory that must live until the kernels have
+// run. A *cell* is a bag of a unit: a bag of the output.
 struct DeviceRoute {
   Routing routing;
   const void* ids;   // [L]
@@ -31,11 +31,11 @@ struct DeviceRoute {
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
   float* out_weights;    // [total], an output, unless `weights` is null
-  int32_t* num_moved;    // [out_bags], 0 before: ids of each bag that have been moved
+  int32_t* num_moved;    // [out_bags], in and out, 0 before: ids moved so far, per cell
 };
 
-// Return the last feature whose bags begin at or before `bag`, 0 if there is none. There must be a
-// feature; the caller must check that it has the bag.
+// Return the last feature whose bags begin at or before `bag`, 0 if no feature does. There must be
+// at least one feature; the caller must check that the result has the bag.
 EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   int64_t low = 0, high = routing.num_features;
   while (high - low > 1) {
@@ -67,7 +67,7 @@ struct BagRoute {
     if (is_valid) blocks = routing.blocks + feature.first_block;
   }
 
-  // Return the number of copies of a block, 0 if they are out of range.
+  // Return the number of copies of a block, 0 if its copies are out of range.
   EMB_DEVICE int64_t num_copies(const Routing& routing, int64_t block) const {
     const RouteBlock& b = blocks[block];
     const bool fits = b.first_copy >= 0 && b.num_copies <= routing.num_copies &&
@@ -181,8 +181,9 @@ struct MoveIds {
   }
 
  private:
-  // Write an id, the one at `position` of the batch, for each copy of its block; `moved` ids of its
-  // bag have been written before, and first_cell is the cell of copy 0.
+  // Write the id at `position` of the batch for each copy of its block, with its position and
+  // weight. `moved` is the number of ids that its cell already has, and first_cell is the cell of
+  // copy 0.
   EMB_DEVICE static void put(const DeviceRoute& in, const BagRoute& route, const RoutedId& routed,
                              int64_t copies, int64_t first_cell, int moved, int64_t position) {
     for (int64_t copy = 0; copy < copies; ++copy) {
@@ -198,8 +199,8 @@ struct MoveIds {
 };
 
 // Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp takes `bags_of_warp`
-// bags, 1 or 32. Of 32, each lane processes one, if it is short, and the warp the long ones, one
-// after the other.
+// bags, 1 or 32. It processes a single bag together. Of 32 bags, each lane processes one bag if
+// that is short; then the warp processes the long bags, one after the other.
 template <class Work>
 EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -226,7 +227,7 @@ EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   }
 }
 
-// Add the ids of every bag to in.out, lengths that are 0 before.
+// Add the numbers of ids of every bag to the lengths in in.out, which must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
     route_count_kernel(DeviceRoute in, int bags_of_warp) {

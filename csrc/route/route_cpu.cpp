@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t kGrain = 8192;  // ids plus bags: smallest range that gets a thread
 
-// Run `kernel` over the bags of all features, in parallel; return false if a call of it did. Each
-// range gets a scratch of its own.
+// Run `kernel` over the bags of all features, in parallel; return false if one of its calls
+// returned false. Each range gets separate scratch memory.
 bool run(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;

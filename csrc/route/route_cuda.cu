@@ -1,7 +1,8 @@
 // The routing ops on the GPU: check dtypes and shapes, allocate, launch. Nothing waits for the
 // device. The contracts are those of the CPU (route_cpu.cpp, segments_cpu.cpp, combine_cpu.cpp),
-// except that contents of layouts are not checked: what lies outside the tensors is skipped, and
-// the output is unspecified there.
+// except that contents of layouts are not checked: entries that lie outside the tensors are
+// skipped, and output elements that nothing writes are unspecified (or 0, where a function clears
+// its output first).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -90,7 +91,7 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   return out;
 }
 
-// Return the arguments of both directions but for the sizes of source and output.
+// Return the arguments of both directions; the sizes of source and output are set afterwards.
 DeviceCombine device_combine(const CombineInputs& in, Tensor& out, double scale) {
   return {in.targets,
           in.pieces,
@@ -127,7 +128,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
 }
 
 // Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
-// elements outside of `local`, of `dtype`. Those inside are written to `local`.
+// elements outside of `local`, of `dtype`. The elements inside are written to `local`, if there is
+// one. Elements of the source in no piece get 0.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());

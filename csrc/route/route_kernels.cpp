@@ -20,7 +20,7 @@ constexpr int64_t kMaxExactRows = int64_t{1} << 52;
 constexpr int64_t kLongBag = 8;  // mean ids per bag from which a loop per block pays
 constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are moved
 
-// Return whether an id of type I can be as large as `bound`.
+// Return whether an id of type I can be as large as `bound`, which must not be negative.
 template <class I>
 bool reaches(int64_t bound) {
   return sizeof(I) == 8 || bound <= INT32_MAX;
@@ -88,7 +88,7 @@ void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* coun
   int64_t after = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
-    const int64_t from =  // ids of this block and those after it
+    const int64_t from =  // ids of this block and of later blocks
         first > 0 ? count_from(ids, n, first) - beyond : count_rows(ids, n, route.feature.rows);
     counts[k] = from - after;
     after = from;
@@ -150,8 +150,8 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// find() for blocks of equal size: the product with the reciprocal, rounded down, is the block or
-// off by one.
+// find() for many blocks of equal size (FeatureRoute::step) and ids of the table: the product with
+// the reciprocal, rounded down, is the block or off by one, which is corrected.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -168,7 +168,7 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
   }
 }
 
-// Do the work with the fastest of these.
+// Find the blocks of n ids with the fastest of these functions.
 template <class I>
 void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const RouteFeature& feature = route.feature;
@@ -216,8 +216,8 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
-// Do as count_one_by_one bag by bag, for a feature with one block, or with few blocks and the rule
-// kByRange.
+// Write the same lengths as count_one_by_one, but bag by bag and without reading the lengths
+// before. The feature must have one block, or few blocks and the rule kByRange.
 template <class I>
 bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
                       int64_t begin, int64_t bags) {
@@ -272,13 +272,13 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   return true;
 }
 
-// The outputs of each block's first copy: its ids go to [start, end), the next one to `cursor`.
-// Each array has one entry per block, in args.scratch.
+// The outputs of each block's first copy: its ids are written to [start, end), the next id to
+// `cursor`. Each array has one entry per block, in args.scratch.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 
-  // Set the cursors from args.starts. Return false if these lie outside the outputs, or differ in
-  // length between copies of a block.
+  // Set the cursors from args.starts. Return false if the starts lie outside the outputs, or give
+  // copies of a block different lengths.
   bool begin(const RouteArgs& args, const FeatureRoute& route) {
     const int64_t num_blocks = route.feature.num_blocks;
     cursor = args.scratch;
@@ -324,8 +324,8 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCur
   return fits;
 }
 
-// Move all n ids, from position `first` on, of a feature with one block: a copy. Return false if
-// the block has not exactly the room.
+// Move all n ids, from position `first` on, of a feature with one block, in which all ids stay in
+// order. Return false if the block does not have room for exactly n ids.
 template <class I>
 bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
               int64_t first, int64_t n) {

@@ -1,7 +1,7 @@
 // The concatenation of segments of rows on the GPU. The first output row of each segment comes from
-// a scan: one kernel sums the rows of the segments within tiles of 256 segments, a second one turns
-// the sums of tiles into sums of all tiles before, and readers add both. A third kernel copies the
-// rows in the widest words that the alignment allows.
+// a scan: one kernel sums the rows of the segments within tiles of 256 segments, a second kernel
+// turns the sums of tiles into sums of all earlier tiles, and readers add both. A third kernel
+// copies the rows in the widest words that the alignment allows.
 #pragma once
 
 #include "core/dtype.h"
@@ -15,13 +15,13 @@ inline constexpr int kScanThreads = 256;      // threads of a block, and segment
 inline constexpr int kSegmentCopyBlocks = 4;  // per multiprocessor
 
 // The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents are not
-// checked before: starts are clamped to the rows of the values, a segment that does not exist is
-// empty.
+// checked before: starts are clamped to the rows of the values, and a segment that does not exist
+// is empty.
 struct Segments {
   IndexArray starts;                  // [num_segments + 1]
   const int64_t* order;               // [count] the wanted segments
   int64_t num_segments, count, rows;  // `rows` is the number of rows of the values
-  int64_t* sums_in_tile;      // [count], scratch: rows from the begin of its tile to its end
+  int64_t* sums_in_tile;      // [count], scratch: rows from the segment's tile begin to its end
   int64_t* rows_before_tile;  // [tiles + 1], scratch
 
   // Return the first row, in the values, of the m-th wanted segment.
@@ -50,8 +50,8 @@ struct Segments {
 // Return the number of tiles of `count` segments.
 inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
 
-// Return the sum of `value` over this thread and those before it in the block. All threads call it;
-// `shared` is memory for one number per warp.
+// Return the sum of `value` over this thread and the earlier threads of the block. All threads must
+// call it; it has barriers. `shared` is memory for one number per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (unsigned step = 1; step < simt::kWarp; step *= 2) {
@@ -77,7 +77,8 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
 }
 
-// Turn the rows of each tile, in in.rows_before_tile, into the rows before it; runs in one block.
+// Turn the number of rows of each tile, in in.rows_before_tile, into the number of rows before the
+// tile. The grid must be one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_tiles_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];

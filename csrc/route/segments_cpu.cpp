@@ -25,9 +25,9 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Write the first output row of each wanted segment to `first`, [count + 1], and last the end of
-// the last one. `order`, [count], names the segments; raise unless they exist, lie in the `rows`
-// rows of the values, and do not descend.
+// Write the first output row of each wanted segment to `first`, [count + 1], and in the last entry
+// the end of the last segment. `order`, [count], names the segments; raise unless they exist, lie
+// in the `rows` rows of the values, and have no negative length.
 void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
              int64_t count, int64_t rows, int64_t* first) {
   int64_t next = 0;

@@ -1,7 +1,8 @@
 // Whole passes of tensor-train tables on the CPU: `tt_lookup_checked_` and `tt_backward_` call the
 // ops of which a pass consists: keys, grouping, plan, rows, pooling; gradients of rows, update.
 // Rows and their gradients, the largest tensors between these ops, are in scratch memory that the
-// thread keeps. A plan is checked once, when it comes back for the backward pass.
+// thread keeps. The contents of a plan are checked only in the backward pass, whose caller passes
+// it.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -130,11 +131,11 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
-// Count the step in `hyper` and update the cores and `states` (those of the first core, then those
-// of the second, ..) in place. `kept` is what tt_lookup_checked_ returned for these indices after
-// the output. `is_stale`: the cores have changed since, so that kept values are not used. If
-// `is_finite`, bool [1] or null, is false, nothing is updated. `grad` is the gradient of the
-// output. If the update raises, the step is not counted.
+// Count the step in `hyper` and update the cores and `states` (all states of the first core, then
+// all of the second, and so on) in place. `kept` must be the tensors that tt_lookup_checked_
+// returned for these indices after the output. `is_stale`: the cores have changed since, so that
+// kept values of left halves are not used. If `is_finite`, bool [1] or null, is false, nothing is
+// updated. `grad` is the gradient of the output. If the update raises, the step is not counted.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
