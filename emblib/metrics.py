@@ -188,7 +188,7 @@ def _concatenate(batches: Tensor | list[Tensor]) -> Tensor:
 def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     """Return the rank of each prediction in its group, from 1; ties get their mean rank.
 
-    Predictions are sorted by group, then by value.
+    Predictions must be sorted by group, then by value.
 
     `predictions` and `group_of` are `[n]`, `sizes` has the predictions of each group; the ranks are
     float64 `[n]`.

@@ -86,7 +86,7 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; a module gets those of its table with the most steps.
+    """Write states, and give each module the hyperparameters of its table with the most steps.
 
     Raises:
         KeyError: a parameter or one of its states is missing.

@@ -1,7 +1,7 @@
 """Group the tables of one rank into as few modules as possible, and look up a batch in them.
 
 Slices of tables with equal `Storage.group_key` form a group, which one module stores. A *unit* is a
-feature that reads a slice. `TableGroups.forward` takes a batch whose units are sorted by group,
+feature that reads a slice. `TableGroups.forward` takes a batch whose units must be sorted by group,
 splits ids and offsets by group, calls each module once, and joins the outputs.
 """
 

@@ -337,7 +337,7 @@ class TableCollection(nn.Module):
 
     @without_gradients
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
-        """Read shared tables in place of those of this collection with their names.
+        """Read shared tables in place of the tables of this collection with the same names.
 
         New modules are made, as by `set_optimizers`; other tables keep their rows and states.
         """

@@ -138,7 +138,7 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
-        """Select the misses of counted tables, sorted by table; only those of `mask`, if given.
+        """Select the misses of counted tables, sorted by table; with `mask`, only masked misses.
 
         `mask` is bool `[L]`.
         """

@@ -275,7 +275,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
         Args:
             indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[F * B, N]` for bags
-                of N lookups, those of feature 0 first.
+                of N lookups, the bags of feature 0 first.
             offsets: int32 or int64 `[F * B + 1]`, feature-major, as in
                 `TableBatchedTTEmbeddingBags`; none with 2-dimensional indices.
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
@@ -462,7 +462,7 @@ class CachedTTEmbeddingBags(nn.Module):
         """Choose the most used rows and store them; rows that are stored already keep their values.
 
         Args:
-            table: number of the table whose rows are chosen; None chooses those of all tables.
+            table: number of the table whose rows are chosen; None chooses rows of every table.
 
         The host waits for the device. If stored rows change, backward of an earlier lookup raises.
         """

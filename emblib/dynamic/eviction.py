@@ -26,8 +26,8 @@ class EvictionScores(nn.Module):
     """Scores that each table assigns to the keys of its next training batch.
 
     Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
-    `Eviction.CUSTOM` assign the number that was last passed to `set`. The owner holds its lock
-    around every call; only `get` waits for the device.
+    `Eviction.CUSTOM` assign the number that was last passed to `set`. The owner must hold its lock
+    around every call. Only `get` waits for the device.
 
     Args:
         specs: the tables.

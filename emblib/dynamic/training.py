@@ -40,7 +40,7 @@ from emblib.tables.recomputation import RunningForward
 def insert_or_repeat(
     state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
 ) -> TrainingUpdate:
-    """Insert the keys of a training batch, or find those of a forward that backward repeats.
+    """Insert the keys of a training batch, or find the keys of a forward that backward repeats.
 
     Args:
         state: the tables.

@@ -305,7 +305,7 @@ def convert(
     row_formats = dtype_formats if formats is None else formats_of(len(configs), None, formats)
     features = table_features(configs)
     pooled = hasattr(source, "embedding_bag_configs")
-    groups: dict[Any, list[int]] = {}  # tables by what those of a part have in common
+    groups: dict[Any, list[int]] = {}  # tables by what the tables of a part have in common
     for table, config in enumerate(configs):
         groups.setdefault(config.pooling if pooled else config.embedding_dim, []).append(table)
     dtype, device = torch.float32, torch.device("cpu")  # where entries of all ranks are

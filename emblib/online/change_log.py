@@ -50,8 +50,8 @@ class ChangeLog:
 
     Make it when the model has its optimizers and is sharded; each rank has its own log. It begins
     with a snapshot of all rows. Then call `record(step)` between training steps. Rows must change
-    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`. One
-    thread calls the methods, the one that trains; another writes.
+    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`. Call the
+    methods from the thread that trains; another thread, of the log, writes.
 
     Args:
         model: module with plain and dynamic tables, whose updates are fused.

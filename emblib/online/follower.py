@@ -298,7 +298,7 @@ class _Log:
         pending: these records, in order.
         newest: boundary of the last record that was read; None before the first.
         has_gap: whether the writer removed records before they were read, so that tables must be
-            replaced by those of `pending[0]`, which has all rows.
+            replaced by the rows of `pending[0]`, which has all of them.
         has_skipped: whether the last record was skipped, as it precedes the first with all rows.
     """
 

@@ -398,7 +398,8 @@ def _search_entries(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, T
     A search that meets neither the key nor an empty entry ends behind the last entry.
 
     `entries` is int64 `[n, 2]` (key; row, -1 for an empty entry), `keys` int64 `[k]`; results are
-    int64 and bool `[k]`. `bits` of the hash, that of `quant.hash_entries`, choose the first entry.
+    int64 and bool `[k]`. The first `bits` bits of the hash that `quant.hash_entries` uses choose
+    the first entry.
     """
     positions = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * quant.HASH_FACTOR
     positions = positions >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
@@ -417,7 +418,7 @@ def _search_entries(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, T
 def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
     """Insert keys that are not there; return whether there was an entry for each.
 
-    Shapes are those of `_search_entries`; `rows` is int64 `[k]`. Keys whose searches end at one
+    Shapes are as in `_search_entries`; `rows` is int64 `[k]`. Keys whose searches end at one
     entry are inserted one per round.
     """
     while keys.numel():
@@ -506,7 +507,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     """Join shards of one table by columns to whole rows; others stay as they are.
 
     Args:
-        changes: changes of one table, those of a shard in the order of their steps.
+        changes: changes of one table; the changes of a shard must be in the order of their steps.
 
     Raises:
         LogError: some columns of a row are missing.

@@ -26,7 +26,7 @@ numbers of orders and policies in `emblib.ops.codes`.
 A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
 keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
 `insert_`, which inserts them. With `slots` and `groups` of the batch, `insert_` also returns slot
-and status of every position: those of its miss, where it has one.
+and status of every position; a position that missed gets the slot and status of its miss.
 
 The ops of the index; optional arguments may be None, and all tensors are on one device:
 

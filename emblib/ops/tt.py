@@ -12,7 +12,7 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 - `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
   whose neighbours share cores; -1 stays, any other id outside the table gets the key of row 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
-  the distinct rows share. Here keys are those of all tables, one table after the other
+  the distinct rows share. Here `keys` has the keys of all tables, one table after the other
 - `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: rows
   `[L, D]` in key order, those from M on and columns beyond the dim of their table unspecified; and
   the values of the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
@@ -30,12 +30,13 @@ tensor cores; all other products are float32.
 
 Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
 are float32. Core rows in 16 bits are converted as they are read, and an update rounds the rows that
-it writes, to nearest or stochastically as `hyper` says: a core row has the random numbers of its
-number among the rows of all cores. So results are those of float32 cores of the same values, bit
-for bit, before they are rounded. Per table, the CPU keeps float32 copies of the core rows that the
-batch uses, a GPU of the cores of left halves. The gradient of the large middle core is formed by
-one product per row of it, never per lookup; nothing is summed with atomics, so that the same
-input gives the same bits on any number of threads, and a table the same as in a batch of its own.
+it writes, to nearest or stochastically as `hyper` says: the number of a core row among the rows of
+all cores selects its random numbers. So before they are rounded, results equal, bit for bit, the
+results of float32 cores of the same values. Per table, the CPU keeps float32 copies of the core
+rows that the batch uses, a GPU keeps copies of the cores of left halves. The gradient of the large
+middle core is formed by one product per row of it, never per lookup; nothing is summed with
+atomics, so that the same input gives the same bits on any number of threads, and a table the same
+bits as in a batch of its own.
 
 Sources: TT-Rec (Yin et al., MLSys 2021) for the table; sharing of prefixes and sums per distinct
 row as in EL-Rec (Wang et al., SC 2022); grouping by the middle core is emblib's. The definition
@@ -75,7 +76,7 @@ _SAVED_BYTES_CPU = 6 << 20
 class TTPlan(NamedTuple):
     """The halves that the distinct rows of a batch share; all tensors are int32, padded to L.
 
-    Rows are numbered in the order of their keys, which is that of their left halves.
+    Rows are numbered in the order of their keys, which is also the order of their left halves.
 
     Attributes:
         lefts: `[L]`, ids of the distinct left halves.
@@ -294,7 +295,7 @@ def chunk_gradients(
     *,
     needs_sample_grad: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the gradients of whole cores, summed over chunks, and those of sample weights.
+    """Return the gradients of whole cores, summed over chunks, and of the sample weights.
 
     `grad` has the shape of the output. The gradients are float32: of the shapes of the cores, and
     `[L]`, or None without `needs_sample_grad`.

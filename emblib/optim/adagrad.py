@@ -57,10 +57,10 @@ def encode_steps(steps: Tensor) -> Tensor:
 class TailRate(Choice):
     """Learning rate of the rows seen more often than `Counter.threshold`.
 
-    With `c` the count of the row, `largest` that of the table plus 1 and `bound` that of the
-    `Counter`: EQUAL changes nothing; RAISED multiplies the rate by `(largest / (c + 1)) ** bound`,
-    within [1, 10]; LOWERED by `((c + 1) / largest) ** bound`, within [0.1, 1]; BY_COUNT uses
-    `lr / (sqrt(bound * c) + eps)`.
+    With `c` the count of the row, `largest` the largest count of the table plus 1, and `bound` of
+    the `Counter`: EQUAL changes nothing; RAISED multiplies the rate by
+    `(largest / (c + 1)) ** bound`, within [1, 10]; LOWERED by `((c + 1) / largest) ** bound`,
+    within [0.1, 1]; BY_COUNT uses `lr / (sqrt(bound * c) + eps)`.
 
     Example:
         >>> counter = emblib.optim.Counter(tail=emblib.optim.TailRate.BY_COUNT, threshold=10)
@@ -203,7 +203,7 @@ class GlobalDecay:
 
         A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
         decoded from `prev_iter` (`decode_steps`), and 1 for rows never updated and for steps before
-        `start`; its dtype is that of `prev_iter`. `step` is the step of the coming update. From
+        `start`; it has the dtype of `prev_iter`. `step` is the step of the coming update. From
         `LAST_STEP` on, where `prev_iter` saturates, no missed steps are counted, as in the update.
         Nothing is read back from the device.
         """

@@ -138,8 +138,8 @@ class TTSpec:
     ) -> TTSpec:
         """Return the spec with the largest ranks whose cores take at most `nbytes` in `dtype`.
 
-        All ranks are equal, except where the cores can use only a lower one. Factors and number of
-        cores are those of `like`; without it, `cores` cores with factors of `emblib.tt.shapes`.
+        All ranks are equal, except where the cores can use only a lower one. The factors of rows
+        and dim are taken from `like`; without it, from `emblib.tt.shapes` for `cores` cores.
 
         Raises:
             ValueError: cores of rank 1 take more bytes; a dtype not in `FLOAT_DTYPES`.

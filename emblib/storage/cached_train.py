@@ -219,8 +219,8 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def statistics(self, table: int) -> dict[str, Tensor]:
         """Return the statistics of a table by name, as views where possible.
 
-        `counters` int64 are those of `cache_stats`, `changes` float64 `[2]` squared norms of what
-        evicted rows had learned and of what their cores lost of it, `since` is the number of
+        `counters` int64 are the counts of `cache_stats`, `changes` float64 `[2]` squared norms of
+        what evicted rows had learned and of what their cores lost of it, `since` is the number of
         training lookups since the last populate.
         """
         since = torch.tensor(self._since[table])

@@ -74,7 +74,7 @@ class Component(NamedTuple):
     Attributes:
         name: name of its parameter.
         rows: number of rows.
-        scale: factor of the bounds of its uniform initial values, relative to those of the table.
+        scale: bounds of its uniform initial values, divided by the bounds for the table.
     """
 
     name: str

@@ -321,7 +321,7 @@ class Hash(Storage):
         target: TableHandle,
         key_block: KeyBlock | None,
     ) -> None:
-        """Replace the keys of `target` by those of `source` in `key_block`; None copies all keys.
+        """Replace the keys of `target` by keys of `source` in `key_block`; None copies all keys.
 
         Rows, optimizer states, scores and times are copied with the keys, and so are the fallback
         rows and the clock.

@@ -46,7 +46,7 @@ _FLOAT_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class TensorTrain(Storage):
-    """Rows are products of 2 to 4 small cores, see `TTSpec`; `data_type` is that of the cores.
+    """Rows are products of 2 to 4 small cores, see `TTSpec`, which have the `data_type`.
 
     Args:
         ranks: inner ranks, one fewer than cores.

@@ -179,7 +179,7 @@ class InFlight:
             self.ticket = None
 
 
-# The first results of `cache_prefetch_`: those of the grouping, and two tensors of slots.
+# The first results of `cache_prefetch_`: the fields of `tbe.Groups`, and two tensors of slots.
 _NUM_LOCATIONS = len(tbe.Groups._fields) + 2
 
 
@@ -356,8 +356,8 @@ class Prefetcher:
     ) -> InFlight | None:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
-        A prefetched batch stays at the head of the queue until `take`. The caller holds the lock;
-        `is_next` is the result of the method of that name.
+        A prefetched batch stays at the head of the queue until `take`. The caller must hold the
+        lock; `is_next` is the result of the method of that name.
         """
         if is_next:
             return self._next_prefetched(batch_id)

@@ -620,7 +620,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             error: the largest relative error; the smallest ranks that keep it are chosen.
             nbytes: maximum bytes of the cores; the largest ranks that fit are chosen.
             counts: number of accesses of each row `[rows]`, which weights the errors of rows.
-            options: further arguments of the constructor; `device` is by default that of `weight`.
+            options: further arguments of the constructor; by default `device` is `weight.device`.
                 Cores whose `precision.weights` has 16 bits are rounded to nearest, and the logged
                 error includes it.
 

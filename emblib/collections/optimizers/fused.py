@@ -353,7 +353,7 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
 def _convert_arguments(
     make: Any, numbers: dict[str, Any], params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Convert FBGEMM's arguments to those of the emblib optimizer that `make` constructs.
+    """Convert FBGEMM's arguments to arguments of the emblib optimizer that `make` constructs.
 
     `numbers` are the optimizer's own arguments, by FBGEMM's names, and are consumed; `params` are
     all.
@@ -516,7 +516,7 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. Sharding replaces the parameters, so a sharded table runs the same optimizer fused. A
-    shared table has its own optimizer, or else `optimizer`, never that of the collection.
+    shared table has its own optimizer, or else `optimizer`, never the collection's.
 
     Raises:
         TypeError: an optimizer that tables do not support.

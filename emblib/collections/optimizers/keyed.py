@@ -264,8 +264,8 @@ class GradientClipping(Choice):
 class GradientClippingOptimizer(OptimizerWrapper):
     """Clip the gradients of all parameters before every step.
 
-    The norm is that of the whole model, the same on all ranks: shards of tables count on the rank
-    that has them, everything else once. All ranks must step together.
+    The norm is taken over the whole model, the same on all ranks: shards of tables count on the
+    rank that has them, everything else once. All ranks must step together.
 
     Tables that backward updates have no gradients: make their optimizer `deferred`, or set its
     `max_gradient`.

@@ -458,7 +458,7 @@ class _DumpEntry(NamedTuple):
 
 
 def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
-    """Raise DumpError if tables that one call wrote together are mixed with those of another.
+    """Raise DumpError if tables that one call wrote together are mixed with another call's.
 
     A table that was later written alone is accepted. So are tables without the entry, as DynamicEmb
     writes them, unless the entry of another loaded table names them.

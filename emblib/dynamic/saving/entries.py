@@ -206,8 +206,7 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
 def best_first(entries: Entries, order: str) -> Tensor:
     """Return the permutation, int64 `[N]`, from the last entry to be evicted to the first.
 
-    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the order
-    is that of lru.
+    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned; none sorts like lru.
     """
     columns = [entries.keys]
     if order != "lfu":
@@ -302,11 +301,11 @@ def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
 def combine(
     states: Sequence[Mapping[str, Tensor]], rank: int, world_size: int
 ) -> dict[str, Tensor]:
-    """Combine several state dicts into that of one rank.
+    """Combine several state dicts into the state dict of one rank.
 
     The result has the rows of the keys that the rank owns. Other integers, e.g. clocks and counts,
-    are the element-wise maximum, so a count is at least that of the rank that saw the key.
-    Floating-point values, those of the optimizer, are from the first part. So are hash keys that
+    are the element-wise maximum, so a count is at least the count on the rank that saw the key.
+    Floating-point values, i.e. hyperparameters, are from the first part. So are hash keys that
     differ between parts, with the counters that depend on them, because counts under different
     hashes cannot be combined.
     """

@@ -165,7 +165,7 @@ class BackingTier:
 
     @property
     def fast(self) -> FastTier:
-        """Return the tables in front of the store, which the caller keeps alive."""
+        """Return the tables in front of the store, whose owner must keep them alive."""
         fast = self._fast()
         assert fast is not None
         return fast
@@ -181,8 +181,8 @@ class BackingTier:
         """Restore what `flush` wrote into the store's note.
 
         "planes" is the result of `_describe_rows`, "tick" the number of training batches, "hyper"
-        the hyperparameters, "times" those of `Expiry` (optional), and "fallback" the fallback rows
-        of each table in base64 (optional).
+        the hyperparameters, "times" the times of `Expiry` (optional), and "fallback" the fallback
+        rows of each table in base64 (optional).
         """
         fast = self.fast
         if note["planes"] != self._describe_rows():
