@@ -392,7 +392,7 @@ def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[st
 
 
 def _check_point(prefix: str, point: Config | CaseConfig) -> None:
-    """Check the settings of a case, or those of the run, whose prefix is empty."""
+    """Check the settings of a case, or of the run, whose prefix is empty."""
     tt, cache, keys, sharding = point.tt, point.cache, point.keys, point.sharding
     for fraction in cache.fractions:
         require(f"{prefix}cache.fractions must be in (0, 1]", fraction, holds=0 < fraction <= 1)

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks, or that of the clocks; return 1 if something that is needed is broken."""
+    """Run all checks, or the clocks' check only; return 1 if something needed is broken, else 0."""
     if arguments.clocks:
         from experiments.timing import clock_check
 
@@ -126,7 +126,7 @@ class CheckResult:
         found: value in words.
         state: severity.
         advice: remedy; "" for none.
-        section: heading to show it under; "" for that of the check.
+        section: heading to show it under; "" for the heading of the check.
     """
 
     what: str

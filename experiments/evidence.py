@@ -200,7 +200,7 @@ def _adopt_orphans() -> Iterator[None]:
     """Become the parent of orphaned descendants, on Linux, and wait for them at the end.
 
     An experiment measures in children of a fork server, which outlives the experiment: without this
-    their processor time would look like that of other programs.
+    their processor time would look like the time of other programs.
     """
     if sys.platform != "linux":
         yield

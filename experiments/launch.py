@@ -150,7 +150,7 @@ LAUNCHERS = {
 # Exit statuses (cli.HELP), worst first; an unknown one counts as 1.
 WORST_FIRST = (130, 1, 2, 3, 5, 4, 6, 0)
 LOOK_SECONDS = 1.0  # period of checks for jobs that have ended
-JOBS = "jobs"  # folder of the jobs' results and logs in that of a multirun
+JOBS = "jobs"  # folder of the jobs' results and logs in a multirun's folder
 TIMEOUT_MINUTES = 7 * 24 * 60  # submitit_local counts the time that a job waits for a processor
 
 
@@ -350,7 +350,7 @@ def _lock_processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 
 def _ranks(config: DictConfig | Config) -> int:
-    """Return the maximum number of concurrent ranks; `timing.max_ranks` caps those of worlds."""
+    """Return the maximum number of concurrent ranks; `timing.max_ranks` caps worlds."""
     if kinds.find(str(config.kind)).arms.ranks is not Ranks.OF_WORLDS:
         return int(config.device.ranks)
     settings = [config.sharding, *(case.sharding for case in config.cases.values())]

@@ -110,7 +110,7 @@ _SOURCES: tuple[_ModuleType, ...] = (
 
 
 def _find_names() -> dict[str, _Any]:
-    """Return the implementation of each name, without those that raise."""
+    """Return the implementation of each name, without names that raise."""
     names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
     values_by_name = {
         name: next(vars(m)[name] for m in _SOURCES if name in vars(m))

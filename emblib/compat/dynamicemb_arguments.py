@@ -193,7 +193,7 @@ def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
 
 
 def precision(args: SimpleNamespace) -> Precision:
-    """Return the dtypes of a module, whose tables must have one `embedding_dtype`.
+    """Return the dtypes of a module, whose tables must have the same `embedding_dtype`.
 
     `args` are the arguments of the module. Optimizer states are float32.
     """
@@ -294,7 +294,7 @@ def _check_decay(args: SimpleNamespace, kind: EmbOptimType) -> None:
     mode = WeightDecayMode(args.weight_decay_mode)
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.ADAM:
-        modes.add(WeightDecayMode.DECOUPLE)  # what its decay is under either name
+        modes.add(WeightDecayMode.DECOUPLE)  # its decay is decoupled under either name
     if mode not in modes:
         raise ValueError(
             f"weight_decay_mode of {kind.name} must be one of {sorted(m.name for m in modes)}, got "

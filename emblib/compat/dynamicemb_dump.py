@@ -269,10 +269,11 @@ def DynamicEmbLoad(
 ) -> None:
     """Read a dump of DynamicEmb or of `DynamicEmbDump`, on any number of ranks.
 
-    All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files, else all
-    files, and takes the keys that `dist_type` routes to it. With `optim`, learning rate and step
-    are loaded as well, as in DynamicEmb. All files of all tables, including the numbers in
-    `<table>_opt_args.json`, are read and checked before the first table is changed, on any rank.
+    All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files,
+    otherwise all files, and takes the keys that `dist_type` routes to it. With `optim`, learning
+    rate and step are loaded as well, as in DynamicEmb. All files of all tables, including the
+    numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
+    any rank.
 
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is

@@ -223,7 +223,7 @@ class DynamicEmbTables:
 
     @property
     def reads_own_files(self) -> bool:
-        """Return whether rank r finds all its keys in the file of rank r of as many ranks."""
+        """Return whether rank r finds all its keys in rank r's file, if as many ranks dumped."""
         return True
 
     def flush(self) -> None:

@@ -179,7 +179,7 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
     """Return the files of an item of a table, by rank, and their number.
 
     Raises:
-        ValueError: another suffix than those of `_ITEMS`.
+        ValueError: a suffix that is not in `_ITEMS`.
         DumpError: files of some ranks are missing.
     """
     if suffix not in _ITEMS:

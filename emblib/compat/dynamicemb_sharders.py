@@ -48,7 +48,7 @@ DYNAMICEMB_KERNEL = "DynamicEmb"
 class DynamicEmbParameterSharding(ParameterSharding):
     """Sharding of a dynamic table: row-wise over all ranks, by keys.
 
-    `dynamicemb_options` are those of the table, with `dim` and `max_capacity`, the rows per rank.
+    `dynamicemb_options` are the table's, with `dim` and `max_capacity`, the rows per rank.
     """
 
     compute_kernel: str = "customized_kernel"
@@ -235,7 +235,7 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
 
 
 def _split_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
-    """Return fused_params without those of dynamic tables, and the initial optimizer state.
+    """Return fused_params without parameters of dynamic tables, and the initial optimizer state.
 
     Raises:
         ValueError: an output dtype other than float32.

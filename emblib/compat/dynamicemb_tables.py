@@ -127,7 +127,7 @@ class _Prefetched(NamedTuple):
     """The properties of a batch that `prefetch` fixes."""
 
     scores: Tensor | None  # int64 [T], of its keys by table; None if the tables have no scores
-    counts: Tensor | None  # int64 [L], uses per lookup; None for those of `forward`
+    counts: Tensor | None  # int64 [L], uses per lookup; None: `forward` has them
 
 
 class Cache:
@@ -313,7 +313,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             scores.values.copy_(current)
 
     def _ids(self, indices: Tensor) -> Tensor:
-        """Return ids as int64, those of uint64 with the same bits."""
+        """Return ids as int64; uint64 ids keep their bits."""
         if indices.dtype is torch.uint64:
             return indices.view(torch.int64)
         return indices.long()

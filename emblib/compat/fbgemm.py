@@ -320,7 +320,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     """Table-batched embeddings with a fused optimizer, with the interface of FBGEMM's class.
 
     The arguments are FBGEMM's; `docs/options.md` lists what each does here. Those that emblib does
-    not have raise NotImplementedError, those that contradict each other ValueError. `self.bags` is
+    not have raise NotImplementedError, contradictory arguments ValueError. `self.bags` is
     the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
     `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to; with
     `preallocated_host_buffers` they are the values in the buffers.
@@ -387,7 +387,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._build(fbgemm_arguments.normalise(arguments))
 
     def _build(self, arguments: SimpleNamespace) -> None:
-        """Make tables and attributes; `arguments` are those that `normalise` returned."""
+        """Make tables and attributes; `arguments` must be the result of `normalise`."""
         self.bags = _tables_of(arguments)
         with torch.no_grad():
             for weights in self.bags.table_weights():
@@ -643,7 +643,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._counters.reset()
 
     def print_uvm_cache_stats(self, use_local_cache: bool = False) -> None:
-        """Log the counts per batch since the last log, or those of the last batch."""
+        """Log the counts per batch since the last log, or the counts of the last batch."""
         self.log(f"uvm_cache_stats={self._counters.per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:

@@ -71,7 +71,7 @@ _FLOATS = {
     SparseType.FP16: torch.float16,
     SparseType.BF16: torch.bfloat16,
 }
-# States with as many numbers as a row, by FBGEMM's names; all others have one number per row.
+# States that have one number per weight, by FBGEMM's names; all others have one per row.
 _WHOLE_ROW_STATES = {
     EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
     EmbOptimType.ADAM: ("momentum1", "momentum2"),
@@ -160,7 +160,7 @@ def _compute_device(args: SimpleNamespace) -> ComputeDevice:
 
 
 def _device(args: SimpleNamespace) -> torch.device:
-    """Return the requested device, or that of the compute device."""
+    """Return the requested device, or else the device of the compute device."""
     kind = "cpu" if args.compute_device is ComputeDevice.CPU else "cuda"
     if args.device is None:
         if kind == "cuda" and not torch.cuda.is_available():
@@ -218,7 +218,7 @@ def float_dtype(name: str, kind: SparseType) -> torch.dtype:
     """Return the dtype of a number format that tables, outputs and states can have.
 
     Raises:
-        NotImplementedError: any other format; `name` is that of the argument, for the message.
+        NotImplementedError: any other format; `name` is the argument's name, for the message.
     """
     if kind not in _FLOATS:
         raise NotImplementedError(
@@ -542,7 +542,7 @@ def update(
     """Change hyperparameters of the optimizer of `bags`, and store them in `args`.
 
     Args:
-        bags: tables, of which the optimizer is changed.
+        bags: tables whose optimizer is changed.
         args: arguments of the module, changed; a number that the optimizer lacks is only stored
             here, with a warning.
         new: new values by the names that FBGEMM's `update_hyper_parameters` has.

@@ -151,7 +151,7 @@ class QuantizedCommCodec:
         return fp32_to_hfp8_with_clamp(input_tensor)
 
     def decode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the values of a message as float32, those of FP8 and MX4 as `output_dtype`."""
+        """Return the values of a message as float32, FP8 and MX4 as `output_dtype`."""
         if self._precision is SparseType.MX4:
             size = (ctx or QuantizationContext()).mx_group_size
             return mx4_to_float(input_tensor, size, output_dtype=self._output)
@@ -247,7 +247,7 @@ def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
 
 
 def _row_nbytes(row_dim: int, precision: SparseType) -> int:
-    """Return the bytes of a row of a message; those of FP8 fill up to a multiple of 4."""
+    """Return the bytes of a row of a message; FP8 rows are filled up to a multiple of 4."""
     fill = -row_dim % 4 if precision is SparseType.FP8 else 0
     return row_dim + fill + _ROW_OVERHEAD
 

@@ -250,7 +250,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         step = (offsets.numel() - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * step].tolist()
         tables = self._rows()
-        row_blocks = [tables[0].new_zeros(ends[0], tables[0].size(1))]  # of no bag
+        # the first block is for lookups before the first bag
+        row_blocks = [tables[0].new_zeros(ends[0], tables[0].size(1))]
         for table, begin, end in zip(self.feature_table_map, ends, ends[1:], strict=False):
             ids = indices[begin:end]
             row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)  # as in float lookups
@@ -398,7 +399,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         ):
             if spec.format in _FLOATS:
                 rows.view(_FLOATS[spec.format]).uniform_(-1, 1)
-            else:  # of FP8 those of both formats that are finite
+            else:  # of FP8, bytes that are finite in both formats
                 rows.random_(0, 0x78 if spec.format is SparseType.FP8 else 0xFF)
 
     def embedding_inplace_update(

@@ -93,7 +93,7 @@ class Int8Tables(nn.Module):
     ) -> Tensor:
         """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; a backward pass raises.
 
-        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. A GPU is waited for.
+        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. Waits for a GPU.
         """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")

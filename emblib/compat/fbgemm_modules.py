@@ -92,7 +92,7 @@ def get_table_batched_offsets_from_dense(
 def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the names of each module, by its path below the root.
 
-    `names` are those of `emblib.compat.fbgemm`.
+    `names` are the names of `emblib.compat.fbgemm`, with their values.
     """
     disk = {"SSDTableBatchedEmbeddingBags": _RAISES["SSDTableBatchedEmbeddingBags"]}
     kinds = {

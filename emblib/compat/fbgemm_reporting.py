@@ -207,7 +207,7 @@ class CacheCounters:
         self._logged.zero_()
 
     def per_call(self, *, local: bool) -> dict[str, float]:
-        """Return the counts per call since the last request, or those of the last batch."""
+        """Return the counts per call since the last request, or the counts of the last batch."""
         counts = self.uvm_stats(local=local)
         if not local:
             counts, self._logged = counts - self._logged, counts
@@ -234,7 +234,7 @@ def prefetch_passes(
 
 
 class Timer:
-    """Report milliseconds of parts of a step; on a GPU those of the stream, once they are known."""
+    """Report milliseconds of parts of a step; on a GPU the stream's time, once it is known."""
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
         self._report = report

@@ -205,9 +205,10 @@ class TableViews(nn.Module):
             prefix: `weights`, or FBGEMM's or emblib's name of a state, e.g. `momentum1` or `sum`.
 
         Returns:
-            tables in device memory, concatenated, those of a CPU, those outside device memory, each
-            empty if there are none; the `EmbeddingLocation` of each table, int32 `[T]`; its first
-            element in the memory of its location, int64 `[T]`. Tensors share the tables' memory.
+            tables in device memory, concatenated, tables of a CPU, tables outside device memory,
+            each empty if there are none; the `EmbeddingLocation` of each table, int32 `[T]`; its
+            first element in the memory of its location, int64 `[T]`. Tensors share the tables'
+            memory.
 
         Raises:
             DoesNotHavePrefix: the module has no such state.

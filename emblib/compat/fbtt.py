@@ -364,7 +364,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return self.bags
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Accept FBTT's state dicts, and those of versions with one core per table."""
+        """Accept FBTT's state dicts, and state dicts of versions with one core per table."""
         StateDictReader(self.bags, state_dict, prefix, rest[-1]).convert()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -396,5 +396,5 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
     def forward(
         self, indices: Tensor, offsets: Tensor | None = None, warmup: bool = True
     ) -> Tensor:
-        """Return the sums of bags, `[B, D]`; the arguments are those of several tables, T = 1."""
+        """Return the sums of bags, `[B, D]`; arguments are as for several tables, with T = 1."""
         return super().forward(indices, offsets, warmup)[0]

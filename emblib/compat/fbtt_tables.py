@@ -80,7 +80,7 @@ class CoreViews:
 class StackedTTBags(TableBatchedTTEmbeddingBags):
     """Tensor-train tables of equal sizes, whose cores and optimizer states are stacked.
 
-    `stacked`, the parameters, are those of the module that owns this one: they are neither in its
+    The module that owns this one has the parameters, `stacked`: here they are neither in the
     state dict nor among its parameters. Ranks are taken as they are, also where a table has no such
     rank.
     """
@@ -93,7 +93,7 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
         """Accept all ranks, as FBTT does."""
 
     def _allocate_cores(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
-        """Allocate stacked cores and states; `shapes` are those of all cores, table after table."""
+        """Allocate stacked cores and states; `shapes` has each core's shape, table after table."""
         in_graph = isinstance(self.optimizer, optim.External)
         tables = len(self.tables)
         of_table = shapes[: len(shapes) // tables]
@@ -155,7 +155,7 @@ class StateDictReader:
     Args:
         bags: the tables of the module.
         state_dict: state dict that is converted in place.
-        prefix: prefix of the module's keys; those of `bags` begin with `{prefix}bags.`.
+        prefix: prefix of the module's keys; keys of `bags` begin with `{prefix}bags.`.
         errors: list to which a message is added for every entry that does not fit.
     """
 

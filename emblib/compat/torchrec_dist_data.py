@@ -58,7 +58,7 @@ def get_local_size(world_size: int | None = None) -> int:
 
 
 def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
-    """Return the number of a rank on its node; by default that of this process."""
+    """Return the number of a rank on its node; by default the number of this process."""
     return (RankGroup().rank if rank is None else rank) % get_local_size(world_size)
 
 
@@ -76,13 +76,13 @@ def get_num_groups(world_size: int | None = None) -> int:
 def intra_and_cross_node_pg(
     device: torch.device | None = None, backend: str | None = None
 ) -> tuple[Any, Any]:
-    """Return new process groups: the ranks of this node, and those with this local number.
+    """Return new process groups: the ranks of this node, and the ranks with this local number.
 
-    All processes call this together; unlike TorchRec's, each call makes new groups. Without a
-    device on `meta` there are always both.
+    All processes call this together; unlike TorchRec's, each call makes new groups, of a single
+    rank too. For a `device` on `meta` both are None.
 
     Raises:
-        ValueError: a `backend`: the groups use that of all processes.
+        ValueError: a `backend` is passed: the groups use the backend of all processes.
     """
     if device is not None and device.type == "meta":
         return None, None
@@ -374,7 +374,7 @@ class PooledEmbeddingsAllToAll(_PooledModule):
     def forward(
         self, local_embs: Tensor, batch_size_per_rank: Sequence[int] | None = None
     ) -> Awaitable[Tensor]:
-        """Start to send rows; by default all ranks have as many examples."""
+        """Start to send rows; by default all ranks have the same number of examples."""
         world = len(self._columns)
         sizes = batch_size_per_rank or [local_embs.size(0) // world] * world
         return self._with_callbacks(
@@ -428,7 +428,7 @@ class PooledEmbeddingsReduceScatter(_PooledModule):
     def forward(
         self, local_embs: Tensor, input_splits: Sequence[int] | None = None
     ) -> Awaitable[Tensor]:
-        """Start to add up rows; by default all ranks have as many examples."""
+        """Start to add up rows; by default all ranks have the same number of examples."""
         if input_splits:
             return comms.reduce_scatter_v_pooled(
                 local_embs, input_splits, group=self._pg, codecs=self._codecs
@@ -486,7 +486,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         batch_size_per_rank: Sequence[int] | None = None,
         sparse_features_recat: Tensor | None = None,
     ) -> Awaitable[Tensor]:
-        """Start to send vectors; the arguments are those of `alltoall_sequence`.
+        """Start to send vectors; arguments are as for `alltoall_sequence`.
 
         `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
         `sparse_features_recat` the order of the segments where batch sizes differ by rank.

@@ -52,7 +52,7 @@ class LRU_EvictionPolicy(LFU_EvictionPolicy):
 
 
 class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
-    """Evict the ids that were used least often, of these the ones not used for longest.
+    """Evict the ids that were used least often, and among these the ids not used for longest.
 
     TorchRec's score is the number of uses divided by the batches since the last one, to the power
     of `decay_exponent`; other exponents than 1 raise.
@@ -215,7 +215,7 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
         allow_in_place_embed_weight_update: ignored: a row of an evicted id gets its initial value.
 
     Raises:
-        ValueError: other tables than those of the collection, or remapped features.
+        ValueError: the tables differ from the collection's, or remapped features are wanted.
     """
 
     _kind: ClassVar[Any] = EmbeddingCollection

@@ -269,7 +269,7 @@ class ReplacedCollection(Replaced):
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
-        """Look up the bags, each feature with those of its first table."""
+        """Look up the bags; a feature of several tables has the bags of its first table."""
         first: dict[str, Bags] = {}
         for (names, _), feature_bags in zip(self.features(), bags, strict=True):
             first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)
@@ -385,7 +385,7 @@ def _states(module: Any, number: int) -> list[Tensor]:
 
 
 def _pairs(table: MigratedTable, module: Any, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the states of a table, and those of FBGEMM's module."""
+    """Return pairs of a table's states and the states of FBGEMM's module."""
     states = [table.states[name] for name in STATE_ORDER if name in table.states]
     return list(zip(states, _states(module, number), strict=True))
 

@@ -129,7 +129,7 @@ def shard_modules(
             processes.
         device: device of the tables; None is the device of the ranks.
         plan: plan of all collections; None makes one with the default planner.
-        sharders: list of sharders, one per module class; None uses those of all collections.
+        sharders: list of sharders, one per module class; None uses the default ones.
         init_params: whether other modules on the meta device are allocated and initialized.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
@@ -459,7 +459,7 @@ class TrainPipeline(Subscripted, metaclass=Interface):
 
 
 class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
-    """Also send the ids of the next batch during a step; results are those of a plain loop.
+    """Also send the ids of the next batch during a step; results are as in a plain loop.
 
     `pipeline_postproc` has no effect: the model is not traced, so that any code may prepare the
     inputs of collections.

@@ -42,7 +42,7 @@ _RATES = {
 
 
 class Topology:
-    """Ranks and their memory, by default that of this machine.
+    """Ranks and their memory, by default this machine's.
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
@@ -279,7 +279,7 @@ class EmbeddingEnumerator:
         )
 
     def agreed(self, name: str, other: Any) -> Any:
-        """Return the attribute `name`, or if it is empty `other`, that of a planner or estimator.
+        """Return the attribute `name`, or if it is empty `other`, a planner's or an estimator's.
 
         Raises:
             ValueError: both are set, and differ.

@@ -184,7 +184,7 @@ class _OverDevices(Subscripted, nn.Module):
         table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
         env: `ShardingEnv.from_local(world_size, rank)`.
         fused_params: unsupported; anything but None raises ValueError.
-        device: type of the devices, and device of the results; None is that of `module`.
+        device: type of the devices, and device of the results; None is the device of `module`.
     """
 
     is_leaf_of_traces: ClassVar[bool] = True

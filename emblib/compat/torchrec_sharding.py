@@ -84,7 +84,7 @@ def checked_kernel(kernel: Any) -> str:
     return value
 
 
-# Storage of the rows by kernel; other kernels leave that of the table's configuration.
+# Storage of the rows by kernel; other kernels leave the storage in the table's configuration.
 STORAGES = {
     EmbeddingComputeKernel.FUSED_UVM.value: Dense(Placement.MANAGED),
     EmbeddingComputeKernel.FUSED_UVM_CACHING.value: Dense(Placement.MANAGED_CACHING),
@@ -547,9 +547,9 @@ def construct_module_sharding_plan(
         module: the collection.
         per_param_sharding: sharding of each table, by name.
         sharder: ignored.
-        local_size: number of ranks per host; None is that of the processes.
-        world_size: number of ranks; None is that of all processes.
-        device_type: device type of the ranks; None is that of the processes, or "cpu" if both sizes
+        local_size: number of ranks per host; None takes it from the processes.
+        world_size: number of ranks; None is the number of processes.
+        device_type: device type of the ranks; None is the processes', or "cpu" if both sizes
             are passed.
 
     Raises:

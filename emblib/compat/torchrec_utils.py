@@ -115,7 +115,7 @@ def jt_is_equal(jt_1: Any, jt_2: Any) -> bool:
 def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
     """Return whether two batches have the same keys in the same order, bags and weights.
 
-    Values and weights are compared by `torch.allclose`; a GPU is waited for.
+    Values and weights are compared by `torch.allclose`, which waits for a GPU.
     """
     if not isinstance(kjt_1, KeyedJaggedTensor) or not isinstance(kjt_2, KeyedJaggedTensor):
         return False
@@ -231,7 +231,7 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `fused_params`, replaced by those of a table, whose `lr` becomes `learning_rate`."""
+    """Return `fused_params`, overridden by a table's, whose `lr` becomes `learning_rate`."""
     table_params = dict(param_fused_params or {})
     if "lr" in table_params:
         table_params["learning_rate"] = table_params.pop("lr")

@@ -281,7 +281,7 @@ class JaggedTensor(metaclass=TracedClass):
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with that of `other`; return self.
+        """Overwrite every tensor with the same tensor of `other`; return self.
 
         Both must have equal sizes; not checked, apart from what `Tensor.copy_` refuses.
 

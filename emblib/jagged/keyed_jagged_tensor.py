@@ -705,7 +705,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     def copy_(
         self, other: "KeyedJaggedTensor", *, non_blocking: bool = False
     ) -> "KeyedJaggedTensor":
-        """Overwrite tensors, and numbers known on the host, with those of `other`; return self.
+        """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
             ValueError: other keys, strides or shape of the values, or weights or inverse indices in

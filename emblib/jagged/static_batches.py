@@ -26,7 +26,7 @@ from emblib.jagged.jagged_tensor import JaggedTensor
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 
 PADDING_ID = -1
-ALIGNMENT_BYTES = 256  # alignment of tensors in a buffer, that of a GPU allocation
+ALIGNMENT_BYTES = 256  # alignment of tensors in a buffer, as in GPU allocations
 MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies; not measured
 
 _PLAIN_TYPES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)

@@ -235,7 +235,7 @@ class HashModel:
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
         """Return the distinct keys without a slot, per table, in order of first occurrence.
 
-        `slots` are those that `touch` returned.
+        `slots` must be what `touch` returned.
         """
         misses_by_key: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
@@ -602,7 +602,7 @@ def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) ->
     random = philox_counters(seed, counters).flatten()[:dim]
     if kind == InitialKind.UNIFORM:
         return base + scale * ((random >> 8).double() * 2.0**-24)
-    # A truncated normal distribution, by its inverse: shares between those of its two ends.
+    # A truncated normal distribution, by its inverse: a share between the shares of its two ends.
     share = first_share + span * ((random.double() + 0.5) * 2.0**-32)
     return (base + scale * torch.special.ndtri(share)).clamp(low, high)
 

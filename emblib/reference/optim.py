@@ -358,7 +358,7 @@ def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The rule of an optimizer, and for each of its states whether it has one number per row."""
+    """The rule of an optimizer, and whether each of its states has one number per row."""
 
     rule: Rule
     per_row: tuple[bool, ...] = ()
@@ -387,7 +387,7 @@ def step_rows(
 ) -> tuple[Tensor, States]:
     """Return new weights and states of rows `w` `[U, D]` with gradient `g`, in the dtype of `g`.
 
-    `states` are those of the rows, `[U, D]` or `[U]`; `hyper` is float64, see `Hyper`.
+    `states` are the states of these rows, `[U, D]` or `[U]`; `hyper` is float64, see `Hyper`.
     """
     lr, step, l2, decay, _, *numbers = hyper.tolist()
     w, local = w.to(g.dtype), [state.to(g.dtype) for state in states]

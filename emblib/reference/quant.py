@@ -30,7 +30,7 @@ def quantize_rows(weights: Tensor, format: int) -> Tensor:
     """Pack `weights` `[R, D]` to rows uint8 `[R, row_bytes]`; `format` is a `RowFormatCode`.
 
     The weights must be finite; not checked. FP16, BF16 and FP32 rows are the converted weights. In
-    other formats the range of a row is clamped to that of float16. Integers have the offset `min`
+    other formats the range of a row is clamped to float16's. Integers have the offset `min`
     and the scale `(max - offset) / (2^bits - 1)`, each rounded to float16; 8-bit floats have the
     offset 0 and the smallest float16 scale with which the largest magnitude fits the format. A
     scale of 0 is replaced by 1. Numbers are rounded to nearest, ties to even.

@@ -136,7 +136,7 @@ def _divisors(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | flo
 def _rows_of_piece(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
     """Return which of `count` rows of a target a piece has, and the piece's row for each.
 
-    Without `rows`, or with `first_row` -1, row i of the piece is that of row i of the target.
+    Without `rows`, or with `first_row` -1, row i of the piece is for row i of the target.
     """
     all_positions = torch.arange(count)
     if first_row < 0 or rows is None:
@@ -166,7 +166,7 @@ def combine(
     """Sum the pieces of every target in float32; means are divided by the lengths of bags.
 
     Args:
-        source: flat, all pieces; without those of `local`, if there is one.
+        source: flat, all pieces, except for pieces in `local` if there is one.
         targets: int64 `[T, 7]`, see `TargetColumn`.
         pieces: int64 `[P, 3]`, see `PieceColumn`.
         lengths: lengths of bags, by which means are divided; None divides nothing.

@@ -206,7 +206,7 @@ def sample_weight_grad(
     pooling: Pooling = Pooling.SUM,
     extras: Extras = NO_EXTRAS,
 ) -> Tensor:
-    """Return the gradient of `lookup` in its sample weights, `[L]`, given that of its output."""
+    """Return the gradient of `lookup` in its sample weights, `[L]`, given its output's gradient."""
     tiers = [tier.detach() for tier in _tiers(weights)]
     ones = torch.ones(indices.numel(), dtype=tiers[0].dtype, device=indices.device)
     columns = grad.size(-1)

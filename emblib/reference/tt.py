@@ -154,7 +154,7 @@ def lookup(
     dim = math.prod(dim_factors)
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
-    table = rows(cores, repaired, row_factors, dim_factors)  # row i is that of lookup i
+    table = rows(cores, repaired, row_factors, dim_factors)  # row i is for lookup i
     position = torch.arange(ids.numel(), device=ids.device)
     position = torch.where(ids == -1, ids, position)
     features = torch.tensor([FeatureRow(rows=ids.numel(), dim=dim)], device=ids.device)

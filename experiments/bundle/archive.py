@@ -96,7 +96,7 @@ def _check_names(entries: list[zipfile.ZipInfo]) -> None:
 
 
 def _check_sums(contents: Mapping[str, bytes]) -> None:
-    """Raise BundleError unless the contents are those that SUMS lists, with their sums."""
+    """Raise BundleError unless the contents are exactly what SUMS lists, with these sums."""
     if SUMS not in contents:
         raise BundleError(f"it has no {SUMS}: not a bundle")
     expected = {}

@@ -33,7 +33,7 @@ class Remeasurement:
     """The claims of a packed run, checked by a new run.
 
     Attributes:
-        findings: every claim of the packed run, those that could not be measured included.
+        findings: every claim of the packed run, also if it could not be measured.
         run: the new run; None if there is none.
     """
 
@@ -152,7 +152,7 @@ def cells_with_other_batches(old: Run, new: Run) -> set[str]:
 def measure_packed(path: Path, folder: Path, preset: str) -> int:
     """Measure one packed configuration; return the exit status of the run.
 
-    The arguments are those of `load_packed_config`.
+    It takes the arguments of `load_packed_config`.
 
     Raises:
         BundleError: this version of the harness cannot read the configuration.

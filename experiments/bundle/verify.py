@@ -221,7 +221,7 @@ def _run_problems(
         folder: folder of the unpacked run.
         scratch: folder that does not exist yet, in which the run is rebuilt.
         checked: verification, to which compared numbers and notes are added.
-        compares_words: whether this harness is the one that packed, so that texts must be equal
+        compares_words: whether this harness packed the bundle, so that texts must be equal
             too, and no column, claim or report may be left out.
     """
     run = Run.read(folder)
@@ -272,7 +272,7 @@ def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
 def _claim_problems(
     entry: Mapping[str, Any], run: Run, checked: Verification, *, refuses_omissions: bool
 ) -> list[str]:
-    """Return claims that do not follow from the samples, and those that the bundle leaves out."""
+    """Return claims that do not follow from the samples, and claims that the bundle leaves out."""
     rebuilt_claims = {
         (c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))
     }

@@ -73,7 +73,7 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
         "GPU driver": [gpu.get("driver") for gpu in gpus],
         "CUDA": [gpu.get("cuda") for gpu in gpus],
     }
-    # A native library is part of the code's id, so that of a CPU build never equals a GPU build's.
+    # Native libraries are part of the code's id, so the ids of a CPU and a GPU build always differ.
     ids = [e.get("code_id") for e in environments]
     commits = [(e.get("git") or {}).get("sha") for e in environments]
     if not all(ids) or len(set(ids)) > 1:

@@ -120,7 +120,7 @@ class Comparison:
         return headline_role if (roles == headline_role).any() else str(roles.iloc[0])
 
     def bandwidth_ratios(self, number: int) -> dict[str, float]:
-        """Return the bandwidths of machine `number` ÷ those of the first one, by their source."""
+        """Return the bandwidths of machine `number` ÷ the first machine's, by their source."""
         width = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
         base, other = (self.machines[n].bandwidths(width) for n in (0, number))
         return {kind: other[kind] / base[kind] for kind in base}
@@ -303,7 +303,7 @@ def _without_defaults(value: Any) -> Any:
 
 
 def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
-    """Return the points of every machine, compared with those of the first (see Comparison)."""
+    """Return the points of every machine, compared with the first machine's (see Comparison)."""
     frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
         raise NotComparable("none of these runs has a time: nothing was measured")

@@ -35,7 +35,7 @@ def require(rule: str, value: object, *, holds: bool) -> None:
         raise UsageError(f"{rule}, got {value}")
 
 
-MULTIRUN = "multirun"  # the folder of launches, next to those of runs
+MULTIRUN = "multirun"  # name of the folder of launches, next to folders of runs
 _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 
 
@@ -51,7 +51,7 @@ def folder_name(name: object) -> str:
 
 
 class Tables(Enum):
-    """Sizes of a workload's tables: T of E rows, or those of the Criteo-Kaggle data set."""
+    """Sizes of a workload's tables: T tables of E rows, or the tables of Criteo-Kaggle."""
 
     equal = "equal"
     criteo_kaggle = "criteo_kaggle"

@@ -121,7 +121,7 @@ class Cell:
     workload: WorkloadConfig
     arms: tuple[Arm, ...]
     tt: TTConfig = field(default_factory=TTConfig)
-    rows_scale: float = 1.0  # rows of the tables ÷ those of the workload; < 1 if shrunk or capped
+    rows_scale: float = 1.0  # rows of the tables ÷ rows in the workload; < 1 if shrunk or capped
     note: str = ""  # remark in the report
     cache: CacheConfig = field(default_factory=CacheConfig)
     kind: str = "time"  # a name in experiments/kinds

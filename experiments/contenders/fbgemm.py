@@ -154,7 +154,7 @@ class ServedFp32(PackedTables):
         return sum(part.nbytes for row in self.rows for part in row if part is not None)
 
     def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the bytes of the rows, and those of their scales and offsets."""
+        """Return the bytes of the rows, and of their scales and offsets if they have these."""
         return rows.view(torch.uint8), None
 
     def _set(self, rows: list[tuple[Tensor, Tensor | None]]) -> None:

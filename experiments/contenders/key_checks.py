@@ -11,7 +11,7 @@ from experiments.machine.bandwidth import WORDS_PER_LINE
 from experiments.workloads.keys import KeySpace, values_of
 
 CHECKED_KEYS = 2048  # maximum number of present keys that are checked
-FIRST_ABSENT = 1 << 40  # number of a key beyond those that any call uses
+FIRST_ABSENT = 1 << 40  # number of a key beyond all keys that calls use
 
 
 def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
@@ -28,7 +28,7 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     present = resident[
         torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
     ]
-    # An eighth as many: a table that is nearly full has room for them.
+    # An eighth of the present keys: a table that is nearly full has room for them.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
     if table.ceiling:

@@ -44,7 +44,7 @@ FUSED = "fused"  # compute kernel: FBGEMM's tables with the optimizer in backwar
 class TorchRecCollection(Collection):
     """Base of TorchRec's collections."""
 
-    feature_name = "f{:05}"  # the order of names, in which state dicts sort, is that of numbers
+    feature_name = "f{:05}"  # state dicts sort by name; names sort like the numbers
 
     def _configs(self) -> list[EmbeddingBagConfig]:
         return [

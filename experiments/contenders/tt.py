@@ -26,7 +26,7 @@ from experiments.workloads.workload import Batch, TableShape
 class TTTables(Contender):
     """emblib's trains for the `task.tt_tables` largest tables, plain tables for the others.
 
-    The columns of the output are those of the plain tables, then those of the compressed ones.
+    The output has the columns of the plain tables, then the columns of the compressed tables.
     """
 
     def __init__(self, task: Task) -> None:

@@ -62,7 +62,7 @@ class Bench:
             try:
                 self.ready[point.name] = self._build(point)
                 results[point.name] = BuildResult()
-            except Exception as error:  # whatever it is, it is that point's
+            except Exception as error:  # any error is a result of the point
                 results[point.name] = BuildResult(
                     status_of(error), f"{type(error).__name__}: {error}"
                 )
@@ -138,7 +138,7 @@ class Bench:
     def weigh(self, name: str) -> dict[str, float]:
         """Measure what does not depend on time; less is better, except for hit rates.
 
-        The keys are those of `Contender.nbytes` with "_bytes"; with a cache "hit_rate", a share of
+        Keys are the keys of `Contender.nbytes` with "_bytes"; with a cache "hit_rate", a share of
         the lookups; and "peak_bytes" of a step where the system counts it.
         """
         ready, contender = self.ready[name], self.ready[name].contender

@@ -125,7 +125,7 @@ def write_outputs(
         facts: further entries of gate.json: experiment, base and head (in words), notices, and of a
             complete run commits, device, machine, measured and seconds, which `trend` reads.
         status: exit status, a key of MEANING.
-        summary: file to which gate.md is appended, as that of a job of GitHub; None for none.
+        summary: file to which gate.md is appended, such as a GitHub job's; None for none.
     """
     store = RunStore(path)
     answer = sentence(findings, facts)

@@ -111,7 +111,7 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
-    """Return the trials of stored records, without those in which a process failed."""
+    """Return the trials of stored records, without trials in which a process failed."""
     trials: dict[int, Trial] = {}
     for record in records:
         number, attempt = record["trial"], record.get("attempt", 1)

@@ -203,7 +203,7 @@ def _build_key(revision: Revision, cuda: str) -> str:
 
 
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
-    """Compile a revision's libraries, or find those of an earlier build of the same sources.
+    """Compile a revision's libraries, or find libraries built earlier from the same sources.
 
     CUDA kernels take long to compile and are left out if the gate runs on the CPU.
     """
@@ -218,7 +218,7 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     work, log = folder / "work", folder / "build.log"
     work.mkdir(parents=True, exist_ok=True)
     source = str(revision.folder / "csrc")
-    # The environment's own cmake and ninja first: those of the system may be too old.
+    # The environment's own cmake and ninja first: the system's may be too old.
     tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"}
     with log.open("w") as out:
         for command in (

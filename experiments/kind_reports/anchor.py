@@ -60,7 +60,7 @@ def _pair(finding: JudgedFigure) -> str:
 
 
 def tables(run: Run) -> list[TitledTable]:
-    """Return a table per publication that the run is compared with, then those of `keys`."""
+    """Return a table per publication that the run is compared with, then the tables of `keys`."""
     judgements = anchors.judge_run(run)
     sources = {f.source.key: f.source for f in judgements}
     published = [

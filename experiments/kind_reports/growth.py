@@ -1,6 +1,6 @@
 """What the report of tables that grow says and draws: the longest pause, and the memory.
 
-Rows are hash tables, over all processes: those of `kinds.keys.growth_frame`.
+A row is a hash table, over all processes, as in `kinds.keys.growth_frame`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the report of tables of keys says and draws: keys per second, by operation and load.
 
-Rows are operations of a hash table, over all processes: those of `kinds.keys.frame`.
+A row is an operation of a hash table, over all processes, as in `kinds.keys.frame`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the report of micro-benchmarks says and draws: the time of a call, by operation.
 
-Rows are benchmarks, those of `kinds.micro.frame`; times are seconds.
+A row is a benchmark, as in `kinds.micro.frame`; times are seconds.
 """
 
 from __future__ import annotations

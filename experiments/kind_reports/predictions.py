@@ -1,6 +1,6 @@
 """The report of predicted steps: predicted ÷ measured, and the constants of the model.
 
-Rows are steps, those of `kinds.predictions.frame`; times are seconds.
+A row is a step, as in `kinds.predictions.frame`; times are seconds.
 """
 
 from __future__ import annotations

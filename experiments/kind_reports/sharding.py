@@ -293,7 +293,7 @@ TYPE_STYLES = {
 
 
 def colour(sharding_type: str) -> str:
-    """Return the colour of a sharding type; that of others depends on their name."""
+    """Return the colour of a sharding type; for any other text, one that depends on it."""
     names = list(COLOURS)
     fallback = names[zlib.crc32(sharding_type.encode()) % len(names)]
     return COLOURS[TYPE_STYLES.get(sharding_type, (fallback, ""))[0]]

@@ -198,7 +198,7 @@ def _fitted(table: dict[str, Any], name: str) -> float | None:
     return table["fit"][name] if table["fit"] else None
 
 
-# Records have no colours of their own: they take those of these contenders, in this order.
+# Records have no colours of their own: they take these contenders' colours, in this order.
 COLOUR_ORDER = (
     "tbe",
     "tt",

@@ -103,7 +103,7 @@ class Measurement:
         effort: number of processes, and their time limit.
         modes: modes; () for timing.modes.
         makes_tables: True if tables are built: their rows must be known, and their bytes fit.
-        packages: packages, besides those of contenders, whose version changes a result.
+        packages: packages, besides the contenders' packages, whose version changes a result.
     """
 
     cell: str = ""
@@ -204,7 +204,7 @@ class Kind:
             raise UsageError(f"device.ranks: only kind=time has ranks, this is {self.name}{hint}")
 
     def cells(self, config: Config) -> tuple[list[Cell], list[Cell]]:
-        """Return the cells of the cases and those of the sweep."""
+        """Return the cells of the cases, and the cells of the sweep."""
         cases = [c for cell in self.case_cells(config) for c in self.spread(cell, config)]
         swept = [c for cell in self.swept_cells(config) for c in self.spread(cell, config)]
         return cases, swept

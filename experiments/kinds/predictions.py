@@ -66,7 +66,7 @@ class Predictions(base.Kind):
     )
 
     def check(self, config: Config) -> None:
-        """Raise UsageError for an optimizer other than SGD, because the model is that of SGD."""
+        """Raise UsageError for an optimizer other than SGD, which the model assumes."""
         super().check(config)
         if config.optimizer is not Optimizer.sgd:
             raise UsageError("optimizer: kind=predictions times steps of sgd")

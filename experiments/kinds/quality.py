@@ -36,7 +36,7 @@ class QualityOptions:
         data: names of data sets.
         path: file of the data sets criteo and interactions.
         samples: maximum number of samples; 0 for all.
-        scale: ids of planted samples ÷ those of Criteo-Kaggle.
+        scale: number of ids of planted samples ÷ number in Criteo-Kaggle.
         shares: bytes of compressed tables ÷ bytes of plain tables.
         rates: learning rates of tables; the best one in validation counts.
         epochs: maximum number of epochs; training ends when the validation loss does not fall.
@@ -165,7 +165,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 def _row(
     records: Sequence[Record], base_records: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
-    """Return the row of a method from its records and those of plain tables, one per seed."""
+    """Return the row of a method from its records and the plain tables' records, one per seed."""
     ok_records, plain_records = metrics.good(records), metrics.good(base_records)
     record = ok_records[0] if ok_records else records[0]
     effect = metrics.ratio(ok_records, plain_records, "step", pools.ratios)

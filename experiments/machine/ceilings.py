@@ -1,4 +1,4 @@
-"""The ceilings of a machine: those that a run measured, and theoretical ones of conf/hardware."""
+"""The ceilings of a machine: measured by a run, and theoretical ones from conf/hardware."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ VARIABLES = (
 def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
     """Return environment.json: machine and software, without host name, user or absolute path.
 
-    `words` are those of the command line.
+    `words` are the words of the command line.
     """
     cpu = Cpu()
     flags = cpu.instructions()

@@ -64,7 +64,7 @@ def cpu_flags(
     """Return the flags of the CPU and the facts behind them, without unknown ones.
 
     `load` is the load average of a minute, `cores_of_others` the cores that other processes use,
-    `cores` those that this process may use, `quota` a limit in cores. Takes LOOK_SECONDS.
+    `cores` the number that this process may use, `quota` a limit in cores. Takes LOOK_SECONDS.
     """
     watched = CpuTime()
     sleep(LOOK_SECONDS)

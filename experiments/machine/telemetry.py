@@ -19,7 +19,7 @@ import torch
 from experiments.machine.cpu import BUSY_CORES, MAX_STOLEN_SHARE, Cpu, CpuTime, mean_mhz
 
 CPU_PERIOD_SECONDS = 0.2  # period of samples of the CPU's load and frequency
-NVML_PERIOD_SECONDS = 0.1  # period of samples of a GPU, about that of the driver's readings
+NVML_PERIOD_SECONDS = 0.1  # period of samples of a GPU, about the period of the driver
 MAX_CLOCK_RANGE = 0.02  # range of clocks ÷ median clock that raises the flag `clocks_varied`
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks
 # set by the user, sync boost and display clocks are intended states.

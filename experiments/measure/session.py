@@ -65,7 +65,7 @@ class Session:
         config: configuration of the run.
         device: device of the tables.
         run_id: name of the run's directory.
-        replicate: number of the process among those of the cell.
+        replicate: number of the process among the cell's processes.
         order: position of the job in the run.
         identity: entries of every record: point_key, context_id and cell_number in a run.
         note: function that is called with "arm|activity".

@@ -1,6 +1,6 @@
 """Measure a cell of kind trace: analyse its lookups, without tables, contenders or timing.
 
-The numbers are those of `workloads.trace_analysis`, whose TypedDicts name the entries.
+`workloads.trace_analysis` computes the numbers; its TypedDicts name the entries.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def analyse_together(
     """Analyse all tables in one numbering, as a cache in front of all of them sees the rows.
 
     Args:
-        by_table: lookups of each table, in as many batches.
+        by_table: lookups of each table; all tables must have the same number of batches.
         fractions: cached rows ÷ rows that the trace looks up.
         warm: number of first batches, which fill the caches and are not counted.
 

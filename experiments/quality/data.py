@@ -86,7 +86,7 @@ class DataSource:
         name: name in DATA.
         path: file, for data sets from files.
         samples: maximum number of samples; 0 for all of a file, or a generator's default.
-        scale: ids of planted samples ÷ those of Criteo-Kaggle.
+        scale: number of ids of planted samples ÷ number in Criteo-Kaggle.
         seed: seed of drawn samples and of random splits.
     """
 

@@ -466,7 +466,7 @@ LABEL_HEIGHT = 0.64  # that the rows of one label take at most, in the same unit
 
 
 def _dodged(indices: Sequence[int]) -> list[float]:
-    """Return heights of rows by the index of their label; those of one label around it."""
+    """Return heights of rows by the index of their label; rows of one label are around it."""
     counts, num_placed = Counter(indices), Counter[int]()
     heights = []
     for index in indices:

@@ -72,7 +72,7 @@ class Run:
     def read(cls, path: Path) -> Run:
         """Read the files that store.RunStore wrote; raise UsageError for a kind not known here."""
         config = read_config(path / "config.yaml")
-        # In the order of the experiment, not in that of their measuring.
+        # In the order of the experiment, not in the order of measuring.
         records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
         info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
         if "device" in environment:  # older files say "1 threads"

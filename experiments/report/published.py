@@ -214,7 +214,7 @@ def judge_run(run: Run) -> list[JudgedFigure]:
 
 
 def judge_figures(run: Run | None, source: Publication) -> list[JudgedFigure]:
-    """Compare all figures of a source with those of a run; without a run there are none of ours."""
+    """Compare all figures of a source with a run's; without a run, judge them without ours."""
     return [_judge(run, source, figure) for figure in source.figures]
 
 

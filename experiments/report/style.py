@@ -57,7 +57,7 @@ STATUS = {
     "missing": "#64748b",
     "unsupported": "#94a3b8",
 }
-# Contenders with the style of another name: those of one figure must differ.
+# Contenders with the style of another name: styles must differ within a figure.
 ALIASES = {
     "dynamic": "other_1",
     "scored": "tbe",

@@ -59,7 +59,7 @@ def digest(value: Any) -> str:
 def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
     """Return a key that is equal for cells of any runs that measure the same work.
 
-    `packages` are names of packages, besides those of contenders, that change a result.
+    `packages` are names of packages, besides the contenders' packages, that change a result.
     """
     timing = dataclasses.asdict(config.timing)
     return digest(

@@ -183,7 +183,7 @@ class Pools:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[Sequence[Record], Sequence[Record]]], phase: str) -> Pools:
-        """Pool the arms of a run; a pair is the group of an arm and that of its baseline."""
+        """Pool the arms of a run; a pair is the group of an arm and the group of its baseline."""
         arms = [(good(group), good(base)) for group, base in pairs]
         medians = (
             [math.log(statistics.summarise(s).median) for r in arm if (s := seconds(r, phase))]

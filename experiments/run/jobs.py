@@ -33,7 +33,7 @@ class Job:
 
     Attributes:
         cell: cell to measure.
-        replicate: number of the process among those of the cell.
+        replicate: number of the process among the cell's processes.
         order: position of the job in the run.
         number: position of the cell in the experiment.
     """

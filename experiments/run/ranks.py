@@ -57,7 +57,7 @@ class ProcessSync(RankSync):
         self.elsewhere: dict[str, Exception] = {}
 
     def phases(self, key: str, phases: Mapping[str, Phase]) -> Mapping[str, Phase]:
-        """Wrap the phases: each records its failure, and raises those of other ranks."""
+        """Wrap the phases: each records its failure, and raises another rank's earlier failure."""
 
         def watched(phase: Phase, number: int) -> object:
             if key in self.elsewhere:
@@ -178,7 +178,7 @@ class RankClock(Clock):
 
         Args:
             key: key of the task.
-            samples: samples of a phase; the log has those of the warm-up too.
+            samples: samples of a phase; the log also has samples of the warm-up.
             calls: calls per sample.
         """
         logged = iter(self.log.get(key, []))
@@ -211,7 +211,7 @@ class SharedTelemetry(Telemetry):
         return reasons or [f"rank {rank}" for rank, (count,) in enumerate(by_rank) if count]
 
     def flags(self) -> list[str]:
-        """Return the flags of this rank, except those that the other ranks themselves raise."""
+        """Return the flags of this rank, except flags that the other ranks cause."""
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
@@ -233,7 +233,7 @@ class Peers:
         self.gather([0.0])
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of every rank, by rank; all give equally many."""
+        """Return the values of every rank, by rank; all ranks must pass the same number of them."""
         tensor_of_rank = torch.tensor(values, dtype=torch.float64)
         by_rank = [torch.empty_like(tensor_of_rank) for _ in range(self.size)]
         dist.all_gather(by_rank, tensor_of_rank)

@@ -142,7 +142,7 @@ class JobRunner:
         fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
         process_s: seconds of the last process of each cell.
         outcomes: number of records by status.
-        jobs: number of jobs with records, of which `reused` are those of earlier runs.
+        jobs: number of jobs with records; for `reused` of them the records are of earlier runs.
         left_out: number of jobs without time.
         remaining: further processes of each cell that was begun.
         not_begun: cells without time.

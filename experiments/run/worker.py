@@ -1,4 +1,4 @@
-"""A job in its own process: the code of the child process, and that of the parent.
+"""A job in its own process: the code of the child process, and the parent's.
 
 `measure_job` starts a child, which runs `serve`, and collects its records: one per arm and mode. A
 child that dies loses them, so its failed arm is named by its last note, and the others run again.

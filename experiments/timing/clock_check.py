@@ -91,7 +91,7 @@ def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]
 
 
 def _measure(clock: Clock, call: Callable[[], object], name: str, setting: str) -> ClockTimes:
-    """Take a few samples to warm up, then those that count."""
+    """Take a few samples to warm up, then samples that count."""
     tasks = [SampleTask(call, name)] * SAMPLES
     clock.read(tasks[:5])
     readings = clock.read(tasks)

@@ -261,7 +261,7 @@ def analyse_table(
         lookups: lookups of the table.
         lengths: lookups per bag, of all bags.
         name: name of the table.
-        rows: rows of the table; 0 if unknown, then those that were looked up.
+        rows: number of rows of the table; 0 if unknown: then the rows that were looked up count.
         warm: number of first batches, which fill the cache and are not counted.
     """
     counts = np.sort(lookups.counts)[::-1]

@@ -75,7 +75,7 @@ class Pool:
 
 
 def table_rows(workload: WorkloadConfig) -> tuple[int, ...]:
-    """Return the rows of each table: those of Criteo-Kaggle, those of `sizes`, or E each."""
+    """Return the rows of each table: as in Criteo-Kaggle, as in `sizes`, or E each."""
     if workload.tables is Tables.criteo_kaggle:
         return CRITEO_KAGGLE
     return tuple(workload.sizes) or (workload.E,) * workload.T

@@ -132,7 +132,7 @@ def _split_evenly(
     total_num_blocks: Tensor | None,
     buckets: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets of equally many blocks.
+    """Return bucket and local row, for buckets that have the same number of blocks.
 
     A row beyond the blocks of its table is spread: block `row % blocks`, local row `row // blocks`.
     """
@@ -448,7 +448,7 @@ def bounds_check_indices(
         feature = bag // max(bags // max(rows_per_table.numel(), 1), 1)
     else:
         feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
-    checked_ids = indices[int(repaired[0]) :]  # those of a bag; earlier ones are not looked up
+    checked_ids = indices[int(repaired[0]) :]  # ids before the first bag are not looked up
     rows = rows_per_table.to(indices.dtype)[feature]
     is_invalid = (checked_ids < -1) | (checked_ids >= rows)
     count = int(is_invalid.sum()) + int((repaired != offsets).sum())
@@ -498,7 +498,7 @@ def generate_vbe_metadata(
         D: columns without pooling.
         nobag: whether there is no pooling.
         max_B_feature_rank: largest number of bags of a rank and a feature.
-        info_B_num_bits: bits of the number of a bag, below those of its feature.
+        info_B_num_bits: bits of the number of a bag, below the bits of its feature.
         total_B: number of bags.
         vbe_output_offsets: first output element of each bag, instead of the computed.
     """

@@ -180,7 +180,7 @@ def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
 def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
     """Return the first k values of each row, or its first k distinct ones in increasing order.
 
-    k is the difference of two `k_offsets`, or of those of each row, whose results are flat then.
+    k is the difference of two `k_offsets`; with offsets per row, results are flat.
     """
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()

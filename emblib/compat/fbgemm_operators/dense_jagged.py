@@ -194,7 +194,7 @@ def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: SymIn
 def get_source_mask_of(
     num_sources: Tensor, num_targets: Tensor, output_size: int | None = None
 ) -> Tensor:
-    """Return `get_source_mask`; without `output_size` a GPU is waited for."""
+    """Return `get_source_mask`; without `output_size`, wait for a GPU."""
     if output_size is None:
         output_size = int((num_sources + num_targets).sum())
     return get_source_mask(num_sources, num_targets, output_size)

@@ -1,7 +1,8 @@
 """Operators on jagged data: offsets, permutations, padding, selection, deduplication.
 
 Names and arguments are FBGEMM's. Lengths and offsets are int32 or int64. Where a result has a size
-that no argument tells (`permuted_lengths_sum`, `total_L` and the like), a GPU is waited for.
+that no argument tells (`permuted_lengths_sum`, `total_L` and the like), the operator waits for
+a GPU.
 """
 
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def segment_positions(starts: Tensor, lengths: Tensor, total: int | None = None)
     Args:
         starts: `[n]`.
         lengths: `[n]`.
-        total: the sum of `lengths`; without it a GPU is waited for.
+        total: the sum of `lengths`; without it the function waits for a GPU.
     """
     shift = starts - exclusive_cumsum(lengths)
     shift = torch.repeat_interleave(shift, lengths, output_size=total)
@@ -76,7 +77,7 @@ def offsets_range(offsets: Tensor, range_size: SymInt) -> Tensor:
 
 @operator("lengths_range")
 def lengths_range(t_in: Tensor, shape: Sequence[SymInt] | None = None) -> Tensor:
-    """Return 0, 1, ... for each length, concatenated; `shape` is that of the result."""
+    """Return 0, 1, ... for each length, concatenated; `shape` is the shape of the result."""
     lengths = t_in.flatten()
     total = None
     if shape is not None:
@@ -555,7 +556,7 @@ def jagged_hash_size_cumsum(
 ) -> tuple[Tensor, Tensor]:
     """Return the first arguments of `jagged_unique_indices` for one table per feature.
 
-    A table has as many rows as its largest index says.
+    A table is assumed to end with the row of its largest index.
     """
     lengths = offsets[::batch_size].diff()
     feature = torch.arange(lengths.numel(), device=indices.device)

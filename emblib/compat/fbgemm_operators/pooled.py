@@ -251,7 +251,7 @@ def batch_index_select_dim0_tensor(
     input_columns: Tensor,
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
-    """Return what `batch_index_select_dim0` does; a GPU is waited for, to read the sizes."""
+    """Return what `batch_index_select_dim0` does; wait for a GPU, to read the sizes."""
     return batch_index_select_dim0(
         inputs,
         indices,

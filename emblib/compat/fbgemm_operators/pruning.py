@@ -112,7 +112,7 @@ def pruned_hashmap_insert(
     hash_table: Tensor,
     hash_table_offsets: Tensor,
 ) -> None:
-    """Insert ids and their rows one after the other, without those of row -1.
+    """Insert ids and their rows one after the other, except for ids of row -1.
 
     Args:
         indices: ids, distinct in each table.
@@ -145,7 +145,7 @@ def pruned_hashmap_lookup(
 ) -> Tensor:
     """Return the row of each id, -1 for ids that are not in the map.
 
-    Arguments are those of `pruned_hashmap_insert`. A GPU is waited for.
+    The arguments are as in `pruned_hashmap_insert`. Waits for a GPU.
     """
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
     result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
@@ -170,7 +170,7 @@ class PrunedMap:
         `indices` and `dense_indices`, ids and their rows, are `[L]`, `offsets` `[T * B + 1]`.
         """
         sizes = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
-        # A table of no slots would map every id to itself.
+        # A table without slots would map every id to itself.
         ends = torch.nn.functional.pad(sizes.clamp(min=1).cumsum(0), (1, 0))
         self._map = torch.full((int(ends[-1]), 2), _FREE), ends
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
