@@ -243,7 +243,7 @@ def plan_memory(
         optimizer: optimizer of the tables, if `tables` is not a model and they have none.
         serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;
             methods that compute rows keep their dtype. None: the budget is for training.
-        methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
+        methods: names of the methods to choose from: any of `METHODS`, "evicting", which makes a
             hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
         losses: your measured losses, by method, in place of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.

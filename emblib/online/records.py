@@ -133,7 +133,7 @@ class Record(NamedTuple):
     """The changes of the tables of one rank up to a step.
 
     Attributes:
-        kind: whole tables, or changes since the record before.
+        kind: whole tables, or changes since the previous record.
         rank: rank of the trainer that wrote it.
         num_ranks: number of ranks of the trainer.
         generation: number of snapshots so far.

@@ -43,7 +43,7 @@ _KEY, _ROW = 0, 1  # columns of the entries of a hash table; the row is -1 for a
 
 
 class ServedTable(Protocol):
-    """A table of a follower. Changes that were prepared are written in the same order.
+    """A table of a follower, which must write changes in the order in which it prepared them.
 
     Methods raise LogError if the change is of another table, and ValueError for rows that the
     format of the table does not hold.
@@ -318,7 +318,7 @@ class IndexedRows:
         self._insert(keys[~is_found], rows[~is_found])
 
     def _take_rows(self, count: int) -> Tensor:
-        """Return rows without a key, int64 `[count]`: those of removed keys first."""
+        """Return rows without a key, int64 `[count]`: first the rows of removed keys."""
         freed, self._freed_rows = self._freed_rows[:count], self._freed_rows[count:]
         assert self._unused_rows is not None
         count -= freed.numel()
@@ -352,7 +352,7 @@ class IndexedRows:
             self._view()[self._removed_row] = _pack_rows(self._served.rows, self._table, zeros)[0]
 
     def _grow(self, num_rows: int) -> None:
-        """Build larger rows; those of all tables of the module are copied."""
+        """Build a larger table; the rows of all tables of the module are copied."""
         old_rows, free_rows = self._served.rows, self._unused_rows
         assert free_rows is not None
         sizes = [spec.rows for spec in old_rows.tables]

@@ -242,7 +242,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         loaded: number of entries that are in the table now.
-        left_out: number of entries that found no slot: those that would be evicted first.
+        left_out: number of entries that found no slot, the ones that would be evicted first.
         displaced: entries of the table that were evicted for them.
     """
 
