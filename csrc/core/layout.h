@@ -186,10 +186,10 @@ struct BagRows {
   }
 };
 
-// Return the feature of lookup i, by binary search over the first lookups of features, in a
-// variable batch over those of bags: the last one that begins at or before i. There must be at
-// least one bag. Where the offsets do not ascend, or i is before the first bag, the result is some
-// feature in range.
+// Return the feature of lookup i: the last feature that begins at or before i, by binary search
+// over the first lookups of features, or in a variable batch over the first lookups of bags. There
+// must be at least one bag. Where the offsets do not ascend, or i is before the first bag, the
+// result is some feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool variable = map.layout != nullptr;
   const int64_t bags_of_step = variable ? 1 : map.batch.value();

@@ -170,7 +170,7 @@ namespace {
 // table grows by, per thread.
 constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;
 
-// Fill the new buckets of table t, which had `old` buckets, from those that they are split from.
+// Fill the new buckets of table t, which had `old` buckets, from the old buckets that are split.
 void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
                 int num_buffers) {
   const HashTable table = index.table(t);

@@ -146,7 +146,8 @@ EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRan
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
-  // By LRU all elements have stamps below that of this batch, and of every one since the sort.
+  // By LRU all elements have stamps below the stamp of this batch and of every batch since the
+  // sort.
   if (queue.size == 0 || order == HashOrder::kLru) return;
   const EntryRank rank = bucket.rank(static_cast<uint8_t>(way));
   // A new key mostly ranks above entries that are used as often, unless times are not compared.
@@ -207,8 +208,8 @@ EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& qu
   return queue.exhausted_at == insertion.stamp;
 }
 
-// Return the entry of a full bucket that is evicted first: the one of the lowest rank among those
-// that this batch does not use.
+// Return the entry of a full bucket that is evicted first: the entry of the lowest rank among the
+// entries that this batch does not use.
 EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
   if (bucket.insertion.order == HashOrder::kNone || is_exhausted(bucket.insertion, queue))

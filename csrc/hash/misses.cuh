@@ -79,7 +79,7 @@ struct MissOutput {
 // The plan of a batch, in scratch memory. F is the number of segments.
 struct BatchPlan {
   int32_t* segments;  // [F], the segments in the order of their tables; those of no table last
-  int64_t* starts;    // [F + 1], where each of them starts in the order of the plan, and their end
+  int64_t* starts;    // [F + 1], where each segment starts in the order of the plan, and their end
   int32_t* next;      // [T + 1], while the segments are ordered: where the next segment of each
                       // table goes, and of no table
   int64_t* misses;    // [T], the number of misses of each table
@@ -105,8 +105,8 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   }
 }
 
-// Empty all cells, in a kernel of its own; also those of SlotCells (rows.cuh), whose empty value,
-// -1, has the same bits.
+// Empty all cells, in a separate kernel. It also empties the cells of SlotCells (rows.cuh), whose
+// empty value, -1, has the same bits.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_clear_kernel(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);

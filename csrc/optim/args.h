@@ -48,7 +48,7 @@ struct UpdateRowsArgs {
   const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;            // see functor.h
-  const int32_t* rows = nullptr;  // row of each gradient; null if gradient i is that of row i
+  const int32_t* rows = nullptr;  // row of each gradient; null if gradient i belongs to row i
   int64_t first_row = 0;          // id of row 0 in the random numbers of stochastic rounding
 };
 

@@ -2,11 +2,12 @@
 //
 // A functor is the arithmetic of an optimizer on registers: it knows no thread index, no device and
 // no dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that
-// core/codes.h names (learning rate, step, ..), then kNumHyper entries of its own. A row is updated
-// in three steps: `add_sums` is called for every element of the row and adds its terms to up to
-// kNumRowSums sums; `begin_row` turns these sums and the row-wise states into two factors, and
-// updates those states; `step` updates one element and its states. Optimizers without sums skip the
-// first. The CPU and CUDA drivers differ only in which thread calls them.
+// core/codes.h names (learning rate, step, ..), then kNumHyper entries that only this functor
+// reads. A row is updated in three steps: `add_sums` is called for every element of the row and
+// adds the element's terms to up to kNumRowSums sums; `begin_row` turns these sums and the row-wise
+// states into two factors, and updates the row-wise states; `step` updates one element and the
+// states of this element. Optimizers without sums skip `add_sums`. The CPU and CUDA drivers differ
+// only in which thread calls these functions.
 #pragma once
 
 #include <cmath>
@@ -48,8 +49,9 @@ struct WeightDecay {
         factor(as_float(1.0 - hyper[Hyper::kLearningRate] * hyper[Hyper::kDecay])) {}
 };
 
-// The factors of a row that `begin_row` returns and `step` takes: that of the gradient (or of the
-// momentum), and that of the weights.
+// The two factors of a row that `begin_row` returns and `step` takes: `gradient` is the factor of
+// the gradient (or of the momentum), `weight` the factor of the weights. FTRL uses `gradient`
+// otherwise, see sgd.h.
 struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };

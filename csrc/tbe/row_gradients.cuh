@@ -179,7 +179,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
         chunks = num_chunks(end - begin);
       }
     }
-    // A short segment has one slot at most; the warp writes those of a long one together.
+    // A short segment has one slot at most; the warp writes the slots of a long segment together.
     const int64_t slot = first_chunk_slot(begin);
     const bool is_long = end - begin > kShortSegment;
     if (!is_long && slot * kShortSegment < end) args.chunk_tasks[slot] = {-1, 0};

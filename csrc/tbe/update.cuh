@@ -672,7 +672,8 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
 // lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if the grouping has not
 // counted the step: then it is counted here, also without lookups, and nothing is updated if the
-// gradient is not finite. Null: the step has been counted, and `step` is ignored.
+// gradient is not finite. If `num_updated` is null, the step must have been counted already, and
+// `step` is ignored.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},

@@ -656,8 +656,8 @@ struct GradInputs {
 };
 
 // Return the gradients of all cores, float32 of the cores' shapes, zeros for rows that the batch
-// does not use. `prefixes` are the values that tt_rows saved, `row_grads` is float32 [rows or more,
-// dim], the gradient of what tt_rows returned.
+// does not use. `prefixes` are the values that tt_rows saved for this batch, `row_grads` is float32
+// [rows or more, dim], the gradient of the rows that tt_rows returned.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
@@ -722,8 +722,8 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
 namespace {
 
 // Apply the optimizer to the core rows that the batch uses, in place, as `update_rows_` does with
-// the gradients of tt_core_grads. The step in `hyper` has been counted. `states` are all of the
-// first core, then all of the second, ..
+// the gradients of tt_core_grads. The caller must have counted the step in `hyper`; not checked.
+// `states` are all states of the first core, then all states of the second core, and so on.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,

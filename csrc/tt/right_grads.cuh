@@ -236,7 +236,7 @@ class TileSums {
 // `column` on. `quads` is the number of quads of the block's tile.
 //
 // Lane i of a warp looks up row i of 32 once (its number and that of its left half), and passes
-// both to the other lanes by shuffles. Each lane takes lines of its own and one quad; it has four
+// both to the other lanes by shuffles. Each lane takes some of the lines and one quad; it has four
 // lines in flight, and each is an outer product of four ranks and four right columns: 16
 // multiply-adds for two loads of 16 bytes.
 template <bool kVectors>

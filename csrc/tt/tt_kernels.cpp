@@ -217,9 +217,10 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   }
 }
 
-// Write the gradients of both cores of a pair from those of the values of one block, `value_grads`:
-// per half that of its outer row, and that of the block's inner row, `inner_grad`, to which all but
-// the first block of the inner row add. scratch.inner has the inner row, transposed.
+// Write the gradients of both cores of a pair from `value_grads`, the gradients of the values of
+// one block. Per half, the gradient of its outer row is written; `inner_grad`, the gradient of the
+// block's inner row, is written by the first block of the inner row, and the other blocks add to
+// it. The caller must have put the inner row, transposed, into scratch.inner.
 EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, float* inner_grad,
                            int64_t begin, int64_t end, const float* value_grads,
                            const BlockScratch& scratch) {
@@ -257,8 +258,8 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
             .store = Store::kSet});
 }
 
-// Write the transposed inner row of half u to scratch.inner, unless it is there already: because
-// the half before, not before `begin`, has the same inner row.
+// Write the transposed inner row of half u to scratch.inner. Nothing is written if half u - 1 has
+// the same inner row and is not before `begin`: scratch.inner has the row already.
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
                             const BlockScratch& scratch) {
   const TtHalf& half = cores.half;
