@@ -526,6 +526,12 @@ class TableGroups(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
+        frozen = [
+            (handle, name)
+            for _, handle in self.own_handles()
+            for name, parameter in handle.named_parameters()
+            if not parameter.requires_grad
+        ]
         for g, module in enumerate(self._table_modules):
             if self._storage_of(g).is_placeholder(module) and device.type != "meta":
                 self._table_modules[g] = self._make_table_module(g, device)
@@ -536,6 +542,8 @@ class TableGroups(nn.Module):
         self.set_bounds_check(self._bounds_check, self._features)
         self.device = device
         self._bind()
+        for handle, name in frozen:  # the tables of new modules are trained
+            handle.get_parameter(name).requires_grad_(False)
         return self
 
     def train(self, mode: Any = True) -> TableGroups:

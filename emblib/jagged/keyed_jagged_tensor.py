@@ -597,6 +597,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             lengths,
             (offsets + begins[:1]).to(lengths.dtype),
             self._stride,
+            self._inverse,
         )
 
     def _select_keys(

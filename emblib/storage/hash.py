@@ -459,7 +459,7 @@ class HashHandle(TableHandle):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on.
 
-        Does nothing on meta: the module that `to_empty` makes is trained.
+        On meta there is nothing to tell: `TableGroups` freezes the module that `to_empty` makes.
         """
         if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)

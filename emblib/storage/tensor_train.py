@@ -314,9 +314,12 @@ class TensorTrain(Storage):
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states.
 
-        Neither table may have a cache of rows; not checked.
+        A table with a cache, of which a slice is the whole table, is copied with its stored rows.
         """
         views, targets = source.views(), target.views()
+        if self.cache is not None:
+            target.load_state_dict(source.state_dict())
+            targets = {k: v for k, v in targets.items() if not k.startswith("cache.")}
         # `cores.0`, `cores.1`, ... and the states `<state>.0`, ... are cut alike.
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
         for stem in stems:

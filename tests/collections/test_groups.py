@@ -20,6 +20,7 @@ from emblib import (
     StochasticRounding,
     TableBatchedEmbeddingBags,
     TableSpec,
+    TTCache,
     optim,
 )
 from emblib.collections import TableConfig, TableGroups
@@ -444,3 +445,25 @@ def test_rounding_without_an_optimizer_is_refused() -> None:
     config = EmbeddingBagConfig(9, 8, "t", data_type=torch.bfloat16, rounding=StochasticRounding(1))
     with pytest.raises(ValueError, match="leaves gradients to others"):
         EmbeddingBagCollection([config])
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [Dense(), Hash(), TensorTrain((4, 4)), TensorTrain((4, 4), cache=TTCache(20, every=1_000))],
+    ids=["dense", "hash", "train", "train with a cache"],
+)
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), None], ids=["fused", "gradients"])
+def test_tables_that_were_frozen_on_meta_stay_frozen(
+    storage: Storage, optimizer: optim.Optimizer | None
+) -> None:
+    """`to_empty` makes new modules for hash tables and caches, which cannot be on meta."""
+    configs = [EmbeddingBagConfig(IDS, 16, name, [name], storage=storage) for name in ("x", "y")]
+    bags = EmbeddingBagCollection(configs, optimizer=optimizer, device="meta")
+    bags.embedding_bags["x"].requires_grad_(False)
+    bags.to_empty(device="cpu")
+    trained = {name: p.requires_grad for name, p in bags.named_parameters()}
+    assert {name.split(".")[1]: value for name, value in trained.items()} == {"x": False, "y": True}
+    if optimizer is not None:
+        assert [h.is_trained(n) for h in bags.groups.handles for n, _ in h.named_parameters()] == [
+            *trained.values()
+        ]

@@ -561,6 +561,33 @@ def test_duplicates_become_one_table(storage: Any) -> None:
         assert torch.equal(value, made.state_dict()[name])
 
 
+def test_a_train_with_a_cache_is_copied_where_another_table_is_shared() -> None:
+    train = emblib.storage.TensorTrain((4, 4), cache=emblib.TTCache(20, every=1_000))
+    item = emblib.EmbeddingBagConfig(ROWS, DIM, "item", ["a"])
+    query = emblib.EmbeddingBagConfig(100, 16, "query", ["b"], storage=train)
+    sums = emblib.EmbeddingBagCollection([item, query], optimizer=optim.Adagrad(0.1))
+    history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(ROWS, DIM, "item", ["a"])])
+    history.set_optimizers({"item": optim.Adagrad(0.1)})
+    ids = torch.randint(ROWS, (24,), generator=torch.Generator().manual_seed(4))
+    batch = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.full((12,), 2))
+
+    def step(bags: emblib.EmbeddingBagCollection) -> Tensor:
+        out = bags(batch).values()
+        out.square().sum().backward()
+        return out.detach()
+
+    step(sums)
+    sums.handles()["query"].populate()  # type: ignore[attr-defined]
+    step(sums)
+    unshared = copy.deepcopy(sums)
+    assert emblib.share_tables(nn.ModuleList([sums, history])) == {"item": ["0", "1"]}
+    for _ in range(2):
+        assert torch.equal(step(sums), step(unshared))
+    stats, expected = (c.handles()["query"].cache_stats() for c in (sums, unshared))  # type: ignore[attr-defined]
+    assert stats == expected
+    assert stats.hits > 0
+
+
 def test_duplicates_without_optimizer_and_on_meta() -> None:
     model = Duplicates(None)
     emblib.share_tables(model, ["item"])

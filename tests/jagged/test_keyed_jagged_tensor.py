@@ -148,6 +148,23 @@ def test_dictionaries() -> None:
         KeyedJaggedTensor.from_jt_dict({"x": one, "y": weighted})
 
 
+def test_a_captured_permutation_keeps_inverse_indices() -> None:
+    """The capture of a CUDA graph selects features by another way, here called on the CPU."""
+    inverse = (["a", "b"], torch.tensor([[0, 1, 1], [1, 0, 0]]))
+    batch = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(4),
+        lengths=torch.ones(4, dtype=torch.int64),
+        inverse_indices=inverse,
+    )
+    order = [1, 0]
+    captured = batch._select_keys_padded(order, torch.tensor(order))
+    expected = batch.permute(order)
+    assert captured.values().tolist() == expected.values().tolist() == [2, 3, 0, 1]
+    assert captured.inverse_indices()[0] == expected.inverse_indices()[0]
+    assert torch.equal(captured.inverse_indices()[1], expected.inverse_indices()[1])
+
+
 def test_concat_of_merged_examples() -> None:
     inverse = (["a", "b"], torch.tensor([[0, 1, 1], [0, 0, 0]]))
     merged = KeyedJaggedTensor(
