@@ -35,14 +35,14 @@ void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
 
 // Sort the keys in `sort` and write their groups to `out`. The caller has filled `sort.keys`, at
 // most `sort.limit` each, and `sort.positions` with 0, 1, ..., n - 1. Keys equal to the limit
-// belong to no group. The sorted positions are written to `sort.sorted_positions`. A small batch of
-// 32-bit keys takes one launch (group/small_group.cuh) and does not write sort.sorted_keys; any
-// other batch takes CUB's sort, with scratch that is allocated on the device of `like`.
+// belong to no group. The sorted positions are written to `sort.sorted_positions`; the caller must
+// not read `sort.sorted_keys`. A small batch with a limit below 2^31 takes one launch
+// (group/small_group.cuh), any other CUB's sort, with scratch allocated on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& sort, const DeviceGroupOutput& out);
 
-// The templates above, and the kernels that write the groups, are compiled in group_cuda.cu only.
+// These, and the kernels that write the groups, are compiled in group_cuda.cu only.
 #define EMB_EXTERN_SORT(Key)                                                             \
   extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
                                      const DeviceGroupOutput&);                          \

@@ -139,12 +139,12 @@ inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stre
 inline constexpr int kCounterStreams = 4;           // streams of counters above it, see RadixPass
 inline constexpr int kBucketDigitBits = 8;          // maximum width for a bucket
 inline constexpr int kRunDigitBits = 11;            // maximum width for a run or a small input
-// maximum size of a single part, or of a run of tbe_group, that is sorted without buckets
+// Maximum size of a single part, or of a run of tbe_group, that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;
-inline constexpr int kMaxBucketBits = 11;    // maximum number of top bits that select a bucket
-inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of a bucket
-inline constexpr int64_t kPartItems = 8192;  // minimum size of a thread's share of input or buckets
-inline constexpr int64_t kRunPartItems = 4096;  // minimum size of a thread's share of the runs
+inline constexpr int kMaxBucketBits = 11;       // maximum number of top bits that select a bucket
+inline constexpr int kBucketItemsLog2 = 6;      // log2 of the minimum mean size of a bucket
+inline constexpr int64_t kPartItems = 8192;     // grain of parallel_balanced for input and buckets
+inline constexpr int64_t kRunPartItems = 4096;  // grain of parallel_balanced for the runs
 
 inline constexpr int64_t kTinyBucketItems = 96, kSmallBucketItems = 512;  // sorted by 6 and 7 bits
 inline constexpr int64_t kTinyRunItems = 256;                             // sorted by 6 bits
@@ -234,8 +234,9 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 // The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
 // part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
 // `put(position, key)` once for each position of part p. `emit(j, position)` is called once for
-// every item, where j is the item's number in sorted order. Several threads call both at once,
-// unless there is one part, or one thread.
+// every item, where j is the item's number in sorted order. Several threads may call both at once:
+// `fill` for different parts, `emit` for different items. One thread alone calls them only if the
+// process has one, or if there is one part of at most kSmallInput items.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
                  const Fill& fill, const GroupOutput& out, const Emit& emit) {

@@ -1,7 +1,8 @@
 // Grouping of a small batch in one launch: a cluster of blocks makes the keys, sorts them in shared
 // memory, finds the groups of equal keys and writes all that `group` returns. CUB would take five
-// launches, and most of their time would be overhead. A small batch, or any batch on a device
-// without clusters, runs as one block.
+// launches, and most of their time would be overhead. A batch of up to 512 keys takes one block. A
+// device without clusters has one block only, which takes up to 2,048 keys; larger batches are left
+// to CUB there.
 //
 // The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new position of
 // an element is the number of elements that have a smaller digit, or the same digit and an earlier

@@ -4,7 +4,7 @@
 // A table is an array of buckets of 32 slots. A key may be in either of two buckets; both follow
 // from one 64-bit hash of the key, called `mixed`. A slot has a tag, one byte, and an entry, two or
 // three words: key, stamp (the clock at the last use) and, for some orders, a score. The tag is 0
-// if the slot is empty, otherwise it holds 8 bits of `mixed`; so no key value is reserved to mark
+// if the slot is empty, otherwise 1 to 255 (tag_of), so that no key value is reserved to mark
 // empty slots. The rows of values of a table are numbered by its slots.
 //
 // Buckets are addressed as in linear hashing (Litwin, 1980): a table may have any number of buckets
@@ -141,7 +141,7 @@ EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
 // `round`, from 0, of an insertion (hash_cpu.cpp). The misses of a round all see the table as it
 // was at the beginning of the round.
 EMB_HD int64_t choosers(int64_t buckets, int round) {
-  constexpr int kMaxRound = 14;  // round by which more than 2^31 keys may choose
+  constexpr int kMaxRound = 14;  // 2^31 keys or more may choose then; a larger shift may overflow
   return kChoosersPerBucket * buckets
          << kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound);
 }

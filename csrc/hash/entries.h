@@ -16,7 +16,7 @@
 
 namespace emb {
 
-inline constexpr int64_t kKeysPerTask = 2048;  // minimum number of keys that a thread looks up
+inline constexpr int64_t kKeysPerTask = 2048;  // grain of parallel_balanced for lookups of keys
 
 // Call `body(segment, begin, end)` for ranges of positions that together are the whole batch; each
 // is a non-empty range of one segment. Several threads call it at once.
@@ -93,7 +93,7 @@ inline constexpr int64_t kCacheLineBytes = 64;
 // Maximum number of bytes of a row that are prefetched; the hardware prefetches the rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;           // rows between a prefetch and the copy
-inline constexpr int64_t kBytesPerTask = 1 << 16;  // minimum number of bytes that a thread copies
+inline constexpr int64_t kBytesPerTask = 1 << 16;  // grain of parallel_balanced for copies
 
 // Prefetch the lines of a row of `bytes` bytes, which may begin at any address.
 inline void prefetch_row(const char* row, int64_t bytes) {
@@ -177,8 +177,10 @@ struct Records {
 
   // Throws unless `records` is a contiguous uint8 matrix with room for a row of `row_bytes` bytes.
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
-    count = records.dim() == 2 ? records.size(0) : 0;
-    stride = records.dim() == 2 ? records.size(1) : 0;
+    STD_TORCH_CHECK(records.dim() == 2, op, ": records must be a matrix, got ", records.dim(),
+                    " dimensions");
+    count = records.size(0);
+    stride = records.size(1);
     data = byte_rows(op, "records", records, count, stride);
     STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= stride, op, ": records must have a row of ",
                     row_bytes, " bytes, got ", stride);

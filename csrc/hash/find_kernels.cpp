@@ -9,14 +9,14 @@
 // No step branches on its result. Keys that are neither found nor known to be missing after the
 // last step are collected, and resolved together once per chunk of keys.
 //
-// HashFindKernels in args.h describes `find` and `refresh`. In this file `key` is the number of a
-// key in the call, and `id` the key itself.
+// HashFindKernels in args.h describes `find` and `refresh`. The position of a key is its index in
+// the ids of the call.
 #include "hash/match.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-// Source of these sizes: measured on one thread, reports/LOG.md, 2026-11-21.
+// Chosen by hand; no measurement of other sizes is recorded.
 // Keys that are hashed at once, and after which unresolved keys are resolved.
 constexpr int kChunkKeys = 64;
 // Keys whose state is kept: more than the number of keys between the hash of a key and its end.
@@ -26,8 +26,8 @@ constexpr int kKeysToFirst = 16;
 constexpr int kKeysToSecond = kKeysToFirst + 24;
 constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;
 
-// The state of the keys in flight; that of key number i is at index at(i). A *candidate* is a slot
-// of a bucket whose tag is that of the key.
+// The state of the keys in flight; that of the key at position i is at index at(i). A *candidate*
+// is a slot of a bucket whose tag is that of the key.
 struct Probes {
   int64_t first[kRingKeys], second[kRingKeys];  // the two buckets of the key
   int64_t slot[kRingKeys];         // the lowest candidate of the chosen bucket, or any slot of it
@@ -37,9 +37,9 @@ struct Probes {
   static int at(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// The numbers of keys that are not in their lowest candidate, but may be elsewhere.
+// The positions of keys that are not in their lowest candidate, but may be elsewhere.
 struct Unresolved {
-  int64_t keys[kChunkKeys];
+  int64_t positions[kChunkKeys];
   int count = 0;
 };
 
@@ -65,7 +65,7 @@ EMB_HD void prefetch_either(bool wants_entry, const HashTable& table, int64_t sl
   __builtin_prefetch(reinterpret_cast<const void*>(chosen), 0, 2);
 }
 
-// Write buckets and tags of the chunk of keys that begins with number `begin`, of n keys.
+// Write buckets and tags of the chunk of keys that begins at position `begin`, of n keys.
 EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin, int64_t n,
                       Probes* p) {
   const int64_t buckets = table.buckets;
@@ -82,8 +82,8 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
 
 // Choose the first bucket of a key if it has a candidate, otherwise the second, and prefetch what
 // the next step reads.
-EMB_HD void probe_first(const HashTable& table, int64_t key, Probes* p) {
-  const int i = Probes::at(key);
+EMB_HD void probe_first(const HashTable& table, int64_t position, Probes* p) {
+  const int i = Probes::at(position);
   const uint32_t candidates = match(table.tags + p->first[i] * kSlots, p->tag[i]);
   const int64_t slot = lowest_slot(p->first[i], candidates);
   const int64_t second = p->second[i] * kSlots;
@@ -99,8 +99,8 @@ EMB_HD int64_t read_slot(int64_t slot, uint32_t candidates) {
 
 // Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. For most
 // keys this is the first bucket, whose tags are in the cache and are compared again.
-EMB_HD void probe_chosen(const HashTable& table, int64_t key, Probes* p) {
-  const int i = Probes::at(key);
+EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* p) {
+  const int i = Probes::at(position);
   const int64_t bucket = p->slot[i] / kSlots;
   p->candidates[i] = match(table.tags + bucket * kSlots, p->tag[i]);
   p->slot[i] = lowest_slot(bucket, p->candidates[i]);
@@ -109,17 +109,17 @@ EMB_HD void probe_chosen(const HashTable& table, int64_t key, Probes* p) {
 
 // Return the slot of the lowest candidate if it has the key, else -1. Add the key to `unresolved`
 // if it may be elsewhere: in another candidate, or in the second bucket if the first was chosen.
-EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Probes& p,
+EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& p,
                        Unresolved* unresolved) {
-  const int i = Probes::at(key);
+  const int i = Probes::at(position);
   const int64_t slot = p.slot[i];
   const uint32_t candidates = p.candidates[i];
   const int64_t* entry = table.entry(read_slot(slot, candidates));
-  const bool is_miss = (static_cast<uint64_t>(entry[HashEntry::kKey] ^ id) |
+  const bool is_miss = (static_cast<uint64_t>(entry[HashEntry::kKey] ^ key) |
                         static_cast<uint64_t>(candidates == 0)) != 0;
   const bool may_be_elsewhere =
       ((candidates & (candidates - 1)) | static_cast<uint32_t>(slot / kSlots == p.first[i])) != 0;
-  unresolved->keys[unresolved->count & (kChunkKeys - 1)] = key;
+  unresolved->positions[unresolved->count & (kChunkKeys - 1)] = position;
   unresolved->count += static_cast<int>(is_miss) & static_cast<int>(may_be_elsewhere);
   return slot | -static_cast<int64_t>(is_miss);
 }
@@ -130,9 +130,8 @@ EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
   __atomic_store_n(&touch.queues[slot / kSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
-// Update the entry of a hit in a slot; `position` is the number of the key, an index into
-// touch.counts. Other threads may update the same entry: all store the same stamp, and counts add
-// up in any order.
+// Update the entry of a hit in a slot; `position` is an index into touch.counts. Other threads may
+// update the same entry: all store the same stamp, and counts add up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -155,7 +154,7 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
 EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unresolved,
                                 const Probes& p) {
   for (int k = 0; k < unresolved.count; ++k) {
-    const int i = Probes::at(unresolved.keys[k]);
+    const int i = Probes::at(unresolved.positions[k]);
     const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
     prefetch_either(rest != 0, table, lowest_slot(p.slot[i] / kSlots, rest), p.second[i]);
   }
@@ -163,13 +162,13 @@ EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unreso
 
 // Return the slot of an unresolved key, -1 if it has none: compare its other candidates, then look
 // in its second bucket if the first was chosen.
-EMB_HD int64_t resolve(const HashTable& table, int64_t key, int64_t id, const Probes& p) {
-  const int i = Probes::at(key);
+EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key, const Probes& p) {
+  const int i = Probes::at(position);
   const int64_t bucket = p.slot[i] / kSlots;
   const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
-  const int64_t slot = find_among(table, bucket, rest, id);
+  const int64_t slot = find_among(table, bucket, rest, key);
   if (slot != kNoSlot || bucket != p.first[i]) return slot;
-  return find_in(table, p.second[i], p.tag[i], id);
+  return find_in(table, p.second[i], p.tag[i], key);
 }
 
 // `find`, where kTouches says whether `touch` is passed. Keys that remain unresolved after a chunk
@@ -181,12 +180,12 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
   Probes p;
   Unresolved unresolved[2];
   int64_t hits = 0;
-  const auto report = [&](int64_t key, int64_t slot) {
-    slots[key] = slot;
+  const auto report = [&](int64_t position, int64_t slot) {
+    slots[position] = slot;
     hits += slot != kNoSlot;
-    if (kTouches && slot != kNoSlot) touch_entry(*touch, slot, table.entry(slot), key);
+    if (kTouches && slot != kNoSlot) touch_entry(*touch, slot, table.entry(slot), position);
   };
-  const auto in_range = [&](int64_t key) { return key >= 0 && key < n; };
+  const auto in_range = [&](int64_t position) { return position >= 0 && position < n; };
   for (int64_t begin = 0; begin < n + kKeysToCompare + kChunkKeys; begin += kChunkKeys) {
     Unresolved& now = unresolved[begin / kChunkKeys % 2];
     now.count = 0;
@@ -203,8 +202,8 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
     prefetch_unresolved(table, now, p);
     const Unresolved& before = unresolved[(begin / kChunkKeys + 1) % 2];
     for (int k = 0; k < before.count; ++k) {
-      const int64_t key = before.keys[k];
-      report(key, resolve(table, key, ids[key], p));
+      const int64_t position = before.positions[k];
+      report(position, resolve(table, position, ids[position], p));
     }
   }
   return hits;

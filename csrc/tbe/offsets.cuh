@@ -96,7 +96,8 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
   return changed;
 }
 
-// Trap because of an invalid offset, or a lost index: the launch fails.
+// Trap because of an invalid offset, or a lost index: the launch fails. (A first offset above 0 is
+// valid where the indices before it are -1.)
 EMB_DEVICE void fail_for_offsets() {
   simt::trap(
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
@@ -109,16 +110,17 @@ EMB_DEVICE void fail_for_indices() {
       "BoundsCheck.WARNING reads row 0 instead");
 }
 
-// Add the numbers of invalid indices and of invalid offsets (lost indices included) to
+// Add two counts, of invalid indices, and of lost indices and offsets that the repair changed, to
 // check.violations, or write them there if not check.adds_counts. Trap instead if check.is_fatal
 // and a number is not 0. One thread of the grid must call it. The additions are atomic because
 // kernels on other streams may add to the same counts.
-EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
-  if (check.is_fatal && offsets > 0) fail_for_offsets();
-  if (check.is_fatal && indices > 0) fail_for_indices();
+EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_indices,
+                                  int64_t num_offsets) {
+  if (check.is_fatal && num_offsets > 0) fail_for_offsets();
+  if (check.is_fatal && num_indices > 0) fail_for_indices();
   if (check.violations == nullptr) return;
-  const auto bad_indices = static_cast<unsigned long long>(indices);
-  const auto bad_offsets = static_cast<unsigned long long>(offsets);
+  const auto bad_indices = static_cast<unsigned long long>(num_indices);
+  const auto bad_offsets = static_cast<unsigned long long>(num_offsets);
   if (!check.adds_counts) {
     check.violations[0] = bad_indices;
     check.violations[1] = bad_offsets;

@@ -1,6 +1,7 @@
-"""The figures of contenders timed together, in the order in which they argue.
+"""The figures of contenders timed together; `figures` returns them in the order of the page.
 
-A function returns a list, which is empty where the run has nothing to draw. Rows are those of
+Each `*_figures` function returns the figures of one kind, none if the run lacks their data; the
+other functions draw one panel. Rows are those of
 `Run.table`; `Drawing`s are drawn later, by `report.style`.
 """
 

@@ -187,6 +187,7 @@ def test_opcheck() -> None:
         (0, [], "each of 2 tables needs the 6 tensors of an index"),
         (1, [torch.zeros(32, 31, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
         (1, [torch.zeros(31, 32, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
+        (1, [torch.zeros(32, dtype=torch.uint8)] * 2, "records must be a matrix, got 1 dimensions"),
         (2, [63, 160], r"first_overflow must be in \[64, 64\]"),
         (2, [64, 161], r"first_overflow must be in \[160, 160\]"),
     ],
