@@ -289,7 +289,8 @@ class TableCollection(nn.Module):
         The optimizer of a shared table changes for all collections that read it.
 
         New modules replace the old ones, so the memory of all tables is needed twice for a moment.
-        The parameters stay the same objects.
+        The parameters stay the same objects. Tensor trains that were frozen are trained again: the
+        caller must freeze them afterwards.
 
         Args:
             optimizers: optimizer per table name; None uses the optimizer of the collection.
