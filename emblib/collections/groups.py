@@ -7,7 +7,7 @@ splits ids and offsets by group, calls each module once, and joins the outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, TypeGuard
@@ -464,9 +464,11 @@ class TableGroups(nn.Module):
 
         Optimizer states do not change. `other` must not be used afterwards.
         """
+        frozen = frozen_parameters((handle, other.handles[s]) for s, handle in self.own_handles())
         for s, handle in self.own_handles():
             handle.adopt(other.handles[s])
         self._bind()
+        freeze(frozen)
 
     def prefetch(
         self,
@@ -526,12 +528,7 @@ class TableGroups(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
-        frozen = [
-            (handle, name)
-            for _, handle in self.own_handles()
-            for name, parameter in handle.named_parameters()
-            if not parameter.requires_grad
-        ]
+        frozen = frozen_parameters((handle, handle) for _, handle in self.own_handles())
         for g, module in enumerate(self._table_modules):
             if self._storage_of(g).is_placeholder(module) and device.type != "meta":
                 self._table_modules[g] = self._make_table_module(g, device)
@@ -542,8 +539,7 @@ class TableGroups(nn.Module):
         self.set_bounds_check(self._bounds_check, self._features)
         self.device = device
         self._bind()
-        for handle, name in frozen:  # the tables of new modules are trained
-            handle.get_parameter(name).requires_grad_(False)
+        freeze(frozen)
         return self
 
     def train(self, mode: Any = True) -> TableGroups:
@@ -563,6 +559,28 @@ class TableGroups(nn.Module):
     def extra_repr(self) -> str:
         """Return the modules."""
         return "\n".join(repr(module) for module in self._table_modules)
+
+
+def frozen_parameters(
+    handles: Iterable[tuple[TableHandle, TableHandle]],
+) -> list[tuple[TableHandle, str]]:
+    """Return the parameters to `freeze` once their tables are in new modules, which train them.
+
+    `handles` has pairs (handle that will have the parameters, handle that has them now). Names are
+    of parameters that do not require gradients.
+    """
+    return [
+        (handle, name)
+        for handle, source in handles
+        for name, parameter in source.named_parameters()
+        if not parameter.requires_grad
+    ]
+
+
+def freeze(frozen: Iterable[tuple[TableHandle, str]]) -> None:
+    """Freeze parameters, given as (handle, name), in the modules that have them now."""
+    for handle, name in frozen:
+        handle.get_parameter(name).requires_grad_(False)
 
 
 def _count_argument(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:

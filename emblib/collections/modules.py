@@ -289,8 +289,7 @@ class TableCollection(nn.Module):
         The optimizer of a shared table changes for all collections that read it.
 
         New modules replace the old ones, so the memory of all tables is needed twice for a moment.
-        The parameters stay the same objects. Tensor trains that were frozen are trained again: the
-        caller must freeze them afterwards.
+        The parameters stay the same objects, and frozen tables stay frozen.
 
         Args:
             optimizers: optimizer per table name; None uses the optimizer of the collection.

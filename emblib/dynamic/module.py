@@ -644,13 +644,15 @@ class DynamicEmbeddingBags(FusedTables):
         state["_zeros"] = self._zeros[:0].clone()
         capacities = self.state.capacities()
         state["_rows_in_use"] = self.rows.snapshot(self.state.row_buffers, capacities)
+        state["_requires_grad"] = self.weights.requires_grad
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rows = state.pop("_rows_in_use")
+        rows, requires_grad = state.pop("_rows_in_use"), state.pop("_requires_grad", True)
         super().__setstate__(state)
         buffers = self.rows.allocate(self.hyperparams.device)
         self._register_rows(buffers, self.moves)
+        self.weights.requires_grad_(requires_grad)
         self._bind_state()
         self.rows.restore(buffers, rows)
 

@@ -23,11 +23,12 @@ from emblib import (
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
+    TTCache,
     TTEmbeddingBag,
     TTSpec,
     optim,
 )
-from emblib.storage import Dense, Hash, TensorTrain
+from emblib.storage import Dense, Hash, Hashed, QuotientRemainder, TensorTrain
 
 ADAM = optim.Adam(0.1)
 BATCH = (torch.tensor([1, 2, 3, 4, 1]), torch.tensor([0, 2, 5]))
@@ -164,15 +165,42 @@ def test_one_table_of_a_collection_is_frozen(storage: Any, optimizer: Any) -> No
         assert any(".t0." in key for key in changed(before, frozen))
 
 
-def test_a_frozen_table_stays_so_in_copies_and_with_another_optimizer() -> None:
-    model = collection()
-    model.embedding_bags["t0"].weight.requires_grad = False
-    copied = copy.deepcopy(model)
-    model.set_optimizers({"t0": optim.SGD(0.1), "t1": optim.SGD(0.1)})
-    for one in (copied, model):
-        before = state_of(one)
-        one(FEATURES).values().sum().backward()
-        assert changed(before, one) == ["embedding_bags.t1.weight"]
+@either
+@pytest.mark.parametrize(
+    "storage",
+    [
+        Dense(),
+        Hash(),
+        Hashed(5),
+        QuotientRemainder(3),
+        TensorTrain((2,)),
+        TensorTrain((2,), cache=TTCache(5, every=100)),
+    ],
+    ids=["plain", "dynamic", "hashed", "quotient", "train", "train with a cache"],
+)
+def test_a_frozen_table_stays_so_in_copies_and_with_another_optimizer(
+    optimizer: Any, storage: Any
+) -> None:
+    def trained(model: EmbeddingBagCollection) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in model.named_parameters()}
+
+    model = collection(optimizer, storage)
+    model.embedding_bags["t0"].requires_grad_(False)
+    expected = trained(model)
+    assert {*expected.values()} == {False, True}
+    models = [model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for new_optimizer in (None, optim.SGD(0.1)):
+        models.append(copy.deepcopy(model))
+        models[-1].set_optimizers({"t0": new_optimizer, "t1": new_optimizer})
+    for one in models:
+        assert trained(one) == expected
+        if not isinstance(storage, Hash):  # all tables of its module are frozen or none
+            before = state_of(one)
+            one(FEATURES).values().sum().backward()
+            moved = [k for k in changed(before, one) if k.endswith("weight") or ".cores." in k]
+            assert not any(".t0." in key for key in moved)
+        one.requires_grad_(False)
+        assert not one(FEATURES).values().requires_grad
 
 
 def test_dynamic_tables_of_one_kernel_are_frozen_together() -> None:
