@@ -220,11 +220,14 @@ def collection_description(
             "need_indices": source.need_indices() if hasattr(source, "need_indices") else None,
         }
     }
-    modules = {table_slice.config.name: i for i, table_slice in enumerate(source.groups.slices)}
+    index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.groups.slices)}
     for config in configs:
         values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "name"}
         values["optimizer"] = config.optimizer or optimizer
-        module = source.groups.module_of(modules[config.name])[0]
+        parameters = source.groups.parameters_of(index_of[config.name])
+        frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+        values["frozen"] = frozen or "none"
+        module = source.groups.module_of(index_of[config.name])[0]
         precision = getattr(module, "precision", None)
         if precision is not None:
             values["stored"] = replace(precision, output=torch.float32)  # as sharded tables have it

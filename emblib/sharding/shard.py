@@ -75,10 +75,10 @@ def shard(
 ) -> nn.Module:
     """Replace every collection that the plan names by its sharded form, and return the model.
 
-    Weights and optimizer states are kept; tables on `meta` get initial values that do not depend on
-    the plan. A shared table is sharded once for all collections that read it. All ranks call this
-    together, and compare their arguments before anything is allocated. The other parts of the model
-    do not change.
+    Weights and optimizer states are kept, and frozen tables stay frozen. Tables on `meta` get
+    initial values that do not depend on the plan. A shared table is sharded once for all
+    collections that read it. All ranks call this together, and compare their arguments before
+    anything is allocated. The other parts of the model do not change.
 
     Args:
         module: a model, which is modified, or one collection, which is not.

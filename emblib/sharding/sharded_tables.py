@@ -218,19 +218,36 @@ def common_seeds(
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
+def freeze_as(groups: TableGroups, source: TableGroups) -> None:
+    """Freeze the shards whose tables are frozen in `source`, which has the whole tables.
+
+    Shards of shared tables do not change. A shard whose storage has other parameters than the
+    table is frozen if all parameters of the table are.
+    """
+    names = [table_slice.config.name for table_slice in source.slices]
+    handles = dict(zip(names, source.handles, strict=True))
+    for i, handle in groups.own_handles():
+        whole_table = handles[groups.slices[i].config.name].named_parameters()
+        trained = {name: parameter.requires_grad for name, parameter in whole_table}
+        for name, parameter in handle.named_parameters():
+            if not trained.get(name, any(trained.values())):
+                parameter.requires_grad_(False)
+
+
 @without_gradients
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
-    Shards of shared tables are not changed, nor is anything if the source is on `meta`. A table
-    whose kind of storage differs from the source keeps its initial values. Hyperparameters are
-    copied between equal optimizers.
+    Shards of frozen tables are frozen. Shards of shared tables do not change. Nothing is copied if
+    the source is on `meta`. A table whose kind of storage differs from the source keeps its initial
+    values. Hyperparameters are copied between equal optimizers.
 
     Args:
         groups: shards of tables.
         source: the whole tables.
         blocks: (number, count) of the block of keys that a shard owns, for keyed tables.
     """
+    freeze_as(groups, source)
     if source.device.type == "meta":
         return
     index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.slices)}

@@ -47,6 +47,7 @@ def _bags(**changes: Any) -> EmbeddingBagCollection:
     order = changes.pop("order", "item country")
     weighted = changes.pop("is_weighted", False)
     rate, device = changes.pop("rate_now", None), changes.pop("device", None)
+    is_frozen = changes.pop("is_frozen", False)
     configs = {
         "item": EmbeddingBagConfig(
             **{"num_embeddings": ROWS, "embedding_dim": DIM, "name": "item", **changes}
@@ -61,6 +62,7 @@ def _bags(**changes: Any) -> EmbeddingBagCollection:
     )
     if rate is not None:
         made.groups.module_of(0)[0].set_learning_rate(rate)
+    made.embedding_bags["item"].requires_grad_(not is_frozen)
     return made
 
 
@@ -116,6 +118,10 @@ TABLES: dict[str, tuple[dict[str, Any], str]] = {
         f"table item: init_fn is None on rank 0 and {__name__}._init_rows on rank 1",
     ),
     "memory": ({"device": "meta"}, "table item: is_on_meta is False on rank 0 and True on rank 1"),
+    "freezing": (
+        {"is_frozen": True},
+        "table item: frozen is none on rank 0 and weight on rank 1",
+    ),
     "order": (
         {"order": "country item"},
         "tables is item, country on rank 0 and country, item on rank 1",

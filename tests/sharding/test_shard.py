@@ -12,10 +12,10 @@ from torch import nn
 
 import emblib
 from emblib import optim, sharding
-from emblib.sharding import sharding_types
+from emblib.sharding import data_parallel, row_wise, sharding_types, table_wise
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import CountMinSketch, FrequencyAdmission, Placement, Pooling
-from emblib.storage import Dense, Hash
+from emblib.storage import Dense, Hash, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     Case,
@@ -48,6 +48,45 @@ def keeps_what_was_trained(ranks: RankGroup, output: str) -> None:
 @pytest.mark.parametrize("output", ["pooled", "sequence"])
 def test_weights_states_and_steps_are_kept(output: str) -> None:
     worlds.run(3, keeps_what_was_trained, output)
+
+
+def keeps_what_is_frozen(ranks: RankGroup, device: str, optimizer: optim.Optimizer | None) -> None:
+    """Frozen tables of every kind: their parts are frozen and do not change in a step."""
+    rules = {"tw": table_wise(0), "rw": row_wise(), "dp": data_parallel()}
+    storages = {"dense": Dense(), "hash": Hash(seed=1), "train": TensorTrain((4, 4))}
+    plans = {
+        f"{kind}_{plan}": rule
+        for kind in storages
+        for plan, rule in rules.items()
+        if (kind, plan) != ("hash", "dp")
+    }
+    configs = [
+        emblib.EmbeddingBagConfig(64, 8, name, [name], storage=storages[name.partition("_")[0]])
+        for name in plans
+    ]
+    configs.append(emblib.EmbeddingBagConfig(64, 8, "trained", ["trained"]))
+    source = emblib.EmbeddingBagCollection(configs, device=device, optimizer=optimizer)
+    for name in plans:
+        source.embedding_bags[name].requires_grad_(False)
+    model = sharding.shard(source, {"": {**plans, "trained": row_wise()}}, ranks)
+    parameters = dict(model.named_parameters())
+    flags = {name: ".trained." in name for name in parameters}
+    assert {name: p.requires_grad for name, p in parameters.items()} == flags
+    before = {name: p.clone() for name, p in parameters.items()}
+    ids = torch.arange(len(configs)) + ranks.rank
+    keys = [config.name for config in configs]
+    features = emblib.KeyedJaggedTensor(keys, ids, lengths=torch.ones_like(ids))
+    model(features.to(ranks.device)).values().sum().backward()
+    changed = {name for name, p in parameters.items() if not torch.equal(p, before[name])}
+    assert not any(".trained." not in name for name in changed)
+    if optimizer is None:
+        assert all((p.grad is not None) == flags[name] for name, p in parameters.items())
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(0.1), None], ids=["fused", "gradients"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_frozen_tables_stay_frozen(device: str, optimizer: optim.Optimizer | None) -> None:
+    worlds.run(2, keeps_what_is_frozen, device, optimizer)
 
 
 def hash_keys(ranks: RankGroup, plan: str, device: str) -> dict[str, list[int]]:
