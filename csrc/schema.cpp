@@ -1,26 +1,25 @@
-// Every native operation of emblib. Kernels are registered next to their code (`*_cpu.cpp`,
-// `*_cuda.cu`). emblib/ops has the shapes, dtypes and gradients, emblib/reference defines the
-// results. Notation: F features, B batch, L lookups, U unique rows, D dim. `features` is int64
-// [F, 8], see Feature; `bag_layout` int64 [bags, 2], see BagLayout; `weights` a list of memory
-// tiers, see Tier; `slots` the cache slots of rows: all in core/layout.h. Numbers such as
-// `pooling`, `policy` and `order` are codes of core/codes.h.
+// The schema of every native operation of emblib. `*_cpu.cpp` and `*_cuda.cu` register the kernels,
+// emblib/ops describes the shapes, dtypes and gradients, and emblib/reference defines the results.
+// Notation: F features, L lookups. core/layout.h describes `features`, int64 [F, 8] (Feature);
+// `bag_layout`, int64 [bags, 2] (BagLayout); `weights`, a list of memory tiers (Tier); and `slots`
+// of cached rows. Integers such as `pooling`, `policy` and `order` are codes of core/codes.h.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
-  // Group lookups by key: unique keys, where each group starts, and the stable order that groups
-  // them.
+  // Group positions by key. Returns the distinct keys, where each group starts, and the stable
+  // order of positions by key.
   m.def(
       "group(Tensor keys, SymInt num_keys)"
       " -> (Tensor unique, Tensor segments, Tensor permutation, Tensor count)");
-  // The group of each position, from results of `group`.
+  // Return the group of each position, from the results of `group` or `tbe_group`.
   m.def("group_inverse(Tensor segments, Tensor permutation, Tensor count) -> Tensor");
 
   // Table-batched embeddings.
   m.def(
       "bounds_check(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout, int mode)"
       " -> (Tensor offsets, Tensor violations)");
-  // Return the repaired offsets only; in the mode "warning" add the numbers of invalid indices and
-  // offsets to `violations`. `check` is the mode.
+  // Return the repaired offsets only. In the mode "warning", add the number of invalid indices and
+  // the number of offset violations to `violations`. `check` is the mode.
   m.def(
       "bounds_check_(Tensor indices, Tensor offsets, Tensor features, Tensor? bag_layout,"
       " int check, Tensor(a!) violations) -> Tensor");
@@ -28,17 +27,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // Whole passes in one call. First a lookup that checks its batch unless `check` is None. The CPU
-  // returns [output], or nothing for an invalid batch. A GPU repairs the offsets and adds to
-  // `violations` as `bounds_check_` does; it returns [output], and the repaired offsets if it
-  // checked.
+  // A lookup that checks its batch in the same call unless `check` is None. The CPU returns
+  // [output], or [] for an invalid batch. A GPU repairs the offsets and adds to `violations` as
+  // `bounds_check_` does. It returns [output], or with `check` [output, repaired offsets].
   m.def(
       "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
       " int? check, Tensor(a!) violations, Tensor? slots=None) -> Tensor[]");
-  // Group the lookups, count the step in `hyper`, and update; do none of it if `is_finite`, a
-  // scalar, is false. With `located`, [rows, segments, lookups, bags, count, row_slots] of
-  // `cache_prefetch_`, nothing is grouped; the CPU also takes it without row_slots.
+  // A backward pass in one call: group the lookups, count the step in `hyper`, and update the
+  // weights and states. If `is_finite`, a bool scalar, is false, nothing changes. `located` is
+  // [rows, segments, lookups, bags, count, row_slots] of `cache_prefetch_` and replaces the
+  // grouping; the CPU also takes it without row_slots.
   m.def(
       "tbe_backward_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!) hyper, int optimizer,"
       " Tensor grad, Tensor features, Tensor indices, Tensor offsets, Tensor? sample_weights,"
@@ -66,8 +65,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_plan_(Tensor(a!) tags, Tensor(b!) stamps, Tensor(c!) counts, Tensor(d!) counters,"
       " Tensor clock, Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy)"
       " -> (Tensor row_slots, Tensor evicted)");
-  // Return the rows that `cache_plan_` would evict. On the CPU only, where DISK tables are: their
-  // rows must be journaled before they are written back.
+  // Return the rows that `cache_plan_` would evict. On the CPU only, for DISK tables, whose rows
+  // must be journaled before they are written back.
   m.def(
       "cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters, Tensor clock,"
       " Tensor tables, Tensor rows, Tensor segments, Tensor count, int policy) -> Tensor");
@@ -78,12 +77,12 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "cache_move_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor rows, Tensor count, Tensor row_slots, Tensor evicted, Tensor(c!)[] later) -> ()");
-  // A whole prefetch in one call: check the batch as `tbe_lookup_checked_` does, group it, start
-  // the next batch of the clock, whose oldest one in flight is `lag` batches before it, plan and
-  // move. `cache` is [tags, stamps, counts, counters, clock, conflicts]. Returns nothing for an
-  // invalid batch (on the CPU), else [rows, segments, lookups, bags, count, row_slots, slots], then
-  // the postponed fetches [rows, slots, count] if `postpones`, then the repaired offsets (on a GPU,
-  // with `check`).
+  // A prefetch in one call: check the batch as `tbe_lookup_checked_` does, group it, advance the
+  // clock to it, plan, and move the rows. The oldest batch in flight is `lag` batches before this
+  // one. `cache` is [tags, stamps, counts, counters, clock, conflicts]. The CPU returns [] for an
+  // invalid batch. Otherwise the result is [rows, segments, lookups, bags, count, row_slots,
+  // slots], then, if `postpones`, the postponed fetches [rows, slots, count], then, on a GPU with
+  // `check`, the repaired offsets.
   m.def(
       "cache_prefetch_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper,"
       " Tensor(c!)[] cache, Tensor tables, int policy, int lag, bool postpones, Tensor features,"
@@ -93,8 +92,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "cache_flush_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor hyper, Tensor tables,"
       " Tensor tags) -> ()");
 
-  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], on the
-  // CPU optionally with `queues` after them, see emblib/ops/hash.py.
+  // The hash index of dynamic tables. `index` is [tags, entries, tables, clock, counters], and on
+  // the CPU optionally `queues` after them; emblib/ops/hash.py describes them.
   m.def("hash_find(Tensor[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_touch_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables, Tensor? counts,"
@@ -108,11 +107,11 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
-  // The insertion of a training batch in one call, on the CPU, and the groups of its lookups like
-  // those of `tbe_group`, but not ascending by row; entries after the last group are unspecified.
-  // Returns nothing and changes nothing if it does not serve the batch (csrc/hash/batch_cpu.cpp),
-  // else [offsets, starts, slots, rows, segments, lookups, bags, count], and the status of
-  // positions if keys were missing.
+  // The insertion of a training batch in one call, on the CPU, and the groups of its lookups.
+  // csrc/hash/batch_cpu.cpp says which batches it serves; for others it returns [] and changes
+  // nothing. Returns [offsets, starts, slots, rows, segments, lookups, bags, count], then, if keys
+  // were missing, the status of every position. The groups are like those of `tbe_group`, but not
+  // in ascending order of rows; entries after the last group are unspecified.
   m.def(
       "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
       " Tensor ids,"
@@ -122,7 +121,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
-  // Rows of values by slot, `values` [slots, dim]; slot -1 is none.
+  // Rows by slot: `values` is [slots, dim], and slot -1 has no row.
   m.def(
       "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
       " float default_value) -> (Tensor rows, Tensor found)");
@@ -147,7 +146,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
       " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
-  // hash_insert_batch_ for tables in front of stores in host memory. It reads the stores and does
+  // hash_insert_batch_ for tables with backing stores in host memory. It reads the stores and does
   // not change them.
   m.def(
       "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features,"
@@ -195,12 +194,13 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tt_update_(Tensor(a!)[] cores, Tensor(b!)[] states, Tensor hyper, int optimizer,"
       " Tensor[] plan, Tensor prefixes, Tensor row_grads, int[] row_factors, int[] dim_factors,"
       " int[] num_cores, int matmul_precision=0) -> ()");
-  // Whole passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features`
-  // has F rows for keys, F for ids, which a check reads, and F for the rows that a GPU makes. The
-  // lookup checks its batch unless `check` is None, and returns the output; then, if num_saved >=
-  // 0, what the backward pass takes as `kept`: 14 tensors on the CPU, one on a GPU; then, on a GPU
-  // that checks, the repaired offsets. The CPU returns nothing for an invalid batch. `is_stale`:
-  // the cores have changed since the lookup. Without a finite gradient, a scalar, there is no step.
+  // Passes in one call, see csrc/tt/batch_cpu.cpp and forward_backward_cuda.cu. `features` has F
+  // rows for keys, F for ids, which a check reads, and F for the rows that a GPU computes. The
+  // lookup checks its batch unless `check` is None. The CPU returns [] for an invalid batch.
+  // Otherwise the result is the output; then, if num_saved >= 0, the tensors that the backward pass
+  // takes as `kept`, 14 on the CPU and one on a GPU; then, on a GPU with `check`, the repaired
+  // offsets. `is_stale` says that the cores have changed since the lookup. If `is_finite`, a bool
+  // scalar, is false, the backward pass changes nothing.
   m.def(
       "tt_lookup_checked_(Tensor[] cores, Tensor tables, Tensor feature_tables, Tensor features,"
       " Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor? sample_weights, int pooling,"
@@ -214,19 +214,18 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " int[] num_cores, bool is_stale=False, int matmul_precision=0, Tensor? is_finite=None)"
       " -> ()");
 
-  // Trains with a cache of rows. `slots` of keys in the index of the stored rows, -1 for none; None
-  // where no rows are stored. The ids that the cores serve, the stored rows of the others, and the
-  // keys of valid ids; each -1 for the rest.
+  // Tensor trains with a cache of rows. Divide the lookups between the cores and the stored rows;
+  // TtStoredArgs in csrc/tt/cached.h describes the arguments and results.
   m.def(
       "tt_stored(Tensor indices, Tensor ids, Tensor keys, Tensor? slots, Tensor row_of_slot)"
       " -> (Tensor cold, Tensor rows, Tensor counted)");
-  // Add lookups and hits by table to the first columns of `counters`.
+  // Add the lookups and the hits of each table to the first two columns of `counters`.
   m.def(
       "tt_count_(Tensor counted, Tensor rows, Tensor starts, Tensor tables, Tensor(a!) counters)"
       " -> ()");
 
-  // Routing of ids to the ranks that store their rows, and combination of the pooled rows that come
-  // back.
+  // Routing of ids to the ranks that store their rows, and combination of the pooled rows that
+  // these ranks return.
   m.def("gather_segments(Tensor values, Tensor starts, Tensor order, SymInt total) -> Tensor");
   m.def(
       "route_lengths(Tensor ids, Tensor offsets, Tensor first_bags, Tensor features, Tensor blocks,"
@@ -239,8 +238,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "combine(Tensor source, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt out_numel, ScalarType dtype, float scale, Tensor? local=None, SymInt local_begin=0)"
       " -> Tensor");
-  // The adjoint of `combine`; `combine_backward_` writes a part of its result to `local`. They are
-  // two ops because inductor does not compile an optional argument that is written.
+  // The adjoint of `combine`. `combine_backward_` writes a part of the result to `local`; it is a
+  // separate op because inductor does not compile an optional argument that is written.
   m.def(
       "combine_backward(Tensor grad, Tensor targets, Tensor pieces, Tensor? rows, Tensor? lengths,"
       " SymInt source_numel, ScalarType dtype, float scale) -> Tensor");
@@ -254,14 +253,14 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // The same for a batch that is checked on the way, as `tbe_lookup_checked_` does: the CPU returns
-  // [output], or nothing for an invalid batch; a GPU repairs its offsets.
+  // quant_lookup that checks its batch as `tbe_lookup_checked_` does. The CPU returns [output], or
+  // [] for an invalid batch. A GPU repairs the offsets and returns [output].
   m.def(
       "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype, int? check, Tensor(a!) violations) -> Tensor[]");
 
-  // The rows that an index has for ids, int64 [L].
+  // Return the row that `index` has for each id, int64 [L].
   m.def(
       "map_ids(Tensor index, Tensor tables, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout) -> Tensor");

@@ -1,10 +1,11 @@
 """Build emblib with scikit-build-core against the torch that is installed, without downloading one.
 
-The libraries need the headers of torch's stable ABI and the name of one of its libraries, of any
-torch >= 2.10. Listed in pyproject.toml, torch would be downloaded into pip's build environment,
-several gigabytes, also where it is installed. So it is required for a build only if the interpreter
-has none of its own: `-E` ignores the PYTHONPATH by which pip hides the packages that are installed
-(csrc/CMakeLists.txt finds torch in the same way). Source distributions need no torch at all.
+A build needs the headers of torch's stable ABI and the file name of one of torch's libraries, from
+any torch >= 2.10. If pyproject.toml required torch for builds, pip would download several gigabytes
+into its build environment even where torch is installed. So the hooks below require torch only if
+the interpreter has none. They look twice: in the environment of the build, and with `-E`, which
+ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt finds torch in the
+same way. A source distribution needs no torch.
 """
 
 import subprocess

@@ -1,6 +1,6 @@
-// Sorting and grouping on the GPU, and scratch memory for it, for the entries of all ops that sort
-// keys. An op that computes its own keys creates a DeviceSort, fills `buffers().keys` and
-// `buffers().positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
+// Sorting and grouping on the GPU, for the entries of all ops that sort keys, and scratch memory
+// for ops of several kernels. An op that computes its own keys allocates SortBuffers, writes `keys`
+// and `positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -20,29 +20,22 @@ template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key limit);
 
 // Sort `pairs` by key, stable: pairs of equal keys keep their order. `scratch` is device memory of
-// sort_scratch_bytes(pairs.n, pairs.limit) bytes, in use until the stream has passed.
+// sort_scratch_bytes(pairs.n, pairs.limit) bytes. The sort runs on the launcher's stream, which may
+// use the scratch after the call.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
 
-// Sort `pairs` with scratch that is allocated on the device of `like`.
-template <class Key>
-void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                const SortPairs<Key>& pairs) {
-  const torch::stable::Tensor scratch = allocate(like, {sort_scratch_bytes(pairs.n, pairs.limit)},
-                                                 torch::headeronly::ScalarType::Byte);
-  sort_pairs(launcher, pairs, scratch.mutable_data_ptr());
-}
-
-// Sort the keys in `sort` and write their groups to `out`. The caller has filled `sort.keys`, at
-// most `sort.limit` each, and `sort.positions` with 0, 1, ..., n - 1. Keys equal to the limit
-// belong to no group. The sorted positions are written to `sort.sorted_positions`; the caller must
-// not read `sort.sorted_keys`. A small batch with a limit below 2^31 takes one launch
-// (group/small_group.cuh), any other CUB's sort, with scratch allocated on the device of `like`.
+// Sort the keys in `buffers` and write their groups to `out`. The caller must have written
+// `buffers.keys`, at most `buffers.limit` each, and `buffers.positions`, 0 to n - 1 in this order;
+// neither is checked. Keys equal to the limit belong to no group. The sorted positions are written
+// to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are unspecified. The sort
+// and the groups take one launch if the batch is small (group/small_group.cuh) and the limit is
+// below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                    const SortBuffers<Key>& sort, const DeviceGroupOutput& out);
+                    const SortBuffers<Key>& buffers, const DeviceGroupOutput& out);
 
-// These, and the kernels that write the groups, are compiled in group_cuda.cu only.
+// The templates are instantiated in group_cuda.cu only.
 #define EMB_EXTERN_SORT(Key)                                                             \
   extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
                                      const DeviceGroupOutput&);                          \
@@ -54,41 +47,16 @@ EMB_EXTERN_SORT(uint32_t);
 EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT
 
-// The buffers of a sort of n keys up to `limit` on the device of `like`. They are scratch of this
-// object, freed with it in stream order; only `sorted_positions`, int32 [n] on the device, belongs
-// to the caller. `Key` must be uint64_t if needs_wide_keys(limit); not checked. The scratch of
-// CUB's sort is not among them.
-template <class Key>
-class DeviceSort {
- public:
-  DeviceSort(const torch::stable::Tensor& like, int64_t n, int64_t limit, int32_t* sorted_positions)
-      : scratch_(allocate(like, {bytes(n)}, torch::headeronly::ScalarType::Byte)) {
-    auto* keys = static_cast<Key*>(scratch_.mutable_data_ptr());
-    auto* positions = reinterpret_cast<int32_t*>(keys + 2 * n);
-    buffers_ = {{keys, keys + n, positions, sorted_positions, n, static_cast<Key>(limit)},
-                positions + n};
-  }
-  const SortBuffers<Key>& buffers() const { return buffers_; }
-
- private:
-  static int64_t bytes(int64_t n) {
-    const auto pair = static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t));
-    return n * pair + 2 * kMaxRanges * static_cast<int64_t>(sizeof(int32_t));
-  }
-
-  torch::stable::Tensor scratch_;
-  SortBuffers<Key> buffers_;
-};
-
-// Return whether keys in [0, limit] are sorted as 64 bits. 32 bits serve limits below 2^32 - 1.
+// Return whether keys in [0, limit] are sorted as 64 bits. A limit of 2^32 - 1 would fit into 32
+// bits, but is sorted as 64 bits too.
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
-// Launches and scratch memory for an op of several kernels, on the device of tensor `on`.
-// The scratch is freed with this object, in stream order: kernels launched before that may still
-// use it. tests/simt/host_work.h has the same interface for the emulation.
+// The launcher and the scratch memory of an op of several kernels, on the device of `like`. The
+// scratch is freed with this object, in stream order: kernels launched before that may still use
+// it. tests/simt/host_work.h has the same interface for the emulation.
 class DeviceWork {
  public:
-  explicit DeviceWork(const torch::stable::Tensor& on) : like_(on), launcher_(on) {}
+  explicit DeviceWork(const torch::stable::Tensor& like) : like_(like), launcher_(like) {}
 
   const CudaLauncher& launcher() const { return launcher_; }
 

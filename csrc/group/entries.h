@@ -1,4 +1,4 @@
-// The CPU entry of grouping that entries of other ops call.
+// The op `group_inverse` on the CPU, for other ops that call it.
 #pragma once
 
 #include "core/check.h"

@@ -13,7 +13,8 @@
 namespace emb {
 namespace {
 
-// Group n keys with items of type `Item`; keys outside [0, num_keys) belong to no group.
+// Group n keys with items of type `Item`; keys outside [0, num_keys) belong to no group. `Item`
+// must be Item64 if num_keys is 2^32 or more.
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
   std::vector<int64_t> part_begins(group_parts(n) + 1);
@@ -51,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {result.unique, result.segments, result.permutation, result.num_groups};
 }
 
-constexpr int64_t kGrain = 1 << 14;  // minimum number of positions per thread of group_inverse
+constexpr int64_t kInverseGrain = 1 << 14;  // grain of parallel_balanced for group_inverse
 
 }  // namespace
 
@@ -80,7 +81,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
     signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   STD_TORCH_CHECK(signs >= 0, op, ": segments and permutation must come from one call of group");
   parallel_balanced(
-      groups, kGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      groups, kInverseGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {
         for (int64_t g = begin; g < end; ++g) {
           for (int32_t j = segment[g]; j < segment[g + 1]; ++j) {

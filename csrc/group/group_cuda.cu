@@ -1,8 +1,8 @@
-// `group` and `group_inverse` on the GPU, and the sort that other ops use (device_sort.h). A small
-// batch takes one launch (small_group.cuh), unless its keys need 64 bits. Any other batch is sorted
-// by CUB's radix sort, on 32-bit keys if they suffice and on their significant bits only; kernels
-// before and after the sort make the keys and write the groups (segments.cuh). The number of groups
-// stays on the device.
+// `group` and `group_inverse` on the GPU, and the sort that other ops use (device_sort.h). `group`
+// takes one launch for a small batch (small_group.cuh), unless the keys need 64 bits. CUB's radix
+// sort sorts any other batch, on 32-bit keys if they suffice and on their significant bits only;
+// kernels before and after the sort make the keys and write the groups (segments.cuh). The number
+// of groups stays on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
@@ -18,10 +18,10 @@ namespace emb::cuda {
 
 namespace {
 
-// Call CUB's sort. If `scratch` is null it only writes the bytes of scratch that it needs to
-// `*bytes`; otherwise it sorts with `*bytes` bytes of scratch.
+// Call CUB's sort. If `scratch` is null, only write to `*bytes` the bytes of scratch that a sort
+// needs; otherwise sort with `*bytes` bytes of scratch.
 template <class Key>
-void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
+void call_cub(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(in.limit)));
   check_cuda(
       cub::DeviceRadixSort::SortPairs(scratch, *bytes, in.keys, in.sorted_keys, in.positions,
@@ -31,24 +31,28 @@ void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
 
 // Group n keys in one launch and return true; return false, without a launch, if the batch is too
 // large for that or the keys need 64 bits. Keys outside [0, limit) belong to no group. The sorted
-// positions are written to `positions`, int32 [n].
+// positions are written to `sorted_positions`, int32 [n].
 bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n, int64_t limit,
-                 int32_t* positions, const DeviceGroupOutput& out) {
+                 int32_t* sorted_positions, const DeviceGroupOutput& out) {
   if (n > kMaxSmallGroup || needs_wide_keys(limit)) return false;
   const auto plan = plan_small_group(n, max_small_cluster<GivenKeys>(launcher));
-  if (plan.items == 0) return false;
+  if (plan.items_per_thread == 0) return false;
   launch_small_group(launcher, plan, GivenKeys{keys},
-                     small_group_args(n, static_cast<uint32_t>(limit), positions, out));
+                     small_group_args(n, static_cast<uint32_t>(limit), sorted_positions, out));
   return true;
 }
 
-// Sort the keys in `sort` with CUB, unless there are none, and write their groups. The scratch of
-// the sort is allocated on the device of `like`.
+// Sort the keys in `buffers` with CUB, unless there are none, and write their groups. The scratch
+// of the sort is allocated on the device of `like`.
 template <class Key>
-void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
+void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& buffers,
                  const DeviceGroupOutput& out) {
-  if (sort.n > 0) sort_pairs<Key>(launcher, like, sort);
-  launch_groups(launcher, sort, out);
+  if (buffers.n > 0) {
+    const Tensor scratch =
+        allocate(like, {sort_scratch_bytes(buffers.n, buffers.limit)}, ScalarType::Byte);
+    sort_pairs<Key>(launcher, buffers, scratch.mutable_data_ptr());
+  }
+  launch_groups(launcher, buffers, out);
 }
 
 }  // namespace
@@ -56,27 +60,27 @@ void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuf
 template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key limit) {
   size_t bytes = 0;
-  run_sort(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, limit}, nullptr, &bytes, nullptr);
+  call_cub(SortPairs<Key>{nullptr, nullptr, nullptr, nullptr, n, limit}, nullptr, &bytes, nullptr);
   return static_cast<int64_t>(bytes > 0 ? bytes : 1);
 }
 
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch) {
   auto bytes = static_cast<size_t>(sort_scratch_bytes(pairs.n, pairs.limit));
-  run_sort(pairs, scratch, &bytes, launcher.stream());
+  call_cub(pairs, scratch, &bytes, launcher.stream());
 }
 
 template <class Key>
-void sort_and_group(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
-                    const DeviceGroupOutput& out) {
-  // Keys below 2^31 can be read as int32 by group_small, for which `limit` belongs to no group.
-  const bool is_int32 = sizeof(Key) == 4 && sort.limit <= std::numeric_limits<int32_t>::max();
-  const auto limit = static_cast<int64_t>(sort.limit);
-  if (is_int32 && group_small(launcher, IndexArray{sort.keys, false}, sort.n, limit,
-                              sort.sorted_positions, out)) {
+void sort_and_group(const CudaLauncher& launcher, const Tensor& like,
+                    const SortBuffers<Key>& buffers, const DeviceGroupOutput& out) {
+  // An IndexArray reads 32-bit keys as int32; group_small gives keys equal to `limit` no group.
+  const bool is_int32 = sizeof(Key) == 4 && buffers.limit <= std::numeric_limits<int32_t>::max();
+  const auto limit = static_cast<int64_t>(buffers.limit);
+  if (is_int32 && group_small(launcher, IndexArray{buffers.keys, false}, buffers.n, limit,
+                              buffers.sorted_positions, out)) {
     return;
   }
-  group_large(launcher, like, sort, out);
+  group_large(launcher, like, buffers, out);
 }
 
 #define EMB_SORT(Key)                                                                       \
@@ -92,13 +96,22 @@ EMB_SORT(uint64_t);
 
 namespace {
 
-// Group a contiguous vector of int32 or int64 keys by sorting.
+// Group a contiguous vector of int32 or int64 keys with CUB's sort. `permutation` is int32 [n] on
+// the device. The other buffers of the sort are in one tensor, which is freed in stream order.
 template <class Key>
 void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_keys,
                 int32_t* permutation, const DeviceGroupOutput& out) {
-  const DeviceSort<Key> sort(keys, keys.numel(), num_keys, permutation);
-  if (keys.numel() > 0) launch_keys(launcher, index_array(keys), sort.buffers());
-  group_large(launcher, keys, sort.buffers(), out);
+  const int64_t n = keys.numel();
+  const auto pair_bytes = static_cast<int64_t>(2 * sizeof(Key) + sizeof(int32_t));
+  const auto count_bytes = 2 * kMaxRanges * static_cast<int64_t>(sizeof(int32_t));
+  const Tensor scratch = allocate(keys, {n * pair_bytes + count_bytes}, ScalarType::Byte);
+  auto* sort_keys = static_cast<Key*>(scratch.mutable_data_ptr());
+  auto* positions = reinterpret_cast<int32_t*>(sort_keys + 2 * n);
+  const SortBuffers<Key> buffers{
+      {sort_keys, sort_keys + n, positions, permutation, n, static_cast<Key>(num_keys)},
+      positions + n};
+  if (n > 0) launch_keys(launcher, index_array(keys), buffers);
+  group_large(launcher, keys, buffers, out);
 }
 
 // The op `group`, see group_cpu.cpp.
@@ -130,8 +143,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {unique, segments, permutation, count};
 }
 
-// The op `group_inverse`, see entries.h. Contents are on the device and are not checked: the
-// arguments must come from one call of `group`.
+// The op `group_inverse`, see entries.h. The contents of the arguments, which must come from one
+// call of `group` or `tbe_group`, are on the device and are not checked.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
   const char* op = "group_inverse";
   for (const Tensor* tensor : {&segments, &permutation, &count}) {

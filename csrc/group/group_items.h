@@ -1,15 +1,14 @@
 // Grouping on the CPU: a parallel sort of items (key, position) by key, which also finds the groups
-// of equal keys. It takes four parallel regions, whatever the number of key bits:
-//   (1) every part of the input makes its items and counts them by the top bits of the key,
-//   (2) every part scatters its items into buckets, one per value of the top bits,
-//   (3) every bucket is radix-sorted by the remaining bits, inside the cache, and its groups are
-//       counted,
-//   (4) every bucket writes its groups.
-// Every step is stable, so the result does not depend on the number of threads. Two inputs are
-// sorted without buckets: one of a single part and at most kSmallInput items, which is sorted
-// directly, and one of consecutive runs whose key ranges ascend and do not overlap, such as one run
-// per table, which is sorted run by run (group_runs). The caller must keep n, the number of items,
-// below 2^31; not checked.
+// of equal keys. group_items takes four parallel loops, whatever the number of key bits:
+//   (1) for every part of the input, write its items and count them by the top bits of the key,
+//   (2) scatter the items of every part into buckets, one bucket per value of the top bits,
+//   (3) radix-sort every bucket, which usually fits into the cache, by the remaining bits, and
+//       count its groups,
+//   (4) write the groups of every bucket.
+// Every step is stable, so the result does not depend on the number of threads. Two kinds of input
+// need no buckets. group_items sorts an input of one part and at most kSmallInput items directly.
+// group_runs sorts consecutive runs whose key ranges ascend and do not overlap, such as one run per
+// table, run by run. The caller must keep n, the number of items, below 2^31; not checked.
 #pragma once
 
 #include <algorithm>
@@ -26,13 +25,13 @@
 
 namespace emb {
 
-// A key to be sorted and its position in the input. Item32, 8 bytes, serves limits below 2^32.
+// A key to be sorted and its position in the input, in 8 bytes, for limits below 2^32.
 struct Item32 {
   uint32_t key;
   uint32_t position;
 };
 
-// The item for larger limits.
+// A key to be sorted and its position in the input, in 16 bytes, for any limit.
 struct Item64 {
   uint64_t key;
   uint64_t position;
@@ -43,7 +42,7 @@ struct Item64 {
 // last in `permutation`.
 struct GroupOutput {
   void* unique;  // [n], int64 or int32: the key of each group; entries from `num_groups` on are 0
-  bool unique_is_int64;
+  bool unique_is_int64;  // whether `unique` is int64
   int32_t* segments;     // [n + 1]: group g has the sorted items [segments[g], segments[g + 1]);
                          // entries after `num_groups` repeat segments[num_groups]
   int32_t* permutation;  // [n]: the positions of the sorted items
@@ -59,21 +58,21 @@ struct GroupOutput {
 };
 
 // One stable pass of a radix sort, in two steps: counting and scattering. The input is divided into
-// kStreams equal streams (the last also has the remainder), which both steps walk side by side.
-// Each stream has separate counters: where many keys share a digit, increments of one counter must
-// wait for each other, but increments of different counters overlap. Stream s has the items
-// [begin(s), begin(s + 1)). Counters are an array [kStreams, stride], of which the first `mask` + 1
-// columns are used.
+// kStreams equal streams (the last also has the remainder), and both steps take one item of each
+// stream in turn. Each stream has separate counters: where many keys share a digit, increments of
+// one counter must wait for each other, but increments of different counters overlap. Stream s has
+// the items [begin(s), begin(s + 1)). Counters are an array [kStreams, stride], of which the first
+// `mask` + 1 columns are used.
 template <int kStreams, class Item>
 struct RadixPass {
   const Item* items;  // [n]
   int64_t n;
-  int shift;      // the digit of a key is key >> shift & mask
+  int shift;      // the digit of a key is (key >> shift) & mask
   uint32_t mask;  // number of digits - 1, a mask of ones
 
   int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
   // 64 bits, because a shift by all 32 bits of a key is undefined.
-  uint32_t digit(int64_t i) const { return uint64_t{items[i].key} >> shift & mask; }
+  uint32_t digit(int64_t i) const { return (uint64_t{items[i].key} >> shift) & mask; }
 
   // Add the number of items of each digit to counters[stream * stride + digit].
   void count(uint32_t* counters, int64_t stride) const {
@@ -84,13 +83,13 @@ struct RadixPass {
     for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last[digit(i)];
   }
 
-  // Copy the items to `out`. counters[stream * stride + digit] must be the offset in `out` at which
-  // the stream's first item of that digit is written; it is advanced by every item.
+  // Copy the items to `out`. counters[stream * stride + digit] must be the offset in `out` of the
+  // stream's first item of that digit. Every item increments its counter.
   void scatter(uint32_t* counters, int64_t stride, Item* out) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) {
-        const int64_t at = begin(s) + i;
-        out[counters[s * stride + digit(at)]++] = items[at];
+        const int64_t item = begin(s) + i;
+        out[counters[s * stride + digit(item)]++] = items[item];
       }
     }
     uint32_t* last = counters + (kStreams - 1) * stride;
@@ -98,9 +97,9 @@ struct RadixPass {
   }
 };
 
-// Turn the counts in `counters` [streams, digits] into the offsets at which each stream writes its
-// items of each digit: digit by digit, within a digit in the order of the streams. Call
-// `visit(digit, offset)` with the offset at which each digit starts.
+// Replace each count in `counters` [streams, digits] by the sum of the counts before it, in the
+// order of digits and, within a digit, of streams: the offset at which the stream writes its first
+// item of the digit. Call `visit(digit, offset)` with the offset at which each digit starts.
 template <class Visitor>
 void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const Visitor& visit) {
   uint32_t sum = 0;
@@ -132,34 +131,34 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
 
 // Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
 // narrow digits, because clearing and adding up the counters must not take longer than the pass.
-// Source: measured, reports/LOG.md, 2026-11-21 (streams of counters) and 2026-11-23 (wide digits
-// for one core).
+// Two of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on the
+// CPU against FBGEMM") and kUnbucketedDigitBits with kSmallInput ("The CPU path"). No comparison is
+// recorded for the others.
 inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
 inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stream of counters
-inline constexpr int kCounterStreams = 4;           // streams of counters above it, see RadixPass
-inline constexpr int kBucketDigitBits = 8;          // maximum width for a bucket
-inline constexpr int kRunDigitBits = 11;            // maximum width for a run or a small input
-// Maximum size of a single part, or of a run of tbe_group, that is sorted without buckets.
+inline constexpr int kCounterStreams = 4;           // streams for a larger bucket, and for buckets
+// Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;
-inline constexpr int kMaxBucketBits = 11;       // maximum number of top bits that select a bucket
-inline constexpr int kBucketItemsLog2 = 6;      // log2 of the minimum mean size of a bucket
-inline constexpr int64_t kPartItems = 8192;     // grain of parallel_balanced for input and buckets
-inline constexpr int64_t kRunPartItems = 4096;  // grain of parallel_balanced for the runs
-
-inline constexpr int64_t kTinyBucketItems = 96, kSmallBucketItems = 512;  // sorted by 6 and 7 bits
-inline constexpr int64_t kTinyRunItems = 256;                             // sorted by 6 bits
+inline constexpr int kMaxBucketBits = 11;    // maximum number of top bits that select a bucket
+inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of a bucket
+inline constexpr int64_t kPartItems = 8192;  // grain of parallel_balanced for parts and buckets
+inline constexpr int64_t kRunGrain = 4096;   // grain of parallel_balanced for runs
 
 // Return the maximum width of the digits by which a bucket of n items is sorted.
+inline constexpr int kBucketDigitBits = 8;
 constexpr int bucket_digit_bits(int64_t n) {
-  return n < kTinyBucketItems ? 6 : n < kSmallBucketItems ? 7 : kBucketDigitBits;
+  if (n < 96) return 6;
+  return n < 512 ? 7 : kBucketDigitBits;
 }
 
-// Return the maximum width of the digits by which a run or a small input of n items is sorted. From
-// `min_wide_items` items on it is kRunDigitBits.
-constexpr int run_digit_bits(int64_t n, int64_t min_wide_items) {
-  return n < kTinyRunItems ? 6 : n < min_wide_items ? 8 : kRunDigitBits;
+// Return the maximum width of the digits by which n items are sorted without buckets: a run or a
+// small input. It is kUnbucketedDigitBits if there are at least `min_wide_items`.
+inline constexpr int kUnbucketedDigitBits = 11;
+constexpr int unbucketed_digit_bits(int64_t n, int64_t min_wide_items) {
+  if (n < 256) return 6;
+  return n < min_wide_items ? 8 : kUnbucketedDigitBits;
 }
-// Minimum sizes of a run, and of a small input, that is sorted by digits of kRunDigitBits.
+// The `min_wide_items` of a run, and of a small input.
 inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
 
 // Sort a bucket, `items` [n], by key, stable. More than kInsertionSortItems items are sorted by the
@@ -181,7 +180,7 @@ void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
   }
 }
 
-// Return the number of groups of n sorted items, without items whose key is at least `limit`.
+// Return the number of distinct keys below `limit` of n sorted items.
 template <class Item>
 int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   while (n > 0 && items[n - 1].key >= limit) --n;
@@ -192,14 +191,14 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
 
 // Write the groups and the permutation of items [begin, end) of `sorted`, which has all items in
 // order. No group may extend beyond the range; not checked. `group` is the number of the last group
-// before the range, -1 for none. Return the number of the last group in the range, `group` if no
-// item of the range belongs to a group. `base` is added to the keys in `out.unique`.
-// `emit(j, position)` is called for every item j, also for items without a group.
+// before the range, -1 for none. Return the number of the last group in the range, or `group` if no
+// item of the range belongs to a group. `key_base` is added to the keys in `out.unique`. Call
+// `emit(j, position)` for every item j, also for items without a group.
 template <class Item, class Emit>
 int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
-                     const GroupOutput& out, const Emit& emit, uint64_t base = 0) {
-  // Every item writes the end of its group, and the last write remains: whether an item starts a
-  // new group is unpredictable, so a branch on it would often be mispredicted.
+                     const GroupOutput& out, const Emit& emit, uint64_t key_base = 0) {
+  // Every item writes the end of its group, and the last write remains. A branch on whether an item
+  // starts a new group would often be mispredicted.
   uint64_t previous = ~uint64_t{0};
   for (int64_t j = begin; j < end; ++j) {
     const Item item = sorted[j];
@@ -208,7 +207,7 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
     if (item.key >= limit) continue;
     group += item.key != previous;
     previous = item.key;
-    out.write_unique(group, base + item.key);
+    out.write_unique(group, key_base + item.key);
     out.segments[group + 1] = static_cast<int32_t>(j + 1);
   }
   return group;
@@ -234,9 +233,9 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 // The input comes in parts that threads read in parallel: part p has the positions [part_begins[p],
 // part_begins[p + 1]), so `part_begins` begins with 0 and ends with n. `fill(p, put)` must call
 // `put(position, key)` once for each position of part p. `emit(j, position)` is called once for
-// every item, where j is the item's number in sorted order. Several threads may call both at once:
-// `fill` for different parts, `emit` for different items. One thread alone calls them only if the
-// process has one, or if there is one part of at most kSmallInput items.
+// every item, where j is the item's number in sorted order. Several threads may call both at once,
+// `fill` for different parts and `emit` for different items. One thread makes all calls if
+// num_threads() is 1, or if there is one part of at most kSmallInput items. Throws std::bad_alloc.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
                  const Fill& fill, const GroupOutput& out, const Emit& emit) {
@@ -253,8 +252,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_beg
     fill(0, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
     });
-    radix_sort<2, kRunDigitBits>(items.get(), sorted.get(), n, bits,
-                                 run_digit_bits(n, kWideInputItems));
+    radix_sort<2, kUnbucketedDigitBits>(items.get(), sorted.get(), n, bits,
+                                        unbucketed_digit_bits(n, kWideInputItems));
     const int64_t last = write_groups(items.get(), 0, n, -1, limit, out, emit);
     return finish_groups(items.get(), n, last + 1, limit, out);
   }
@@ -302,34 +301,37 @@ struct KeyRun {
   uint64_t key_range;  // at most 2^32
 };
 
-// Group n items of consecutive runs whose key ranges ascend and do not overlap. Every item belongs
-// to a group. Every run is sorted alone: on the bits of its key range only, and in the cache of a
-// core unless the run is too long for that. `fill(r, put)` must call `put(position, key -
-// key_base)` once for each position of run r. `emit` is called as by `group_items`. With several
-// threads, they take whole runs, so one long run delays all.
+// Group n items of consecutive runs whose key ranges ascend and do not overlap; not checked. Every
+// item belongs to a group. Every run is sorted alone: on the bits of its key range only, and in the
+// cache of a core unless the run is too long for that. `fill(r, put)` must call `put(position, key
+// - key_base)` once for each position of run r. `emit(j, position)` is called once for every item,
+// as by group_items. One thread makes all calls if num_threads() is 1; otherwise several threads
+// may call both at once, for different runs. A thread takes whole runs, so all wait for the longest
+// run. Throws std::bad_alloc. Several threads allocate scratch in the body of a parallel loop,
+// which must not throw (core/parallel.h): running out of memory there is not handled.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
   constexpr uint64_t kNoLimit = ~uint64_t{0};
   const int64_t count = static_cast<int64_t>(runs.size());
-  const auto begin_of = [&](int64_t run) { return run < count ? runs[run].begin : n; };
+  const auto run_begin = [&](int64_t run) { return run < count ? runs[run].begin : n; };
   const Scratch<Item32> items = new_scratch<Item32>(n);
   int64_t longest = 0;
   for (int64_t run = 0; run < count; ++run)
-    longest = std::max(longest, begin_of(run + 1) - begin_of(run));
+    longest = std::max(longest, run_begin(run + 1) - run_begin(run));
   const auto sort = [&](int64_t run, Item32* scratch) {
     fill(run, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<uint32_t>(key), static_cast<uint32_t>(position)};
     });
     Item32* begin = items.get() + runs[run].begin;
-    const int64_t length = begin_of(run + 1) - runs[run].begin;
+    const int64_t length = run_begin(run + 1) - runs[run].begin;
     if (length <= kInsertionSortItems) return sort_bucket(begin, scratch, length, 0);
     const int bits = std::bit_width(runs[run].key_range - 1);
-    radix_sort<2, kRunDigitBits>(begin, scratch, length, bits,
-                                 run_digit_bits(length, kWideRunItems));
+    radix_sort<2, kUnbucketedDigitBits>(begin, scratch, length, bits,
+                                        unbucketed_digit_bits(length, kWideRunItems));
   };
   const auto write = [&](int64_t run, int64_t group) {
-    return write_groups(items.get(), begin_of(run), begin_of(run + 1), group, kNoLimit, out, emit,
+    return write_groups(items.get(), run_begin(run), run_begin(run + 1), group, kNoLimit, out, emit,
                         runs[run].key_base);
   };
   std::vector<int64_t> groups(count + 1, 0);
@@ -340,17 +342,17 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
       groups[run + 1] = write(run, groups[run] - 1) + 1;  // while its items are in the cache
     }
   } else {
-    const auto cost = [&](int64_t run) { return begin_of(run) + run; };
-    parallel_balanced(count, kRunPartItems, cost, [&](int64_t begin, int64_t end) {
+    const auto cost = [&](int64_t run) { return run_begin(run) + run; };
+    parallel_balanced(count, kRunGrain, cost, [&](int64_t begin, int64_t end) {
       const Scratch<Item32> scratch = new_scratch<Item32>(longest);
       for (int64_t run = begin; run < end; ++run) {
         sort(run, scratch.get());
-        groups[run + 1] =
-            count_groups(items.get() + begin_of(run), begin_of(run + 1) - begin_of(run), kNoLimit);
+        groups[run + 1] = count_groups(items.get() + run_begin(run),
+                                       run_begin(run + 1) - run_begin(run), kNoLimit);
       }
     });
     for (int64_t run = 0; run < count; ++run) groups[run + 1] += groups[run];
-    parallel_balanced(count, kRunPartItems, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(count, kRunGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t run = begin; run < end; ++run) write(run, groups[run] - 1);
     });
   }

@@ -1,8 +1,8 @@
-// The kernels of `group` before and after its sort: they make the keys of the sort, and write the
-// groups. Ops that compute keys themselves, such as `tbe_group`, use the later kernels only. The
-// sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys and their positions. Keys
-// that belong to no group are replaced by `limit`, which is greater than all others, so they come
-// last.
+// The kernels of `group` before and after its sort: one writes the keys of the sort, the others
+// write the groups. Ops that compute keys themselves, such as `tbe_group`, use the later kernels
+// only. The sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys and their
+// positions. A key that belongs to no group must be `limit`, which is greater than all other keys,
+// so such keys come last.
 //
 // The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
 // the groups that begin in each range. In a second kernel every block adds up the counts of the
@@ -31,11 +31,12 @@ struct SortPairs {
   Key limit;  // no key is greater
 };
 
-// A sort whose runs of equal keys become groups. Keys that equal `limit` belong to no group.
+// The arrays of a sort by key, and of the kernels that write a group per distinct key. Keys that
+// equal `limit` belong to no group.
 template <class Key>
 struct SortBuffers : SortPairs<Key> {
-  // Scratch [2, kMaxRanges], per range: the number of groups that begin in it, and the number of
-  // its keys below `limit`.
+  // Scratch [2, kMaxRanges]: the number of groups that begin in each range, then the number of keys
+  // below `limit` in each range.
   int32_t* range_counts;
 };
 
@@ -62,21 +63,21 @@ struct DeviceGroupOutput {
   bool unique_is_int64;
   int32_t *segments, *num_groups;  // [n + 1], [1]
   // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
-  // except for `tbe_group`; small_group.cuh knows the bags itself and reads no `bag_of`.
+  // except for `tbe_group`. small_group.cuh finds the bags itself and does not read bag_of.
   const int32_t* bag_of = nullptr;
   int32_t* sorted_bags = nullptr;
   StepCount step_count = {};
 };
 
-// Write the keys and the positions of the sort. Keys outside [0, limit) become `limit`.
+// Write the keys and positions to be sorted. Keys outside [0, limit) become `limit`.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
-    keys_kernel(IndexArray keys, SortBuffers<Key> sort) {
-  for (int64_t i = simt::global_thread(); i < sort.n; i += simt::threads_in_grid()) {
+    keys_kernel(IndexArray keys, SortBuffers<Key> buffers) {
+  for (int64_t i = simt::global_thread(); i < buffers.n; i += simt::threads_in_grid()) {
     const int64_t key = keys[i];
-    const bool valid = key >= 0 && static_cast<uint64_t>(key) < sort.limit;
-    sort.keys[i] = valid ? static_cast<Key>(key) : sort.limit;
-    sort.positions[i] = static_cast<int32_t>(i);
+    const bool valid = key >= 0 && static_cast<uint64_t>(key) < buffers.limit;
+    buffers.keys[i] = valid ? static_cast<Key>(key) : buffers.limit;
+    buffers.positions[i] = static_cast<int32_t>(i);
   }
 }
 
@@ -93,8 +94,8 @@ EMB_HD int64_t range_begin(int64_t n, int64_t r) {
   return begin < n ? begin : n;
 }
 
-// Return the sum of `value` over the block, in every thread. Called by all kTileThreads threads;
-// contains barriers.
+// Return the sum of `value` over the block, in every thread. All kTileThreads threads must call
+// this; it contains barriers.
 EMB_DEVICE int block_sum(int value) {
   __shared__ int warp_sums[kTileThreads / simt::kWarp];
   value = __reduce_add_sync(simt::kFullMask, value);
@@ -109,47 +110,47 @@ EMB_DEVICE int block_sum(int value) {
 
 // Return whether a group begins at sorted key i.
 template <class Key>
-EMB_DEVICE bool begins_group(const SortBuffers<Key>& sort, int64_t i) {
-  const Key key = sort.sorted_keys[i];
-  return key != sort.limit && (i == 0 || sort.sorted_keys[i - 1] != key);
+EMB_DEVICE bool begins_group(const SortBuffers<Key>& buffers, int64_t i) {
+  const Key key = buffers.sorted_keys[i];
+  return key != buffers.limit && (i == 0 || buffers.sorted_keys[i - 1] != key);
 }
 
-// Write the two counts of every range to `sort.range_counts`. One block per range.
+// Write the two counts of every range to `buffers.range_counts`. One block per range.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<Key> sort) {
-  const int64_t end = range_begin(sort.n, blockIdx.x + 1);
+__global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<Key> buffers) {
+  const int64_t end = range_begin(buffers.n, blockIdx.x + 1);
   int num_groups = 0, num_grouped = 0;
-  for (int64_t i = range_begin(sort.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
-    num_groups += begins_group(sort, i);
-    num_grouped += sort.sorted_keys[i] != sort.limit;
+  for (int64_t i = range_begin(buffers.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
+    num_groups += begins_group(buffers, i);
+    num_grouped += buffers.sorted_keys[i] != buffers.limit;
   }
   num_groups = block_sum(num_groups);
   num_grouped = block_sum(num_grouped);
   if (threadIdx.x != 0) return;
-  sort.range_counts[blockIdx.x] = num_groups;
-  sort.range_counts[kMaxRanges + blockIdx.x] = num_grouped;
+  buffers.range_counts[blockIdx.x] = num_groups;
+  buffers.range_counts[kMaxRanges + blockIdx.x] = num_grouped;
 }
 
 // The numbers of groups that begin before a block's range, of all groups, and of all keys that
 // belong to groups.
 struct GroupTotals {
-  int before = 0, num_groups = 0, num_grouped = 0;
+  int groups_before = 0, num_groups = 0, num_grouped = 0;
 };
 
-// Add up `counts`, the range_counts of `ranges` ranges, for this block's range. Called by all
-// kTileThreads threads.
+// Add up `counts`, the range_counts of `ranges` ranges, for this block's range. All kTileThreads
+// threads must call this.
 EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
   GroupTotals sums;
   for (int r = static_cast<int>(threadIdx.x); r < ranges; r += kTileThreads) {
     sums.num_groups += counts[r];
     sums.num_grouped += counts[kMaxRanges + r];
-    if (r < static_cast<int>(blockIdx.x)) sums.before += counts[r];
+    if (r < static_cast<int>(blockIdx.x)) sums.groups_before += counts[r];
   }
-  return {block_sum(sums.before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
+  return {block_sum(sums.groups_before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
 }
 
 // Write the key of group i.
-EMB_DEVICE void put_unique(const DeviceGroupOutput& out, int64_t i, int64_t key) {
+EMB_DEVICE void write_unique(const DeviceGroupOutput& out, int64_t i, int64_t key) {
   if (out.unique_is_int64) {
     static_cast<int64_t*>(out.unique)[i] = key;
   } else {
@@ -157,33 +158,33 @@ EMB_DEVICE void put_unique(const DeviceGroupOutput& out, int64_t i, int64_t key)
   }
 }
 
-// Write the groups that begin in this block's range: `unique` and `segments`, and the bags of the
-// sorted lookups unless sorted_bags is null. After the last group `unique` is 0, and `segments` is
-// the number of keys that belong to groups. One thread also writes num_groups and counts the update
-// step (count_update_step). `sort.range_counts` must be complete. The grid has one block per range,
-// and one block if there are no keys.
+// Write `unique` and `segments` of the groups that begin in this block's range, and, unless
+// sorted_bags is null, the bags of the sorted lookups of the range. Entries of `unique` after the
+// last group become 0, and those of `segments` the number of keys that belong to groups. One thread
+// also writes num_groups and counts the update step (count_update_step). `buffers.range_counts`
+// must be complete. The grid must have num_ranges(n) blocks, or one block if there are no keys.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
-    groups_kernel(SortBuffers<Key> sort, DeviceGroupOutput out) {
+    groups_kernel(SortBuffers<Key> buffers, DeviceGroupOutput out) {
   // A thread has key j * kTileThreads + threadIdx.x of a tile, for j < kThreadKeys. The 32 keys of
   // a warp for one j are a strip, in the order of the tile: strip j * kWarps + warp.
   constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
   __shared__ int strip_groups[kThreadKeys * kWarps];  // groups that begin in each strip
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
-  const int ranges = static_cast<int>(num_ranges(sort.n));
-  GroupTotals totals = add_ranges(sort.range_counts, ranges);
+  const int ranges = static_cast<int>(num_ranges(buffers.n));
+  GroupTotals totals = add_ranges(buffers.range_counts, ranges);
   if (simt::global_thread() == 0) {
     *out.num_groups = count_update_step(out.step_count, totals.num_groups);
-    out.segments[sort.n] = totals.num_grouped;
+    out.segments[buffers.n] = totals.num_grouped;
   }
-  const int64_t end = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x + 1);
-  for (int64_t tile = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x); tile < end;
+  const int64_t end = ranges == 0 ? 0 : range_begin(buffers.n, blockIdx.x + 1);
+  for (int64_t tile = ranges == 0 ? 0 : range_begin(buffers.n, blockIdx.x); tile < end;
        tile += kTileSize) {
     unsigned heads[kThreadKeys];  // the lanes of this warp whose key begins a group
 #pragma unroll
     for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
-      heads[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(sort, i));
+      heads[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(buffers, i));
       if (lane == 0) strip_groups[j * kWarps + warp] = __popc(heads[j]);
     }
     __syncthreads();
@@ -192,26 +193,26 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
     for (int strip = 0; strip < kThreadKeys * kWarps; ++strip) {
       if (strip % kWarps == static_cast<int>(warp)) {
-        first_group[strip / kWarps] = totals.before + num_groups;
+        first_group[strip / kWarps] = totals.groups_before + num_groups;
       }
       num_groups += strip_groups[strip];
     }
     __syncthreads();
-    totals.before += num_groups;
+    totals.groups_before += num_groups;
 #pragma unroll
     for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
       if (i >= end) continue;
       if (heads[j] >> lane & 1u) {
         const int group = first_group[j] + __popc(heads[j] & ((1u << lane) - 1));
-        put_unique(out, group, static_cast<int64_t>(sort.sorted_keys[i]));
+        write_unique(out, group, static_cast<int64_t>(buffers.sorted_keys[i]));
         out.segments[group] = static_cast<int32_t>(i);
       }
       if (i >= totals.num_groups) {
-        put_unique(out, i, 0);
+        write_unique(out, i, 0);
         out.segments[i] = totals.num_grouped;
       }
-      if (out.sorted_bags != nullptr) out.sorted_bags[i] = out.bag_of[sort.sorted_positions[i]];
+      if (out.sorted_bags != nullptr) out.sorted_bags[i] = out.bag_of[buffers.sorted_positions[i]];
     }
   }
 }
@@ -224,8 +225,8 @@ struct InverseArgs {
   int32_t* inverse;  // [n]: the group of each position, -1 for none; null if it is not wanted
 };
 
-// Write `args.inverse`, not null, by the whole grid of blocks of kTileThreads threads. `range` is
-// shared memory for two ints.
+// Write `args.inverse`, which must not be null. All threads of the grid, in blocks of kTileThreads,
+// must call this. `range` is shared memory for two ints.
 EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   const int num_groups = *args.num_groups;
   const int32_t num_grouped = args.segments[num_groups];
@@ -247,21 +248,22 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   write_inverse(args, range);
 }
 
-// Fill `sort.keys` and `sort.positions` from `keys` [n]; n must be greater than 0.
+// Write `buffers.keys` and `buffers.positions` from `keys` [n]; n must be greater than 0.
 template <class Key, class Launcher>
-void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuffers<Key>& sort) {
-  launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(kResidentBlocks)),
-           kTileThreads, keys, sort);
+void launch_keys(const Launcher& launcher, const IndexArray& keys,
+                 const SortBuffers<Key>& buffers) {
+  launcher(keys_kernel<Key>, blocks_for(buffers.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, keys, buffers);
 }
 
-// Write the groups of the sorted keys and positions in `sort`, and count the update step. n may be
-// 0.
+// Write the groups of the sorted keys in `buffers`, and count the update step (count_update_step).
+// n may be 0.
 template <class Key, class Launcher>
-void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort,
+void launch_groups(const Launcher& launcher, const SortBuffers<Key>& buffers,
                    const DeviceGroupOutput& out) {
-  const auto ranges = static_cast<unsigned>(num_ranges(sort.n));
-  if (ranges > 0) launcher(count_groups_kernel<Key>, ranges, kTileThreads, sort);
-  launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, sort, out);
+  const auto ranges = static_cast<unsigned>(num_ranges(buffers.n));
+  if (ranges > 0) launcher(count_groups_kernel<Key>, ranges, kTileThreads, buffers);
+  launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, buffers, out);
 }
 
 // Write the group of every position. n may be 0.

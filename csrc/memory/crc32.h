@@ -1,9 +1,9 @@
 // CRC-32 of bytes as zlib computes it: the reflected polynomial 0xEDB88320, start and end inverted.
 //
-// Without special instructions it takes 16 bytes per step from 16 tables ("slicing by 16"). With
-// PCLMULQDQ it folds 64 bytes per step by carry-less multiplications, as in V. Gopal et al., "Fast
-// CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Intel, 2009); the last
-// bytes and short inputs go through the tables.
+// crc32_by_tables takes 16 bytes per step and looks each up in a table ("slicing by 16"), on any
+// processor. crc32_by_folding needs PCLMULQDQ and folds 64 bytes per step by carry-less
+// multiplications, as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
+// PCLMULQDQ Instruction" (Intel, 2009). It uses the tables for the last bytes and for short inputs.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 namespace emb {
 
 inline constexpr uint32_t kCrcPolynomial = 0xEDB88320;
-inline constexpr int kCrcTables = 16;
+inline constexpr int kCrcTables = 16;  // also the bytes per step of extend_crc32_by_tables
 
 using CrcTables = std::array<std::array<uint32_t, 256>, kCrcTables>;
 
@@ -51,7 +51,7 @@ inline uint32_t extend_crc32_by_tables(uint32_t crc, const unsigned char* data, 
       crc = 0;
       for (int word = 0; word < 4; ++word) {
         for (int byte = 0; byte < 4; ++byte) {
-          crc ^= kCrcTable[15 - 4 * word - byte][(words[word] >> (8 * byte)) & 0xFF];
+          crc ^= kCrcTable[kCrcTables - 1 - 4 * word - byte][(words[word] >> (8 * byte)) & 0xFF];
         }
       }
     }
@@ -71,8 +71,8 @@ inline constexpr int64_t kCrcFoldBytes = 64;  // bytes per step, in four registe
 
 // The next two functions need a processor with PCLMULQDQ and SSE4.1.
 
-// Return `value` shifted by the distance of `factors`, plus `next`: 128 bits that have the right
-// remainder modulo the polynomial.
+// Return `value` shifted by the distance of `factors`, plus `next`, reduced to 128 bits that have
+// the same remainder modulo the polynomial.
 __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, __m128i factors,
                                                                  __m128i next) {
   const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
@@ -80,8 +80,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, 
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Return the CRC-32 of `size` bytes. The factors are x^k mod P, bit-reflected, for the distances of
-// the folds, from the paper above.
+// Return the CRC-32 of `size` bytes. The constants are from the paper above: factors x^k mod P,
+// bit-reflected, for the distances of the folds, and the polynomial with its quotient.
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const unsigned char* data,
                                                                           int64_t size) {
   if (size < kCrcFoldBytes) return crc32_by_tables(data, size);
@@ -105,7 +105,7 @@ __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const 
   for (int i = 1; i < 4; ++i) sum = fold_crc(sum, by_16_bytes, sums[i]);
   for (; at + 16 <= size; at += 16) sum = fold_crc(sum, by_16_bytes, load(at));
 
-  // 128 bits to 64, then to 32 by Barrett's reduction.
+  // Reduce 128 bits to 64, then to 32 by Barrett's method.
   sum = _mm_xor_si128(_mm_srli_si128(sum, 8), _mm_clmulepi64_si128(sum, by_16_bytes, 0x10));
   sum = _mm_xor_si128(_mm_srli_si128(sum, 4),
                       _mm_clmulepi64_si128(_mm_and_si128(sum, low_words), by_8_bytes, 0x00));

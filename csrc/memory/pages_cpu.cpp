@@ -1,16 +1,17 @@
 // Pages of files that are mapped into memory: checksums, marks by page, and reads ahead of use.
+// emblib/ops/pages.py describes the arguments and results.
 //
-// A store marks pages by bytes: verified, changed, journaled. Its rows touch one or several pages
-// each, so `pages_without_mark` and `mark_pages_` take row numbers and go through them once.
+// A store has vectors of marks, a byte per page: whether the page is verified, changed, journaled.
+// `pages_without_mark` and `mark_pages_` take row numbers; a row may be on several pages.
 //
 // `fetch_pages` reads the pages of rows that are about to be used. Page faults of a copy would read
-// them one after the other, each for a whole latency of the disk. Instead the kernel is first
-// advised of all of them, which starts the reads and returns, so the disk has a queue; then they
-// are mapped, which waits for each and tells a page that cannot be read from others (a fault would
-// be the signal SIGBUS). One thread keeps the queue full, so torch's threads do not matter. A probe
-// of some rows skips all of that where pages are in memory, as they are almost always. Measured
-// (reports/LOG.md): 4.5 times the rows per second of page faults, as many as io_uring.
-// emblib/ops/pages.py describes arguments and results.
+// them one after the other, each with the full latency of the disk. Instead, the first step advises
+// the system of all pages, which starts the reads and returns, so the disk has a queue. The second
+// step maps the pages. It waits for each page and reports a page that cannot be read, where a page
+// fault would raise the signal SIGBUS. One thread keeps the queue full, so the number of torch's
+// threads does not matter. If a probe of some rows finds their pages in memory, the usual case,
+// nothing is read. Measured (reports/LOG.md, "A batch and its store in two native calls"): about
+// 4.5 times the rows per second of page faults of one thread; io_uring reached 15 % more.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -34,9 +35,9 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kBytesPerTask = 1 << 17;  // minimum number of bytes that a thread sums
+constexpr int64_t kCrcGrain = 1 << 17;  // grain of parallel_balanced for checksums, in bytes
 
-// Return the data of the argument `name`; throw unless it is a contiguous uint8 vector.
+// Return the data of the argument `name`. Throws unless it is a contiguous uint8 vector.
 unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -44,7 +45,7 @@ unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor
   return static_cast<unsigned char*>(tensor.mutable_data_ptr());
 }
 
-// Return the data of the argument `name`; throw unless it is a contiguous int64 vector.
+// Return the data of the argument `name`. Throws unless it is a contiguous int64 vector.
 const int64_t* number_array(const char* op, const char* name, const Tensor& tensor) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
@@ -69,7 +70,8 @@ Crc pick_crc() {
   return crc32_by_tables;
 }
 
-// Return the CRC-32 of pages of `data`, uint8 [n, 4]; the last page of `data` may be short.
+// Return the CRC-32 of each of n pages of `data`, uint8 [n, 4], in the byte order of the machine.
+// The last page of `data` may be short.
 Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
   const char* op = "page_crc32";
   const unsigned char* data = byte_array(op, "data", data_in);
@@ -86,7 +88,7 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
   auto* out = static_cast<char*>(sums.mutable_data_ptr());
   static const Crc crc32 = pick_crc();
   const auto cost = [&](int64_t i) { return std::min(page_bytes, size) * i; };
-  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kCrcGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = pages[i] * page_bytes;
       const uint32_t crc = crc32(data + first, std::min(page_bytes, size - first));
@@ -96,10 +98,9 @@ Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_by
   return sums;
 }
 
-// The bytes of rows of one width, and their pages: row r has the bytes from first_byte + r * width
-// on.
+// Rows of one width, and their pages: row r has `width` bytes from byte first_byte + r * width on.
 struct RowPages {
-  const int64_t* rows;  // [n], negative for no row
+  const int64_t* rows;  // [n] row numbers, negative for no row
   int64_t n;
   int64_t width;                   // bytes per row
   int64_t first_byte, page_bytes;  // byte at which row 0 begins; bytes per page
@@ -125,14 +126,14 @@ struct RowPages {
     }
   }
 
-  // The other functions are for an entry of `rows` that has bytes.
   bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
+  // Return the first byte and the pages of rows[i]; has_bytes(i) must be true.
   int64_t begin(int64_t i) const { return first_byte + rows[i] * width; }
   int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
   int64_t last_page(int64_t i) const { return (begin(i) + width - 1) / page_bytes; }
 };
 
-// Return those pages of rows whose mark is 0, int64 [m], in the order of `rows`; a page of several
+// Return the pages of rows whose mark is 0, int64 [m], in the order of `rows`. A page of several
 // rows may repeat. Pages after the last mark are left out.
 Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t width,
                           int64_t first_byte, int64_t page_bytes) {
@@ -153,8 +154,8 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   return as_tensor(rows_in, unmarked);
 }
 
-// Set the marks of all pages of rows to 1, in every vector of marks. Throws, before it writes, for
-// a page without a mark.
+// Set the marks of all pages of rows to 1, in every vector of marks. Throws, before anything is
+// written, if a row has a page without a mark.
 void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
@@ -179,12 +180,12 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
 }
 
 // Return file_slots[slot] for every slot of an index, int64 [n]: -1 for slot -1, and for a file
-// slot that `is_hidden`, uint8 by file slot, marks.
+// slot whose entry of `is_hidden`, uint8 by file slot or null, is not 0.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
   const int64_t* slots = number_array(op, "slots", slots_in);
-  const int64_t* slot_of = number_array(op, "file_slots", file_slots_in);
+  const int64_t* file_slot = number_array(op, "file_slots", file_slots_in);
   const unsigned char* hidden = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
   const int64_t n = slots_in.numel(), count = file_slots_in.numel();
   const int64_t num_hidden = is_hidden ? is_hidden->numel() : 0;
@@ -194,8 +195,8 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
   for (int64_t i = 0; i < n; ++i) {
     STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < count, op, ": slots must be in [-1, ", count,
                     "), got ", slots[i]);
-    if (i + kAhead < n) __builtin_prefetch(slot_of + std::max<int64_t>(slots[i + kAhead], 0));
-    out[i] = slots[i] < 0 ? -1 : slot_of[slots[i]];
+    if (i + kAhead < n) __builtin_prefetch(file_slot + std::max<int64_t>(slots[i + kAhead], 0));
+    out[i] = slots[i] < 0 ? -1 : file_slot[slots[i]];
   }
   if (hidden == nullptr) return result;
   for (int64_t i = 0; i < n; ++i) {
@@ -214,17 +215,17 @@ Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
 
 // The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
 constexpr int64_t kBytesPerAdvice = 1 << 17;
-constexpr int64_t kProbes = 16;  // rows, spread evenly, whose pages are looked for in memory
+constexpr int64_t kProbes = 16;  // maximum number of rows, spread evenly, that are probed
 
 // Whole pages of memory.
 struct PageRange {
   char *begin, *end;
 };
 
-// Return whether a page is in memory; true where the system does not say.
+// Return whether a page is in memory; true if the system does not say.
 bool is_resident(char* page, int64_t page_bytes) {
-  unsigned char answer = 0;
-  return mincore(page, page_bytes, &answer) != 0 || (answer & 1) != 0;
+  unsigned char residency = 0;
+  return mincore(page, page_bytes, &residency) != 0 || (residency & 1) != 0;
 }
 
 // Map pages for reading, which waits until they are read. Return false if a page cannot be read;
@@ -234,12 +235,12 @@ bool map_pages(const PageRange& range) {
   return errno != EFAULT && errno != EHWPOISON;  // others: a kernel before 5.14, a lack of memory
 }
 
-// Read the pages of rows; return the first page of each range with one that cannot be read.
+// Read the pages of the ranges. Return the first unreadable page of each range that has one.
 std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t page_bytes) {
   std::vector<char*> unreadable;
   for (const PageRange& range : ranges) {
-    for (char* at = range.begin; at < range.end; at += kBytesPerAdvice) {
-      madvise(at, std::min<int64_t>(range.end - at, kBytesPerAdvice), MADV_WILLNEED);
+    for (char* begin = range.begin; begin < range.end; begin += kBytesPerAdvice) {
+      madvise(begin, std::min<int64_t>(range.end - begin, kBytesPerAdvice), MADV_WILLNEED);
     }
   }
   for (const PageRange& range : ranges) {
@@ -255,17 +256,17 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 #endif
 
-// Read the pages of rows of a mapped file that are not in memory, many at a time. Returns the bytes
-// of `data` at which pages begin that cannot be read, one per range of neighbouring rows, and how
-// many ranges were read, int64 [1]: none if the probed pages are in memory, or on systems other
-// than Linux.
+// Read the pages of rows of a mapped file that are not in memory. Rows on the same or adjacent
+// pages form a range. Returns, for each range with an unreadable page, the byte of `data` at which
+// its first such page begins, int64 [m], and the number of ranges that were read, int64 [1]: 0 if
+// the probed pages are in memory, and on systems other than Linux.
 std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
                                        int64_t first_byte) {
   const char* op = "fetch_pages";
   auto* data = reinterpret_cast<char*>(byte_array(op, "data", data_in));
   const RowPages rows(op, rows_in, width, first_byte, 1);
   const int64_t size = data_in.numel();
-  std::vector<int64_t> positions;
+  std::vector<int64_t> unreadable;
   int64_t num_ranges = 0;
   for (int64_t i = 0; i < rows.n; ++i) {
     STD_TORCH_CHECK(!rows.has_bytes(i) || rows.begin(i) < size, op, ": rows must begin in data of ",
@@ -281,7 +282,7 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
   const auto last_page = [&](int64_t i) {
     return floor_page(std::min(rows.begin(i) + width, size) - 1);
   };
-  int64_t num_rows = 0;  // that have bytes
+  int64_t num_rows = 0;  // rows that have bytes
   for (int64_t i = 0; i < rows.n; ++i) num_rows += rows.has_bytes(i);
   const int64_t step = (num_rows + kProbes - 1) / kProbes;
   bool are_resident = true;
@@ -289,7 +290,7 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
     if (!rows.has_bytes(i) || number++ % step != 0) continue;
     are_resident = is_resident(first_page(i), page_bytes) && is_resident(last_page(i), page_bytes);
   }
-  if (are_resident) return {as_tensor(rows_in, positions), as_tensor(rows_in, {num_ranges})};
+  if (are_resident) return {as_tensor(rows_in, unreadable), as_tensor(rows_in, {num_ranges})};
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < rows.n; ++i) {
     if (!rows.has_bytes(i)) continue;
@@ -303,10 +304,10 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
   }
   num_ranges = static_cast<int64_t>(ranges.size());
   for (char* page : fetch_ranges(ranges, page_bytes)) {
-    positions.push_back(std::max<int64_t>(page - data, 0));
+    unreadable.push_back(std::max<int64_t>(page - data, 0));
   }
 #endif
-  return {as_tensor(rows_in, positions), as_tensor(rows_in, {num_ranges})};
+  return {as_tensor(rows_in, unreadable), as_tensor(rows_in, {num_ranges})};
 }
 
 }  // namespace

@@ -14,16 +14,16 @@ struct UniformArgs {
   uint64_t seed;
 };
 
-// Elements of a block of the CPU kernel: the words of a block of Philox counters.
+// Elements per block of the CPU kernel: kBlockWords, the words of its block of Philox counters.
 inline constexpr int64_t kUniformBlock = 64;
 
 // Fill blocks [first_block, last_block) of kUniformBlock elements; the last block of the tensor may
 // be shorter.
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);
 
-// The CPU kernels.
+// The CPU kernels for one instruction set.
 struct UniformTable {
-  UniformFn at[kDtypes];  // [dtype]
+  UniformFn at[kDtypes];  // by Dtype of the tensor
 };
 
 }  // namespace emb

@@ -7,8 +7,8 @@
 
 namespace emb {
 
-// Raise unless `tensor` is contiguous and of a supported dtype, and low <= high, both finite;
-// return the dtype.
+// Return the dtype of `tensor`. Throws unless `tensor` is contiguous and float32, float16 or
+// bfloat16, and `low` <= `high`, both finite.
 inline Dtype check_uniform_fill(const char* op, const Tensor& tensor, double low, double high) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
   STD_TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low <= high, op,

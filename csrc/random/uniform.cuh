@@ -1,4 +1,5 @@
-// Uniform random numbers on the GPU: a thread takes one Philox counter, which makes four elements.
+// Uniform random numbers on the GPU: a thread takes one Philox counter at a time and writes the
+// four elements that it determines.
 #pragma once
 
 #include "core/dtype.h"
@@ -10,7 +11,7 @@
 
 namespace emb::cuda {
 
-// Fill a tensor of dtype T, grid-stride over counters.
+// Fill a tensor of dtype T by a grid-stride loop over counters.
 template <class T>
 __global__ void fill_uniform_kernel(UniformArgs fill) {
   const int64_t counters = (fill.numel + 3) / 4;

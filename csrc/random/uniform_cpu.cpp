@@ -14,17 +14,18 @@ EMB_SELECT_KERNELS(UniformTable, kUniformTable, uniform_table)
 
 namespace {
 
-constexpr int64_t kGrain = 256;  // blocks: smallest range that gets a thread
+constexpr int64_t kBlockGrain = 256;  // grain of parallel_balanced, in blocks
 
-// Fill `tensor`, contiguous and float32, float16 or bfloat16, with uniform numbers in [low, high).
-// The result depends on neither the device nor the number of threads.
+// Fill `tensor`, contiguous and float32, float16 or bfloat16, with uniform numbers from `low` to
+// `high`; rounding to the dtype may give `high` itself. The result depends on neither the device
+// nor the number of threads.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   const UniformFn fill = uniform_table().at[static_cast<int>(type)];
   const int64_t blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
-  parallel_balanced(blocks, kGrain, kUnitCost,
+  parallel_balanced(blocks, kBlockGrain, kUnitCost,
                     [&](int64_t begin, int64_t end) { fill(args, begin, end); });
 }
 

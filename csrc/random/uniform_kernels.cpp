@@ -6,7 +6,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// The UniformFn of a tensor of dtype T.
+// UniformFn for tensors of dtype T.
 template <class T>
 void fill(const UniformArgs& args, int64_t first_block, int64_t last_block) {
   static_assert(kUniformBlock == kBlockWords);

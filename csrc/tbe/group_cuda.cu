@@ -79,7 +79,7 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
 void group_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupBatch& batch,
                    const GroupArrays& arrays, const StepCount& step) {
   const SmallGroupPlan plan = small_plan(launcher, batch);
-  if (plan.items == 0) {
+  if (plan.items_per_thread == 0) {
     const auto sort =
         needs_wide_keys(batch.total_rows) ? sort_lookups<uint64_t> : sort_lookups<uint32_t>;
     return sort(launcher, like, batch, arrays, step);

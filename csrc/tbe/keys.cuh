@@ -224,18 +224,18 @@ struct SmallLookups {
   // Check the offsets with all blocks of the cluster, and let one block repair them if necessary.
   // Return the lookups with valid offsets. With a null check.repaired nothing is checked. All
   // threads of the cluster must call it; it has cluster barriers.
-  EMB_DEVICE SmallLookups prepared(const SmallMemory& memory) const {
+  EMB_DEVICE SmallLookups prepared(const SmallGroupMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
     const int invalid =
         count_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
-    count_in_block(memory, SmallMemory::kOffsetsToRepair, static_cast<uint32_t>(invalid));
+    count_in_block(memory, SmallGroupMemory::kOffsetsToRepair, static_cast<uint32_t>(invalid));
     simt::cluster_sync();
-    if (cluster_total(memory, SmallMemory::kOffsetsToRepair) == 0) return *this;
+    if (cluster_total(memory, SmallGroupMemory::kOffsetsToRepair) == 0) return *this;
     if (rank == 0) {
       auto* scratch = reinterpret_cast<int32_t*>(memory.warp_scratch);
       const int bad = repair_offsets(in.bags, check.repaired, scratch);
-      count_in_block(memory, SmallMemory::kOffsetViolations, static_cast<uint32_t>(bad));
+      count_in_block(memory, SmallGroupMemory::kOffsetViolations, static_cast<uint32_t>(bad));
     }
     simt::cluster_sync();
     SmallLookups repaired = *this;
@@ -264,10 +264,10 @@ struct SmallLookups {
 
   // Report the violations (report_violations) unless check.repaired is null. All threads call it
   // after the cluster_sync that completes the tallies; one thread reports.
-  EMB_DEVICE void report(const SmallMemory& memory) const {
+  EMB_DEVICE void report(const SmallGroupMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
-    report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),
-                      cluster_total(memory, SmallMemory::kOffsetViolations));
+    report_violations(check, cluster_total(memory, SmallGroupMemory::kBadIndices),
+                      cluster_total(memory, SmallGroupMemory::kOffsetViolations));
   }
 };
 

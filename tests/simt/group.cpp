@@ -13,7 +13,7 @@ bool group_small(const Source& source, int64_t n, int64_t max_cluster, const Sma
   const simt::HostLauncher launcher{static_cast<unsigned>(max_cluster)};
   if (max_cluster == 0) return false;
   const auto plan = plan_small_group(n, max_small_cluster<Source>(launcher));
-  if (plan.items == 0) return false;
+  if (plan.items_per_thread == 0) return false;
   launch_small_group(launcher, plan, source, args);
   return true;
 }
