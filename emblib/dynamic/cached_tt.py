@@ -142,7 +142,7 @@ class CachedTTEmbeddingBags(nn.Module):
     changes: Tensor  # float64 `[T, 2]`, squared differences of evicted rows and cores
     since: Tensor  # int64 `[T]`, saved training lookups since rows were chosen
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`
-    ends: Tensor  # int64 `[F]`, rows of the feature's table
+    rows_of_features: Tensor  # int64 `[F]`, number of rows of the feature's table
     tables_of_features: Tensor  # int64 `[F]`
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
 
@@ -220,7 +220,7 @@ class CachedTTEmbeddingBags(nn.Module):
         features = self.trains.feature_tables
         return {
             "key_bases": [self._first_key[t] for t in features],
-            "ends": [self.tables[t].rows for t in features],
+            "rows_of_features": [self.tables[t].rows for t in features],
             "tables_of_features": list(features),
             "segment_tables": [0 for _ in features],  # index and counts have one table each
             "id_tables": [id_table_row(self.tables[t].rows) for t in features],
@@ -300,10 +300,10 @@ class CachedTTEmbeddingBags(nn.Module):
             weights_of_ids = None if per_sample_weights is None else per_sample_weights[padding:]
             offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
             out: Tensor = self(indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes)
-            none = self.trains.pooling is Pooling.NONE
-            return torch.cat([out.new_zeros(padding, out.shape[1]), out]) if none else out
+            is_pooled = self.trains.pooling is not Pooling.NONE
+            return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
-        counted = self._is_counted()
+        is_counted = self._is_counted()
         batch = self._split_lookups(indices, offsets, batch_sizes)
         skips_rows = self._skip_rows()
         out = self.trains(batch.cold, offsets, per_sample_weights, batch_sizes=batch_sizes)
@@ -312,7 +312,7 @@ class CachedTTEmbeddingBags(nn.Module):
             rows = batch.rows if self._has_stored_rows() else torch.full_like(batch.cold, -1)
             out = out + self.rows(rows, offsets, per_sample_weights, batch_sizes=batch_sizes)
         out = out.to(self.precision.output)
-        if counted:
+        if is_counted:
             self._count(batch, missed_before)
         if out.requires_grad:
             out.register_hook(partial(self._check_choice, self._choice))
@@ -329,8 +329,8 @@ class CachedTTEmbeddingBags(nn.Module):
             self._check_choice(running.noted(self))
             return False
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
-        counted = self.training and with_grad
-        if counted:
+        is_counted = self.training and with_grad
+        if is_counted:
             if self.cache.every and is_captured(self.counters):
                 raise RuntimeError(
                     f"a cache with every={self.cache.every} chooses its rows in Python, which the "
@@ -340,7 +340,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self._populate_in_time()
         if running is not None:
             running.note(self, self._choice)
-        return counted
+        return is_counted
 
     def _has_stored_rows(self) -> bool:
         """Return whether any rows are stored; reads the device once after each populate."""
@@ -383,7 +383,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Check a batch before anything is changed; return repaired offsets, `[F * B + 1]`."""
-        features, bags = len(self.ends), offsets.numel() - 1
+        features, bags = len(self.rows_of_features), offsets.numel() - 1
         if batch_sizes is None and (bags < 0 or bags % features):
             raise RuntimeError(
                 f"offsets must have F * B + 1 entries for {features} features, got {bags + 1}"
@@ -414,7 +414,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Split a batch into lookups of cores, stored rows, and ids to count."""
-        features, layout = len(self.ends), self.layout_of_bags(offsets, batch_sizes)
+        features, layout = len(self.rows_of_features), self.layout_of_bags(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, features, batch_sizes)
         keys = ids
@@ -534,9 +534,10 @@ class CachedTTEmbeddingBags(nn.Module):
         self.rows.settle()  # `overwriting` would drop newer rows in the row cache
         if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
-                at = free.to(view.device)
-                values = new_rows.to(view) if name == "weight" else torch.zeros_like(view[at])
-                changes.append(partial(view.index_copy_, 0, at, values))
+                free_rows = free.to(view.device)
+                is_weight = name == "weight"
+                values = new_rows.to(view) if is_weight else torch.zeros_like(view[free_rows])
+                changes.append(partial(view.index_copy_, 0, free_rows, values))
         self._invalidate_choice()
         with self.rows.overwriting():
             in_one_call(*changes, partial(cached_keys.copy_, keys_after))

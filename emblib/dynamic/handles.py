@@ -578,18 +578,20 @@ class DynamicTable:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
             result = torch.full(all_keys.shape, default, dtype=dtype)
             for number, state, index in self.local_shards():
-                at = (owner == number).nonzero().view(-1)
-                more = [] if every_value is None else [every_value[at]]
-                result[at] = answer(state, index, all_keys[at], *more).cpu()
+                positions = (owner == number).nonzero().view(-1)
+                owned_values = [] if every_value is None else [every_value[positions]]
+                answers_here = answer(state, index, all_keys[positions], *owned_values)
+                result[positions] = answers_here.cpu()
             return result
 
         by_rank = self._run_on_all_ranks(method, answers)
         if self.ranks is None:
             return by_rank[0]
         begin = sum(part.numel() for part in keys_of_ranks[: self.ranks.rank])
-        at = slice(begin, begin + local_keys.numel())
-        rank = torch.tensor(self.owners)[owner[at]]
-        return torch.stack([part[at] for part in by_rank])[rank, torch.arange(local_keys.numel())]
+        local = slice(begin, begin + local_keys.numel())  # the keys of this rank
+        local_answers = torch.stack([rank_answers[local] for rank_answers in by_rank])
+        rank_of_key = torch.tensor(self.owners)[owner[local]]
+        return local_answers[rank_of_key, torch.arange(local_keys.numel())]
 
 
 def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:

@@ -164,7 +164,7 @@ class HashIndex(nn.Module):
             if self._has_queues:
                 self.queues[first_slot // SLOTS : (first_slot + in_use) // SLOTS].zero_()
             self.tags[first_slot : first_slot + in_use].zero_()
-            self._use(t, 0, spec.buckets * SLOTS)
+            self._advise_growth(t, 0, spec.buckets * SLOTS)
         rows = [
             (first_slot // SLOTS, spec.buckets, limit, 0, spec.max_load_1024ths, hash_key)
             for first_slot, spec, limit, hash_key in zip(
@@ -209,7 +209,7 @@ class HashIndex(nn.Module):
         # Only tables without keys can take another hash key, see `empty`.
         pass
 
-    def _use(self, table: int, rows_before: int, rows: int) -> None:
+    def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         for tensor, *numbers in self.memory_ranges(table, rows_before, rows):
             memory.advise_growth(tensor, *numbers)
 
@@ -222,14 +222,17 @@ class HashIndex(nn.Module):
         use with `before` slots and are with `now` slots.
         """
         first_slot = self._first_slots[table]
-        # Each tensor has `num` elements per `slots` slots.
+        # Each tensor has `elements` elements per `slots` slots.
         tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
             tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
         if self.versions.by_slot is not None:
             tensors.append((self.versions.by_slot, 1, 1))
-        for tensor, num, slots in tensors:
-            yield tensor, first_slot * num // slots, before * num // slots, now * num // slots
+        for tensor, elements, slots in tensors:
+            first_element, num_before, num_now = (
+                count * elements // slots for count in (first_slot, before, now)
+            )
+            yield tensor, first_element, num_before, num_now
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -359,7 +362,7 @@ class HashIndex(nn.Module):
         if wanted_buckets > num_buckets and self.grant is not None:
             wanted_buckets = self.grant(table, wanted_buckets)
         if wanted_buckets > num_buckets:
-            self._use(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
+            self._advise_growth(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
             if rows is not None and rows.on_grow is not None:
                 rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
 
@@ -595,7 +598,7 @@ class HashIndex(nn.Module):
         self.clear()
         for t in range(len(self.specs)):
             rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS
-            self._use(t, self.capacity(t), rows)
+            self._advise_growth(t, self.capacity(t), rows)
             first_slot = self._first_slots[t]
             self.tags[first_slot : first_slot + rows] = snapshot["tags"][t].to(self.tags.device)
             self.entries[first_slot : first_slot + rows] = snapshot["entries"][t].to(

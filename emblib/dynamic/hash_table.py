@@ -125,14 +125,14 @@ class HashTable(nn.Module):
         device = self.index.tags.device
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
-        self._use(0, 0, self.index.capacity(0))
+        self._advise_growth(0, 0, self.index.capacity(0))
         self._start: tuple[Tensor, Tensor] | None = None  # result of `_start_arguments`
 
     @property
     def _has_scores(self) -> bool:
         return self.index.order in hash.SCORED
 
-    def _use(self, table: int, rows_before: int, rows: int) -> None:
+    def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         memory.advise_growth(
             self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim
         )
@@ -143,7 +143,7 @@ class HashTable(nn.Module):
             return None
         layout = torch.zeros(1, 1, 2, dtype=torch.int64, device=self.values.device)
         layout[..., 1] = self.spec.dim * self.values.itemsize  # a kernel writes it: no wait
-        return RowBuffers([self.values], layout, self._use)
+        return RowBuffers([self.values], layout, self._advise_growth)
 
     def _batch(self, keys: Tensor) -> Keys:
         """Return checked keys as a batch, see the class for the errors."""
@@ -461,10 +461,8 @@ class HashTable(nn.Module):
         scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
         for slots in exported.slots.split(batch):
             if slots.numel():
-                at = torch.searchsorted(exported.slots, slots)
-                yield TableRows(
-                    exported.keys[at], self.values[slots], exported.stamps[at], scores[at]
-                )
+                i = torch.searchsorted(exported.slots, slots)
+                yield TableRows(exported.keys[i], self.values[slots], exported.stamps[i], scores[i])
 
     @without_gradients
     @atomic
@@ -628,6 +626,6 @@ def _rebuild(
 ) -> HashTable:
     table = HashTable(spec, dtype=dtype, seed=seed, device=device)
     table.index.restore(index)
-    table._use(0, 0, table.capacity())  # noqa: SLF001 - this unpickles a table
+    table._advise_growth(0, 0, table.capacity())  # noqa: SLF001 - this unpickles a table
     table.values[: values.shape[0]] = values
     return table

@@ -106,7 +106,7 @@ class DynamicEmbeddingBags(FusedTables):
     feature_table: Tensor
     dropped_updates: Tensor
     """Updates of keys that were evicted between their forward and their backward, so far."""
-    moves: Tensor  # see `DynamicState`
+    byte_layout: Tensor  # see `DynamicState`
     spec_kind = SpecKind(
         DynamicSpec,
         "DynamicSpec(capacity=1000, dim=64)",
@@ -160,7 +160,7 @@ class DynamicEmbeddingBags(FusedTables):
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
         self.expiry = self.state.parts().get("expiry")
-        self._register_rows(self.state.row_buffers, self.state.moves)
+        self._register_rows(self.state.row_buffers, self.state.byte_layout)
         self.register_buffer("dropped_updates", self.state.dropped_updates, persistent=False)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
         self.register_buffer("feature_table", features, persistent=False)
@@ -171,17 +171,17 @@ class DynamicEmbeddingBags(FusedTables):
         if backing is not None:
             self.state.backing = BackingTier(self.state, backing)
 
-    def _register_rows(self, buffers: Sequence[Tensor], moves: Tensor) -> None:
+    def _register_rows(self, buffers: Sequence[Tensor], byte_layout: Tensor) -> None:
         weights, *states = buffers
         self._register_row_buffers(weights, states, persistent=False)
-        self.register_buffer("moves", moves, persistent=False)
+        self.register_buffer("byte_layout", byte_layout, persistent=False)
 
     def _bind_state(self) -> None:
         """Point the state at the module's current tensors."""
         self._calls = None  # it has references to the memory on another device
         state, this_module = self.state, weakref.ref(self)
         state.weights, state.optimizer_states = self.weights, self._states()
-        state.moves, state.hyperparams = self.moves, self.hyperparams
+        state.byte_layout, state.hyperparams = self.byte_layout, self.hyperparams
         state.dropped_updates = self.dropped_updates
 
         def adopt_hyperparams(values: Tensor) -> None:
@@ -651,7 +651,7 @@ class DynamicEmbeddingBags(FusedTables):
         rows, requires_grad = state.pop("_rows_in_use"), state.pop("_requires_grad", True)
         super().__setstate__(state)
         buffers = self.rows.allocate(self.hyperparams.device)
-        self._register_rows(buffers, self.moves)
+        self._register_rows(buffers, self.byte_layout)
         self.weights.requires_grad_(requires_grad)
         self._bind_state()
         self.rows.restore(buffers, rows)

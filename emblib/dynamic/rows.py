@@ -149,7 +149,9 @@ class RowLayout:
             for size, dtype in zip(sizes, self.dtypes, strict=True)
         ]
 
-    def use(self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int) -> None:
+    def advise_growth(
+        self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int
+    ) -> None:
         """Request huge pages for the growth of a table from `rows_before` to `rows_now` rows."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
@@ -178,8 +180,8 @@ class RowLayout:
             views[name] = rows if self._per_row[number] else rows.view(count, width)
         return views
 
-    def moves(self, device: torch.device) -> Tensor:
-        """Return the bytes at which rows begin and their sizes: `RowBuffers.layout`."""
+    def byte_layout(self, device: torch.device) -> Tensor:
+        """Return `RowBuffers.layout`: first byte and bytes per row, by table and buffer."""
         layout = [
             [
                 (self.first_element(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
@@ -256,11 +258,13 @@ class RowLayout:
     def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
         """Raise ValueError unless `restore` takes a snapshot of tables with these rows in use."""
         tables = dumps.check_list("rows", snapshot, len(self.specs), "table")
-        for t, (buffers, rows) in enumerate(zip(tables, capacities, strict=True)):
-            subject, rows = f"rows of table {t}", rows + self.specs[t].fallback_rows
-            buffers = dumps.check_list(subject, buffers, len(self.names), f"entry of {self.names}")
+        for t, (buffers, rows_in_use) in enumerate(zip(tables, capacities, strict=True)):
+            num_rows = rows_in_use + self.specs[t].fallback_rows
+            buffers = dumps.check_list(
+                f"rows of table {t}", buffers, len(self.names), f"entry of {self.names}"
+            )
             for p, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
-                shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
+                shape = (num_rows,) if self._per_row[p] else (num_rows, self.width(t, p))
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
@@ -272,7 +276,7 @@ class RowLayout:
             views = self.views(buffers, t).values()
             fallback_views = self.fallback_views(buffers, t).values()
             rows = parts[0].shape[0] - self.specs[t].fallback_rows
-            self.use(buffers, t, 0, rows)
+            self.advise_growth(buffers, t, 0, rows)
             for view, fallback, part in zip(views, fallback_views, parts, strict=True):
                 view[:rows] = part[:rows].to(view.device)
                 fallback.copy_(part[rows:])

@@ -37,7 +37,7 @@ _INT64_MIN = -(2**63)
 
 
 class StepBudget(Protocol):
-    """The place of a state in an `emblib.MemoryBudget`."""
+    """The part of an `emblib.MemoryBudget` that a state uses."""
 
     def begin_step(self, state: DynamicState) -> None:
         """Shrink tables whose memory others need, before the keys of a batch are inserted."""
@@ -89,7 +89,7 @@ class DynamicState:
     weights: Tensor
     optimizer_states: list[Tensor]
     hyperparams: Tensor
-    moves: Tensor  # int64 `[T, P, 2]`, see `RowBuffers.layout`
+    byte_layout: Tensor  # int64 `[T, P, 2]`, see `RowBuffers.layout`
     dropped_updates: Tensor
 
     def __init__(
@@ -114,7 +114,7 @@ class DynamicState:
         self.table_names = self.layout.table_names
         self.index = HashIndex(self.specs, device, hash_keys)
         self.weights, *self.optimizer_states = self.layout.allocate(device)
-        self.moves = self.layout.moves(device)
+        self.byte_layout = self.layout.byte_layout(device)
         self.hyperparams = optimizer.hyperparams().to(device)
         self.dropped_updates = torch.zeros(1, dtype=torch.int64, device=device)
         self.row_initializer = RowInitializer(self.layout, seed, device)
@@ -139,12 +139,12 @@ class DynamicState:
         self.last_batch: LastBatch | None = None
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
         self.lock = CompletingLock()
-        self.use_initial_rows()
+        self.advise_initial_rows()
         self.row_initializer.write_fallback_(self.row_buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles without its memory, which the owner copies."""
-        memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
+        memory = ("weights", "optimizer_states", "byte_layout", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
         if self.last_uses is not None:
             state["last_uses"] = self.last_uses.in_use(self.capacities())
@@ -158,22 +158,22 @@ class DynamicState:
     def slot_rows(self) -> RowBuffers:
         """Return the rows that the index moves when a table grows."""
         if self.last_uses is None:
-            return RowBuffers(self.row_buffers, self.moves, self._use_rows)
-        layout = torch.cat([self.moves, self.last_uses.layout], dim=1)
-        return RowBuffers([*self.row_buffers, self.last_uses.buffer], layout, self._use_rows)
+            return RowBuffers(self.row_buffers, self.byte_layout, self._advise_growth)
+        layout = torch.cat([self.byte_layout, self.last_uses.layout], dim=1)
+        return RowBuffers([*self.row_buffers, self.last_uses.buffer], layout, self._advise_growth)
 
     def moved_bytes(self, table: int) -> int:
         """Return the bytes per row that move with its slot, such as weights and states."""
         return int(self.slot_rows().layout[table, :, 1].sum())
 
-    def _use_rows(self, table: int, rows_before: int, rows_now: int) -> None:
-        """Prepare the memory of the rows that a table starts to use."""
-        self.layout.use(self.row_buffers, table, rows_before, rows_now)
+    def _advise_growth(self, table: int, rows_before: int, rows_now: int) -> None:
+        """Request huge pages for rows that a table starts to use."""
+        self.layout.advise_growth(self.row_buffers, table, rows_before, rows_now)
 
-    def use_initial_rows(self) -> None:
-        """Mark the rows of the initial capacities as used."""
+    def advise_initial_rows(self) -> None:
+        """Request huge pages for the rows of the initial capacities."""
         for t, spec in enumerate(self.specs):
-            self._use_rows(t, 0, spec.buckets * SLOTS)
+            self._advise_growth(t, 0, spec.buckets * SLOTS)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules of the state by their names in state dicts."""

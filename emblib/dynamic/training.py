@@ -198,22 +198,22 @@ def insert_at_once(
         if not results:
             return None
         repaired, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
-        of_misses = results[_NUM_RESULTS_OF_HITS:]
+        results_of_misses = results[_NUM_RESULTS_OF_HITS:]
         keys = Keys(ids, starts, arguments.tables)
         inserted = InsertedBatch(slots)
-        if of_misses and backing is None:
-            inserted = inserted._replace(status=of_misses[0])
-        elif of_misses and backing is not None:
+        if results_of_misses and backing is None:
+            inserted = inserted._replace(status=results_of_misses[0])
+        elif results_of_misses and backing is not None:
             if placement is None:
-                placement = backing.placement_of(of_misses, scores)
+                placement = backing.placement_of(results_of_misses, scores)
             inserted = inserted._replace(misses=placement.misses, result=placement.result)
             backing.take_at_once(placement)
-        if of_misses:
+        if results_of_misses:
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)
         state.last_batch = LastBatch(inserted, keys, ids._version)
-        if of_misses and backing is not None:
+        if results_of_misses and backing is not None:
             backing.start_moves()
         return BatchAtOnce(keys, repaired, slots, groups)
 
@@ -467,7 +467,7 @@ def _clear(state: DynamicState, tick: int) -> None:
         state.scores.clear()
     if state.expiry is not None:
         state.expiry.forget()
-    state.use_initial_rows()
+    state.advise_initial_rows()
     state.row_initializer.write_fallback_(state.row_buffers)
     if state.backing is not None:
         state.backing.clear()
@@ -532,13 +532,13 @@ def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor
             state[rows] = 0
 
 
-def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
+def _rows_of_new_keys(layout: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
     """Return the rows with new keys, int64 `[n]`, numbered over all tables (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
     is_new = inserted.result.slots >= 0
     tables = tables_of(keys)[inserted.misses.first[is_new]]
-    first_rows = [rows.first_row(t) for t in range(len(rows.specs))]
+    first_rows = [layout.first_row(t) for t in range(len(layout.specs))]
     return torch.tensor(first_rows, device=tables.device)[tables] + inserted.result.slots[is_new]
 
 

@@ -45,7 +45,7 @@ from emblib.ops.route import gather_segments, is_captured, segments_at_end, take
 _INT64 = torch.int64
 
 # Names of types within a class that TorchScript resolves, which takes no unions inside of others.
-_Span = tuple[Tensor, Tensor | None, Tensor]
+_Tensors = tuple[Tensor, Tensor | None, Tensor]
 _Change = Callable[[Tensor], Tensor]
 
 
@@ -618,16 +618,16 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         selected._length_per_key = [sizes[i] for i in order]
         return selected
 
-    def _view(self, order: Sequence[int]) -> _Span:
+    def _view(self, order: Sequence[int]) -> _Tensors:
         """Return values, weights and lengths of consecutive features, as views."""
-        ends, weights = self.offset_per_key(), self._weights
+        bounds, weights = self.offset_per_key(), self._weights
         return (
-            span(self._values, ends, order),
-            None if weights is None else span(weights, ends, order),
+            span(self._values, bounds, order),
+            None if weights is None else span(weights, bounds, order),
             span(self.lengths(), self.lengths_offset_per_key(), order),
         )
 
-    def _gather(self, order: Sequence[int], order_tensor: Tensor | None) -> _Span:
+    def _gather(self, order: Sequence[int], order_tensor: Tensor | None) -> _Tensors:
         """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
         if order_tensor is None:

@@ -2,8 +2,8 @@
 
 Hooks on the lookups note the ids of training forwards, so nothing is compared, and tables are
 scanned only where their rows may be in a backing store: for keys used since a tick, as dumps of
-changes are. Keys that left are those that an eviction log has seen. Every change is named until
-`commit`, so an entry that could not be made is part of the next one.
+changes are. Keys that left are those that an eviction log has seen. `collect` returns a change
+again until `commit` is called, so the next record has the changes of one that could not be made.
 """
 
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class LookupHook:
         offsets: Tensor = args[1] if len(args) > 1 else kwargs["offsets"]
         if not getattr(module, "include_last_offset", True):
             offsets = append_last_offset(ids, offsets)
-        # The caller may overwrite them once the forward is done.
+        # Copies, because the caller may overwrite these tensors once the forward is done.
         batch = ids.detach().clone(), offsets.detach().clone(), kwargs.get("batch_sizes")
         self._batches.append(batch)
         self.num_forwards += 1

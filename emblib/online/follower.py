@@ -1,8 +1,8 @@
 """LogFollower: a served model that applies the change logs of a trainer while it serves.
 
-Each rank of the trainer has a log. A boundary is a step that all logs have an entry for; `apply`
-goes from boundary to boundary. The entries up to the next one are checked and converted first, and
-then written while no reader is inside, so readers see all of a boundary or nothing.
+Each rank of the trainer has a log. A boundary is a step for which all logs have a record; `apply`
+goes from boundary to boundary. It checks and converts the records up to the next boundary, and then
+writes them while no reader is inside, so readers see all of a boundary or nothing.
 """
 
 import threading
@@ -29,8 +29,8 @@ class Lag(NamedTuple):
 
     Attributes:
         steps: steps from the one that is served to the newest in the logs; None before the first.
-        seconds: age of the oldest entry that is not applied, by the clocks of both machines; 0.0 if
-            all are.
+        seconds: age of the oldest record that is not applied, by the clocks of both machines; 0.0
+            if all are applied.
 
     Example:
         >>> emblib.online.Lag(steps=0, seconds=0.0)
@@ -99,7 +99,7 @@ class LogFollower:
             raise ValueError("a follower needs the sink of each rank's log, got none")
         self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = step
-        self._key: Key | None = None  # of the last boundary; None: a snapshot is needed, or a base
+        self._key: Key | None = None  # of the last boundary; None if the tables are at none
         self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
         self._applying = threading.Lock()  # held while the logs are read or applied
@@ -120,13 +120,13 @@ class LogFollower:
 
     @property
     def lag(self) -> Lag:
-        """Return how far the tables are behind; reads the new entries of the logs."""
+        """Return how far the tables are behind; reads the new records of the logs."""
         with self._applying:
-            heads = [log.unapplied(self._is_new) for log in self._logs]
-        seconds = max((time.time() - oldest.time for oldest, _ in filter(None, heads)), default=0.0)
+            unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
+        seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)
         if self._step is None:
             return Lag(None, max(seconds, 0.0))
-        steps = max((newest.step - self._step for _, newest in filter(None, heads)), default=0)
+        steps = max((newest.step - self._step for _, newest in unapplied), default=0)
         return Lag(max(steps, 0), max(seconds, 0.0))
 
     def _is_new(self, record: Record) -> bool:
@@ -142,7 +142,8 @@ class LogFollower:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
                 the last boundary.
             OSError: a source cannot be read.
-            ValueError: rows that the format of a table does not hold; they stay at it, too.
+            ValueError: the format of a table does not hold a row; the tables stay at the last
+                boundary.
         """
         with self._applying:
             has_more = True
@@ -196,9 +197,9 @@ class LogFollower:
         heads = [log.pending[0] for log in self._logs if log.pending]
         if len(heads) < len(self._logs) or self._step is None:
             return
-        begins = [record for record in heads if record.is_whole or record.sequence == 1]
-        if any(record.step > self._step for record in begins):
-            self._has_base = False  # entries after the base were dropped, or never made
+        log_starts = [record for record in heads if record.is_whole or record.sequence == 1]
+        if any(record.step > self._step for record in log_starts):
+            self._has_base = False  # records after the base were dropped, or never made
             for log in self._logs:
                 log.restart()
         else:
@@ -326,20 +327,20 @@ class _Log:
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
-        for entry in self._source.read(self._position):
-            record = decode(entry.data, entry.where)
+        for stored in self._source.read(self._position):
+            record = decode(stored.data, stored.where)
             if self._last == (record.sequence, record.time):
-                self._position = entry.position  # written again by a trainer that saw an error
+                self._position = stored.position  # written again by a trainer that saw an error
                 continue
             if self._last is not None and record.sequence != self._last[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{entry.where} is record {record.sequence}, after {self._last[0]}: "
+                        f"{stored.where} is record {record.sequence}, after {self._last[0]}: "
                         "those between are missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
-            self._position, self._last = entry.position, (record.sequence, record.time)
+            self._position, self._last = stored.position, (record.sequence, record.time)
             self.newest, count = record.key, count + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             if not self.has_skipped:
@@ -360,12 +361,12 @@ class _Log:
     def unapplied(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
         """Return the oldest and the newest record to apply; None if there are none.
 
-        It reads the log to its end, and keeps nothing that is not pending.
+        It reads the log to its end, and does not keep the records that it reads.
         """
         oldest = next((record for record in self.pending if is_new(record)), None)
         newest = self.pending[-1] if oldest is not None else None
-        for entry in self._source.read(self._position):
-            newest = decode(entry.data, entry.where)
+        for stored in self._source.read(self._position):
+            newest = decode(stored.data, stored.where)
             if oldest is None and is_new(newest):
                 oldest = newest
         return None if oldest is None or newest is None else (oldest, newest)

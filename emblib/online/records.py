@@ -249,7 +249,7 @@ def body_bytes(prefix: bytes, location: str) -> int:
 _WAY_OUT = "start the trainer's log in another place, or copy the log again from where it is whole"
 
 
-def is_whole(data: bytes) -> bool:
+def is_complete(data: bytes) -> bool:
     """Return whether the body behind a valid prefix is the one that was written."""
     prefix, body = _Prefix.of(data), memoryview(data)[PREFIX_BYTES:]
     return len(body) == prefix.body_bytes and zlib.crc32(body) == prefix.body_crc
@@ -264,7 +264,7 @@ def decode(data: bytes, location: str) -> Record:
     if len(data) < PREFIX_BYTES:
         raise LogError(f"{location} is truncated; {_WAY_OUT}")
     body_bytes(data[:PREFIX_BYTES], location)
-    if not is_whole(data):
+    if not is_complete(data):
         raise LogError(f"{location} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
     prefix = _Prefix.of(data)
     tables: dict[str, list[TableChange]] = {}

@@ -221,13 +221,13 @@ class QuantizedRows:
 def _pack_rows(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Tensor:
     """Return rows `[n, dim]` in the format of a table, uint8 `[n, row_bytes]` on its device."""
     name, spec = module.table_names[table], module.tables[table]
-    part = QuantizedEmbeddingBags(
+    packer = QuantizedEmbeddingBags(
         [TableSpec(max(weight.size(0), 1), spec.dim, name)],
         formats=[module.formats[table]],
         device=module.packed.device,
     )
-    part.write_rows(0, weight)
-    return part.table_views()[0]["packed"][: weight.size(0)]
+    packer.write_rows(0, weight)
+    return packer.table_views()[0]["packed"][: weight.size(0)]
 
 
 class IndexedRows:
@@ -254,11 +254,11 @@ class IndexedRows:
         if not change.fallback:
             return lambda: self._apply(removed, keys, packed)
         numbers = range_of(change.fallback["keys"], self._index.fallback).to(device)
-        shared = _pack_rows(rows, self._table, change.fallback["weight"])
+        fallback_rows = _pack_rows(rows, self._table, change.fallback["weight"])
 
         def write() -> None:
             self._apply(removed, keys, packed)
-            self._view()[self._index.missing + numbers] = shared
+            self._view()[self._index.missing + numbers] = fallback_rows
 
         return write
 
@@ -341,9 +341,10 @@ class IndexedRows:
         self._unused_rows = is_free.nonzero().view(-1)
         self._freed_rows = self._unused_rows[:0]
         self._removed_row = index.missing
-        shared = rows[counts > 1].tolist()  # another follower's row of removed keys
-        if index.missing < 0 and shared:
-            (self._removed_row,) = shared
+        # Only the row of removed keys has several keys, if an earlier follower has removed some.
+        repeated_rows = rows[counts > 1].tolist()
+        if index.missing < 0 and repeated_rows:
+            (self._removed_row,) = repeated_rows
         elif index.missing < 0:
             if not self._unused_rows.numel():
                 self._grow(1)
@@ -518,12 +519,12 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     for change in changes:
         blocks.setdefault(change.first_column, []).append(change)
     shards = [_newest(block_changes) for _, block_changes in sorted(blocks.items())]
-    left, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
-    if any(not torch.equal(shard.keys, left.keys) for shard in shards):
+    first, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
+    if any(not torch.equal(shard.keys, first.keys) for shard in shards):
         raise LogError("the shards of a table by columns have logged different rows")
-    if weight.size(1) != left.dim:
-        raise LogError(f"the log has {weight.size(1)} of the {left.dim} columns of a table")
-    return [left._replace(weight=weight, first_column=0)]
+    if weight.size(1) != first.dim:
+        raise LogError(f"the log has {weight.size(1)} of the {first.dim} columns of a table")
+    return [first._replace(weight=weight, first_column=0)]
 
 
 def _newest(changes: Sequence[TableChange]) -> TableChange:

@@ -1,8 +1,8 @@
 """Sinks: where the records of a change log are kept, and read from.
 
-`DirectorySink` appends records to files, the segments, numbered from 1 on. A record that is not
-whole ends the last segment: it is being written, or its writer was killed, and the next writer cuts
-it off. Anywhere else a record that is not whole is damage. `RedisSink` adds records to a stream.
+`DirectorySink` appends records to files, the segments, numbered from 1 on. An incomplete record at
+the end of the last segment is being written, or its writer was killed; the next writer cuts it off.
+Anywhere else an incomplete record is damage. `RedisSink` adds records to a stream.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from emblib.online.records import PREFIX_BYTES, LogError, body_bytes, is_whole
+from emblib.online.records import PREFIX_BYTES, LogError, body_bytes, is_complete
 
 _SUFFIX = ".log"
 
@@ -138,8 +138,8 @@ class DirectorySink:
         segments = self._segments()
         if segments:
             self._segment, end = segments[-1], 0
-            for entry in self._read_segment(self._segment, 0, is_last=True):
-                end = int(entry.position.split(":")[1])
+            for stored in self._read_segment(self._segment, 0, is_last=True):
+                end = int(stored.position.split(":")[1])
             os.truncate(self._segment_path(self._segment), end)
 
     def _next_segment(self) -> None:
@@ -190,7 +190,7 @@ class DirectorySink:
                 length = 0 if is_torn else body_bytes(prefix, location)
                 data = prefix + file.read(length)
                 end = offset + PREFIX_BYTES + length
-                if is_torn or end > size or not is_whole(data):
+                if is_torn or end > size or not is_complete(data):
                     if is_last and end >= size:
                         return
                     raise LogError(
@@ -203,7 +203,7 @@ class DirectorySink:
     def trim(self, before: str) -> None:
         """See `Sink`; files are deleted, the newest first.
 
-        So a reader meanwhile goes on from an older file to the segment of the position.
+        A reader in an older file thus continues with the segment of the position.
         """
         for number in reversed(self._segments()):
             if number < int(before.split(":")[0]):

@@ -88,8 +88,8 @@ def find_tables(model: nn.Module) -> ModelTables:
         ValueError: the collections of the model are sharded over different numbers of ranks.
     """
     model_tables = ModelTables()
-    sharded = [part for part in model.modules() if isinstance(part, ShardedTables)]
-    ranks_and_sizes = {(part.ranks.rank, part.ranks.size) for part in sharded}
+    sharded = [module for module in model.modules() if isinstance(module, ShardedTables)]
+    ranks_and_sizes = {(module.ranks.rank, module.ranks.size) for module in sharded}
     if len(ranks_and_sizes) > 1:
         raise ValueError(
             "the collections of the model are sharded over different ranks, "
@@ -99,33 +99,35 @@ def find_tables(model: nn.Module) -> ModelTables:
         ((model_tables.rank, model_tables.num_ranks),) = ranks_and_sizes
     # Of tables that every rank has, only rank 0 writes its copy.
     replicas = {
-        id(part.replicated.groups)
-        for part in sharded
-        if part.replicated is not None and part.ranks.rank > 0
+        id(module.replicated.groups)
+        for module in sharded
+        if module.replicated is not None and module.ranks.rank > 0
     }
     outer_paths: list[str] = []  # of modules that are taken as a whole, with their submodules
-    for path, part in model.named_modules():
+    for path, module in model.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in outer_paths):
             continue
-        if isinstance(part, TableGroups):
-            if id(part) not in replicas:
-                _add_groups(model_tables, part)
-        elif isinstance(part, InferenceEmbeddingBags):
+        if isinstance(module, TableGroups):
+            if id(module) not in replicas:
+                _add_groups(model_tables, module)
+        elif isinstance(module, InferenceEmbeddingBags):
             outer_paths.append(path)
-        elif isinstance(part, DynamicEmbeddingBags):
+        elif isinstance(module, DynamicEmbeddingBags):
             outer_paths.append(path)
-            tables = [PlainTable("", part, t, 0, 0, 0, is_keyed=True) for t in part.feature_tables]
-            model_tables.calls.append((part, tables))
-        elif isinstance(part, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
+            tables = [
+                PlainTable("", module, t, 0, 0, 0, is_keyed=True) for t in module.feature_tables
+            ]
+            model_tables.calls.append((module, tables))
+        elif isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             outer_paths.append(path)
-            specs = zip(part.table_names, part.tables, strict=True)
-            tables = [PlainTable(n, part, t, 0, 0, s.dim) for t, (n, s) in enumerate(specs)]
+            specs = zip(module.table_names, module.tables, strict=True)
+            tables = [PlainTable(n, module, t, 0, 0, s.dim) for t, (n, s) in enumerate(specs)]
             model_tables.add(tables)
-            model_tables.calls.append((part, [tables[t] for t in part.feature_tables]))
-        elif hasattr(part, "cores"):
+            model_tables.calls.append((module, [tables[t] for t in module.feature_tables]))
+        elif hasattr(module, "cores"):
             outer_paths.append(path)
             model_tables.others |= dict.fromkeys(
-                getattr(part, "table_names", [path]), "tensor trains"
+                getattr(module, "table_names", [path]), "tensor trains"
             )
     return model_tables
 
@@ -133,16 +135,16 @@ def find_tables(model: nn.Module) -> ModelTables:
 def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
     """Add the tables of a collection, and the calls that read them."""
     tables: dict[int, PlainTable] = {}
-    for i, part in enumerate(groups.slices):
-        name, (module, number) = part.config.name, groups.module_of(i)
-        if part.storage.is_keyed:
+    for i, table_slice in enumerate(groups.slices):
+        name, (module, number) = table_slice.config.name, groups.module_of(i)
+        if table_slice.storage.is_keyed:
             tables[i] = PlainTable(name, module, number, 0, 0, 0, is_keyed=True)
             continue
         if not isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
-            model_tables.others[name] = type(part.storage).__name__
+            model_tables.others[name] = type(table_slice.storage).__name__
             continue
-        begin, dim = part.columns[0], part.config.embedding_dim
-        tables[i] = PlainTable(name, module, number, part.rows[0], begin, dim)
+        begin, dim = table_slice.columns[0], table_slice.config.embedding_dim
+        tables[i] = PlainTable(name, module, number, table_slice.rows[0], begin, dim)
     for info in groups.groups:
         if all(s in tables for s in info.slices):
             model_tables.add([tables[s] for s in info.slices if not tables[s].is_keyed])

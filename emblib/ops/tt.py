@@ -122,14 +122,14 @@ class ComputedRows(NamedTuple):
     Attributes:
         groups: distinct rows and their lookups, as `tbe_group` returns them.
         plan: halves that the distinct rows share.
-        prefixes: float32 `[num_saved, largest Q_l * rank]`, values of the first left halves.
+        left_values: float32 `[num_saved, largest Q_l * rank]`, values of the first left halves.
         rows: float32 `[L, D]`, the distinct rows; None unless sample weights need a gradient.
         inverse: int32 `[L]`, the row of each lookup; None without `rows`.
     """
 
     groups: tbe.Groups
     plan: TTPlan
-    prefixes: Tensor
+    left_values: Tensor
     rows: Tensor | None = None
     inverse: Tensor | None = None
 
@@ -158,11 +158,11 @@ def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Co
     `cores` are the cores of all tables, table after table.
     """
     groups, plan = _group(batch)
-    rows, prefixes = _ops.tt_rows(
+    rows, left_values = _ops.tt_rows(
         cores, plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
     )
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
-    return ComputedRows(groups, plan, prefixes, rows, inverse)
+    return ComputedRows(groups, plan, left_values, rows, inverse)
 
 
 def look_up(
@@ -181,9 +181,9 @@ def look_up(
     the other ones again.
     """
     if keeps_rows or not _has_whole_passes(batch):
-        rows = compute_rows(cores, batch, num_saved)
-        out = pool(rows, batch, sample_weights)
-        return out, rows if keeps_rows else rows._replace(rows=None, inverse=None)
+        computed = compute_rows(cores, batch, num_saved)
+        out = pool(computed, batch, sample_weights)
+        return out, computed if keeps_rows else computed._replace(rows=None, inverse=None)
     layout = batch.layout
     out, *saved = tt_lookup_checked_(
         cores,
@@ -214,13 +214,13 @@ def _has_whole_passes(batch: TTLookup) -> bool:
     return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def pool(rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+def pool(computed: ComputedRows, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
     """Pool the computed rows of a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
-    weights, features, slots = _row_memory(rows, batch)
+    weights, features, slots = _row_memory(computed, batch)
     return _ops.tbe_lookup(
         weights,
         features,
-        rows.inverse,
+        computed.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -351,8 +351,8 @@ def max_saved_left_halves(layout: TTLayout, cores: Sequence[Tensor]) -> int:
         return 0  # the left half is the first core itself
     if cores[0].device.type != "cpu":
         return layout.left_ids
-    max_prefixes = _SAVED_BYTES_CPU // (torch.float32.itemsize * _left_value_size(cores, layout))
-    return min(layout.left_ids, max_prefixes)
+    max_left_halves = _SAVED_BYTES_CPU // (torch.float32.itemsize * _left_value_size(cores, layout))
+    return min(layout.left_ids, max_left_halves)
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -375,8 +375,8 @@ class DenseTTLookup(torch.autograd.Function):
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
         num_saved = num_saved_left_halves(batch, cores)
-        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
-        _save(ctx, rows, sample_weights, cores)
+        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, computed, sample_weights, cores)
         return out
 
     @staticmethod
@@ -401,16 +401,16 @@ class DenseTTLookup(torch.autograd.Function):
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
             return None, sample_grad, None, None, *core_grads
-        rows, sample_weights, cores = _saved(ctx)
+        computed, sample_weights, cores = _saved(ctx)
         core_grads = [None] * len(cores)
         if any(needs_core_grads):
-            row_grads = _row_grads(grad, rows, ctx.batch, sample_weights)
-            core_grads = _core_grads(row_grads, rows, ctx.batch, cores)
+            row_grads = _row_grads(grad, computed, ctx.batch, sample_weights)
+            core_grads = _core_grads(row_grads, computed, ctx.batch, cores)
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
         sample_grad = None
         if needs_sample_grad:
-            sample_grad = _sample_weight_grad(grad, rows, ctx.batch)
+            sample_grad = _sample_weight_grad(grad, computed, ctx.batch)
         return None, sample_grad, None, None, *core_grads
 
 
@@ -450,8 +450,8 @@ class FusedTTLookup(torch.autograd.Function):
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
         num_saved = 0 if compiling else num_saved_left_halves(batch, cores)
-        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
-        _save(ctx, rows, sample_weights, ())
+        out, computed = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, computed, sample_weights, ())
         return out
 
     @staticmethod
@@ -461,7 +461,7 @@ class FusedTTLookup(torch.autograd.Function):
         cores, batch = ctx.cores, ctx.batch
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
-        rows, sample_weights, _ = _saved(ctx)
+        computed, sample_weights, _ = _saved(ctx)
         scale = overflow = sample_grad = is_finite = None
         if ctx.needs_input_grad[0]:  # `grad_anchor`: the cores are trained
             scale = scale_of_backward()
@@ -469,24 +469,26 @@ class FusedTTLookup(torch.autograd.Function):
             grad, is_finite = unscaled_gradient = unscaled(grad, scale)
             overflow = unscaled_gradient.overflow()
         if ctx.needs_input_grad[6]:  # `sample_weights`
-            sample_grad = _sample_weight_grad(grad, rows, batch)
+            sample_grad = _sample_weight_grad(grad, computed, batch)
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward has updated the cores, so values saved in forward are out of date.
-            num_saved = rows.prefixes.size(0)
-            _, prefixes = _ops.tt_rows(
-                cores, rows.plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
+            num_saved = computed.left_values.size(0)
+            _, left_values = _ops.tt_rows(
+                cores, computed.plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
             )
-            rows = rows._replace(prefixes=prefixes)
+            computed = computed._replace(left_values=left_values)
         grad = autograd.clip_gradient(grad, ctx.rule)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
-            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, rows, batch, grad, sample_weights)
+            _update(
+                cores, ctx.states, ctx.hyperparams, ctx.rule, computed, batch, grad, sample_weights
+            )
             return overflow, None, None, None, None, None, sample_grad, None, None
-        row_grads = _row_grads(grad, rows, batch, sample_weights)
-        core_grads = _core_grads(row_grads, rows, batch, cores)
+        row_grads = _row_grads(grad, computed, batch, sample_weights)
+        core_grads = _core_grads(row_grads, computed, batch, cores)
         _apply_core_grads(ctx, core_grads, is_finite)
         return overflow, None, None, None, None, None, sample_grad, None, None
 
@@ -554,7 +556,7 @@ def _update(
     states: Sequence[list[Tensor]],
     hyper: Tensor,
     rule: autograd.UpdateRule,
-    rows: ComputedRows,
+    computed: ComputedRows,
     batch: TTLookup,
     grad: Tensor,
     sample_weights: Tensor | None,
@@ -579,20 +581,20 @@ def _update(
             batch.bag_layout,
             sample_weights,
             codes.POOLING[batch.pooling.value],
-            [*rows.groups, *rows.plan, rows.prefixes],
+            [*computed.groups, *computed.plan, computed.left_values],
             *batch.layout.op_arguments,
             False,  # the saved left halves are those of the current cores
             batch.matmul_code,
         )
         return
-    row_grads = _row_grads(grad, rows, batch, sample_weights)
+    row_grads = _row_grads(grad, computed, batch, sample_weights)
     arguments = (
         cores,
         all_states,
         hyper,
         optimizer,
-        rows.plan,
-        rows.prefixes,
+        computed.plan,
+        computed.left_values,
         row_grads,
         *batch.layout.op_arguments,
         batch.matmul_code,
@@ -673,7 +675,7 @@ def _make_step(
 
 
 def _row_grads(
-    grad: Tensor, rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None
+    grad: Tensor, computed: ComputedRows, batch: TTLookup, sample_weights: Tensor | None
 ) -> Tensor:
     """Return the gradients of the distinct rows.
 
@@ -682,7 +684,7 @@ def _row_grads(
     return _ops.tbe_row_grads(
         grad,
         batch.key_features,
-        *rows.groups,
+        *computed.groups,
         batch.offsets,
         batch.bag_layout,
         sample_weights,
@@ -692,22 +694,27 @@ def _row_grads(
 
 
 def _core_grads(
-    row_grads: Tensor, rows: ComputedRows, batch: TTLookup, cores: Sequence[Tensor]
+    row_grads: Tensor, computed: ComputedRows, batch: TTLookup, cores: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the gradient of each core, float32 of its shape, from `row_grads` `[L, D]`."""
     return _ops.tt_core_grads(
-        cores, rows.plan, rows.prefixes, row_grads, *batch.layout.op_arguments, batch.matmul_code
+        cores,
+        computed.plan,
+        computed.left_values,
+        row_grads,
+        *batch.layout.op_arguments,
+        batch.matmul_code,
     )
 
 
-def _sample_weight_grad(grad: Tensor, rows: ComputedRows, batch: TTLookup) -> Tensor:
+def _sample_weight_grad(grad: Tensor, computed: ComputedRows, batch: TTLookup) -> Tensor:
     """Return the gradient of sample weights, float32 `[L]`."""
-    weights, features, slots = _row_memory(rows, batch)
+    weights, features, slots = _row_memory(computed, batch)
     return _ops.tbe_sample_weight_grad(
         grad,
         weights,
         features,
-        rows.inverse,
+        computed.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -716,11 +723,11 @@ def _sample_weight_grad(grad: Tensor, rows: ComputedRows, batch: TTLookup) -> Te
 
 
 def _save(
-    ctx: Any, rows: ComputedRows, sample_weights: Tensor | None, cores: Sequence[Tensor]
+    ctx: Any, computed: ComputedRows, sample_weights: Tensor | None, cores: Sequence[Tensor]
 ) -> None:
     """Save the tensors that backward reads."""
-    computed = (rows.prefixes, rows.rows, rows.inverse)
-    ctx.save_for_backward(*rows.groups, *rows.plan, *computed, sample_weights, *cores)
+    results = (computed.left_values, computed.rows, computed.inverse)
+    ctx.save_for_backward(*computed.groups, *computed.plan, *results, sample_weights, *cores)
 
 
 def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
@@ -728,13 +735,13 @@ def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
     tensors = ctx.saved_tensors
     groups = tbe.Groups(*tensors[:_GROUP_TENSORS])
     plan = TTPlan(*tensors[_GROUP_TENSORS : _GROUP_TENSORS + _PLAN_TENSORS])
-    computed = tensors[_GROUP_TENSORS + _PLAN_TENSORS :]
-    prefixes, row_values, inverse, sample_weights, *cores = computed
-    return ComputedRows(groups, plan, prefixes, row_values, inverse), sample_weights, cores
+    results = tensors[_GROUP_TENSORS + _PLAN_TENSORS :]
+    left_values, row_values, inverse, sample_weights, *cores = results
+    return ComputedRows(groups, plan, left_values, row_values, inverse), sample_weights, cores
 
 
 def _row_memory(
-    train_rows: ComputedRows, batch: TTLookup
+    computed: ComputedRows, batch: TTLookup
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Describe the computed rows as dense tables of L rows: weights, features, slots of a lookup.
 
@@ -744,10 +751,10 @@ def _row_memory(
     if features.device.type == "cpu":  # ops on the CPU check that a table has its ROWS
         features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()
-    assert train_rows.rows is not None
-    assert train_rows.inverse is not None
-    rows = train_rows.rows.view(-1)
+    assert computed.rows is not None
+    assert computed.inverse is not None
+    rows = computed.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
     no_rows = rows[:0]
-    return [rows, no_rows, no_rows, rows], features, train_rows.inverse
+    return [rows, no_rows, no_rows, rows], features, computed.inverse

@@ -63,8 +63,8 @@ class Content(enum.IntEnum):
         }.get(self, "values")
 
 
-class AllToAllAwaitable(Awaitable[Tensor]):
-    """A collective in flight, of any kind; `wait` returns its buffer `received`.
+class CollectiveAwaitable(Awaitable[Tensor]):
+    """A collective in flight; `wait` returns its buffer `received`.
 
     The stream that is current in `wait` may use the result.
     """
@@ -98,7 +98,7 @@ def start_all_to_all(
     received: Tensor | None = None,
     content: Content = Content.VALUES,
     has_header: bool = True,
-) -> AllToAllAwaitable:
+) -> CollectiveAwaitable:
     """Start an all-to-all of one message per rank; return an awaitable of the received messages.
 
     In host memory a call with a header first compares headers, so it returns once all ranks have
@@ -124,7 +124,7 @@ def start_all_to_all(
     if received is None:
         received = sent.new_empty(sum(received_sizes))
     if ranks.size == 1:
-        return AllToAllAwaitable(received.copy_(sent))
+        return CollectiveAwaitable(received.copy_(sent))
     in_flight = _enter_collective(ranks) if sent.device.type == "cpu" else None
     if in_flight is not None and has_header and content not in _WITHIN_FORWARD:
         itemsize = sent.element_size()
@@ -137,7 +137,7 @@ def start_all_to_all(
     work = dist.all_to_all_single(
         received, sent, list(received_sizes), list(sizes), group=ranks.group, async_op=True
     )
-    return AllToAllAwaitable(received, work, sent, in_flight=in_flight)
+    return CollectiveAwaitable(received, work, sent, in_flight=in_flight)
 
 
 def start_all_gather(
@@ -147,7 +147,7 @@ def start_all_gather(
     *,
     content: Content = Content.VALUES,
     has_header: bool = True,
-) -> AllToAllAwaitable:
+) -> CollectiveAwaitable:
     """Start to send all of `sent` (flat) to every rank; `sizes[r]` elements come from rank r.
 
     `sizes` must have the size of `sent` for this rank. The result is flat, in rank order. `content`
@@ -159,7 +159,7 @@ def start_all_gather(
     sent = sent.contiguous()
     received = sent.new_empty(sum(sizes))
     if ranks.size == 1:
-        return AllToAllAwaitable(received.copy_(sent))
+        return CollectiveAwaitable(received.copy_(sent))
     in_flight = _enter_collective(ranks) if sent.device.type == "cpu" else None
     if in_flight is not None and has_header:
         itemsize = sent.element_size()
@@ -176,7 +176,7 @@ def start_all_gather(
         dist.broadcast(message, ranks.global_rank(rank), group=ranks.group, async_op=True)
         for rank, message in enumerate(messages)
     ]
-    return AllToAllAwaitable(received, _Works(works), in_flight=in_flight)
+    return CollectiveAwaitable(received, _Works(works), in_flight=in_flight)
 
 
 def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
@@ -186,13 +186,14 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     must not use `values` before it has awaited the result.
 
     Raises:
-        RuntimeError: another thread has a collective over this process group in flight.
+        RuntimeError: another thread has a collective over this process group in flight in host
+            memory.
     """
     if ranks.size == 1:
         return ReadyAwaitable(values)
     in_flight = _enter_collective(ranks) if values.device.type == "cpu" else None
     work = dist.all_reduce(values, dist.ReduceOp.MIN, group=ranks.group, async_op=True)
-    return AllToAllAwaitable(values, work, in_flight=in_flight)
+    return CollectiveAwaitable(values, work, in_flight=in_flight)
 
 
 class _Works:
@@ -265,20 +266,20 @@ def start_all_to_alls(
         ]
         for counts in ([m.sizes for m in messages], [m.received_sizes for m in messages])
     )
-    step = len(messages)
+    num_messages = len(messages)  # to each rank
     pending = start_all_to_all(
         torch.cat([part for parts in zip(*by_message, strict=True) for part in parts]),
-        [sum(sizes[i : i + step]) for i in range(0, len(sizes), step)],
-        [sum(received_sizes[i : i + step]) for i in range(0, len(sizes), step)],
+        [sum(sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
+        [sum(received_sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
         ranks,
         content=content,
         has_header=False,
     ).then(lambda received: received.split(received_sizes))
 
     def part(index: int) -> Tensor:
-        return torch.cat(pending.wait()[index::step]).view(messages[index].sent.dtype)
+        return torch.cat(pending.wait()[index::num_messages]).view(messages[index].sent.dtype)
 
-    return [DeferredAwaitable(partial(part, index)) for index in range(step)]
+    return [DeferredAwaitable(partial(part, index)) for index in range(num_messages)]
 
 
 def start_sizes(
@@ -289,7 +290,7 @@ def start_sizes(
 ) -> Awaitable[list[tuple[list[int], list[list[int]]]]]:
     """Send the sizes of batches: `common` to all ranks, and lists of numbers to each rank.
 
-    In host memory the call compares headers, so it returns once all ranks have made it. The numbers
+    In host memory the ranks compare headers, so the call returns once all have made it. The numbers
     travel in these headers if the numbers of every rank fit, otherwise in an all-to-all of their
     own. On a GPU they always travel in an all-to-all, without a header.
 
@@ -579,7 +580,7 @@ class _Collective:
 
 
 class _GroupState:
-    """The thread that exchanges over one process group, and the error once two threads did."""
+    """The thread that exchanges over a process group; the error, if two did at the same time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -36,7 +36,7 @@ from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
 # To copy larger messages into one costs more than a collective per message.
 _MAX_MERGED_NBYTES = 1 << 19
-MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
+MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
 _FLOAT_BYTES = 4
 # Elements of rows: dropping fewer costs more work on indices than it saves.
 _MIN_SAVED_ELEMENTS = 1 << 16
@@ -76,7 +76,7 @@ class LocalBatch(NamedTuple):
         lengths: ids per bag, `[bags]`.
         offsets: first id of each bag, then the number of ids, `[bags + 1]`.
         weights: float32 `[L]`; None for unweighted lookups.
-        bags: number of bags per feature.
+        bag_counts: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
         counts: int64, the uses that each id stands for; None if each stands for one use.
@@ -86,23 +86,23 @@ class LocalBatch(NamedTuple):
     lengths: Tensor
     offsets: Tensor
     weights: Tensor | None
-    bags: list[int]
+    bag_counts: list[int]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
     counts: Tensor | None = None
 
     def starts(self) -> Tensor:
         """Return the first id of each feature, then the number of ids, int64 `[F + 1]`."""
-        if not self.is_variable and self.bags and self.bags[0]:
-            return self.offsets[:: self.bags[0]]
-        return self.offsets[self.first_bags(range(len(self.bags)))]
+        if not self.is_variable and self.bag_counts and self.bag_counts[0]:
+            return self.offsets[:: self.bag_counts[0]]
+        return self.offsets[self.first_bags(range(len(self.bag_counts)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
         """Return the first bag of each of these features, then the number of bags, int64."""
         device = self.offsets.device
         if self.is_variable or not features:
-            return torch.tensor(bounds_of([self.bags[f] for f in features]), device=device)
-        return torch.arange(len(features) + 1, device=device) * self.bags[0]
+            return torch.tensor(bounds_of([self.bag_counts[f] for f in features]), device=device)
+        return torch.arange(len(features) + 1, device=device) * self.bag_counts[0]
 
     def num_ids(self) -> list[int]:
         """Count the ids of each feature; synchronizes with the device."""
@@ -119,9 +119,10 @@ class OutgoingBatch(NamedTuple):
         positions: position of each id in the batch of this rank; None where whole features are
             sent, and once sent if rows are pooled.
         unit_starts: first id of each unit, then the number of ids.
-        unit_bags: number of bags per unit. With `rows`, bags without ids for the unit are not sent.
-        rows: int32 `[U * B]`: `rows[u * B + b]` is the row that unit u returns for bag b, -1 for
-            none; None where every bag is sent.
+        unit_bags: number of bags per unit. With `row_numbers`, bags without ids for the unit are
+            not sent.
+        row_numbers: int32 `[U * B]`: unit u returns row `row_numbers[u * B + b]` of its rows for
+            bag b, no row if it is -1; None where every bag is sent.
         num_bags: bags sent to each rank.
         num_ids: ids sent to each rank.
         num_replicated_ids: number of ids at the end of each rank's message that are for replicated
@@ -136,7 +137,7 @@ class OutgoingBatch(NamedTuple):
     positions: Tensor | None
     unit_starts: Tensor | list[int]
     unit_bags: list[int]
-    rows: Tensor | None
+    row_numbers: Tensor | None
     num_bags: list[int]
     num_ids: list[int]
     num_replicated_ids: int
@@ -153,10 +154,11 @@ class IncomingBatch(NamedTuple):
         ids: the ids of all bags, `[L]`.
         offsets: first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
-        bags: `bags[u][r]` is the number of bags of unit u from rank r. Units of replicated tables
-            come last, if their ids are sent.
+        bag_counts: `bag_counts[u][r]` is the number of bags of unit u from rank r. Units of
+            replicated tables come last, if their ids are sent.
         by_unit: whether units differ in their number of bags; rows then return unit after unit.
-        segments: `[ranks, units]`, number of ids.
+        ids_per_segment: `[ranks, units]`, number of ids for each unit from each rank; not used if
+            `sent` is None.
         num_ids: number of ids from each rank, without ids for replicated tables.
         num_replicated_ids: number of ids at the end of `ids` that are for replicated tables.
         merges_rows: whether the rows of all collections that were sent together are few enough on
@@ -170,9 +172,9 @@ class IncomingBatch(NamedTuple):
     ids: Tensor
     offsets: Tensor
     weights: Tensor | None
-    bags: list[list[int]]
+    bag_counts: list[list[int]]
     by_unit: bool
-    segments: Tensor
+    ids_per_segment: Tensor
     num_ids: list[int]
     num_replicated_ids: int
     merges_rows: bool = False
@@ -186,7 +188,7 @@ class _InFlight(NamedTuple):
     Attributes:
         inputs: the batch of this rank.
         batch: the batch that was sent, without the tensors that are in flight.
-        bags: `bags[u][r]`, as in `IncomingBatch`; so are `by_unit`, `num_ids`,
+        bag_counts: `bag_counts[u][r]`, as in `IncomingBatch`; so are `by_unit`, `num_ids`,
             `num_replicated_ids` and `skips_sums`.
         num_bags: bags in the message from each rank.
         sizes: elements of the message from each rank: lengths of bags, then ids.
@@ -194,7 +196,7 @@ class _InFlight(NamedTuple):
 
     inputs: LocalBatch
     batch: OutgoingBatch
-    bags: list[list[int]]
+    bag_counts: list[list[int]]
     by_unit: bool
     num_bags: list[int]
     sizes: list[int]
@@ -226,8 +228,8 @@ class InputDist(nn.Module):
     """Sorts the ids of batches for the ranks whose shards have their rows, and the received ids.
 
     `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
-    `expect` once the sizes of all ranks have come, and `finish` to receive the ids. None of these
-    starts a collective; `outgoing` and `positions` may wait for the device.
+    `expect` once the sizes of all ranks have arrived, and `finish` to receive the ids. None of
+    these starts a collective; `outgoing` and `positions` may wait for the device.
 
     Args:
         layout: the units of all ranks.
@@ -300,19 +302,19 @@ class InputDist(nn.Module):
     unit_major_order_without_lengths: Tensor
 
     def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
-        """Return the indices of units whose rows nodes sum, and the number of sums per bag."""
+        """Return the numbers of the units whose rows nodes sum, and the number of sums per bag."""
         if not self._is_pooled or not sums_in_nodes(self._ranks):
             return [], 0
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:
             return [], 0
-        numbers = [
+        summed_units = [
             begin + i
             for (begin, _), rank_sums in zip(self._unit_ranges, sums.units, strict=True)
             for sum_units in rank_sums
             for i in sum_units
         ]
-        return numbers, sum(len(node.units) for node in sums.nodes)
+        return summed_units, sum(len(node.units) for node in sums.nodes)
 
     def _segment_order(self, num_before: int) -> list[int]:
         """Return the unit-major order of rank-major segments.
@@ -334,9 +336,9 @@ class InputDist(nn.Module):
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
-        scaled = inputs._replace(weights=weights)
-        sort = self._gather if self.is_whole else self._bucketize
-        batch = in_grad_mode(sort, enabled=False)(scaled)
+        scaled_inputs = inputs._replace(weights=weights)
+        sort_ids = self._gather if self.is_whole else self._bucketize
+        batch = in_grad_mode(sort_ids, enabled=False)(scaled_inputs)
         return batch._replace(counts=self._counts(inputs, batch))
 
     def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
@@ -356,7 +358,7 @@ class InputDist(nn.Module):
         kind, row_order = _batch_kind(inputs), _RowOrder.BY_BAG
         if batch.skips_sums:
             row_order = _RowOrder.BY_UNIT_UNSUMMED
-        elif inputs.is_variable or batch.rows is not None:
+        elif inputs.is_variable or batch.row_numbers is not None:
             row_order = _RowOrder.BY_UNIT
         return [
             [
@@ -380,27 +382,26 @@ class InputDist(nn.Module):
         """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
-        return _FLOAT_BYTES * sum(map(mul, inputs.bags, self._dims))
+        return _FLOAT_BYTES * sum(map(mul, inputs.bag_counts, self._dims))
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
-        bags, order = inputs.bags, self._unit_features
         starts = inputs.starts()
-        ends = starts.tolist()
-        num_ids = [ends[f + 1] - ends[f] for f in order]
-        by_rank = [sum(num_ids[a:b]) for a, b in self._unit_ranges]
+        first_ids = starts.tolist()
+        ids_per_unit = [first_ids[f + 1] - first_ids[f] for f in self._unit_features]
+        num_ids = [sum(ids_per_unit[begin:end]) for begin, end in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
-        if not (self._in_order and ends[0] == 0 and ends[-1] == ids.numel()):
+        if not (self._in_order and first_ids[0] == 0 and first_ids[-1] == ids.numel()):
             lengths = self._lengths_in_order(inputs)
-            ids = route.gather_segments(ids, starts, self.unit_features, sum(by_rank))
+            ids = route.gather_segments(ids, starts, self.unit_features, sum(num_ids))
             if weights is not None:
                 weights = in_grad_mode(route.gather_segments, enabled=True)(
-                    weights, starts, self.unit_features, sum(by_rank)
+                    weights, starts, self.unit_features, sum(num_ids)
                 )
-        unit_bags = [bags[f] for f in order]
-        num_bags = [sum(unit_bags[a:b]) for a, b in self._unit_ranges]
-        num_replicated_ids = sum(ends[f + 1] - ends[f] for f in self._replicated_features)
-        unit_starts = [0, *accumulate(num_ids)]
+        unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
+        num_bags = [sum(unit_bags[begin:end]) for begin, end in self._unit_ranges]
+        num_replicated_ids = sum(first_ids[f + 1] - first_ids[f] for f in self._replicated_features)
+        unit_starts = [0, *accumulate(ids_per_unit)]
         lengths = lengths.to(ids.dtype)
         return OutgoingBatch(
             lengths=lengths,
@@ -409,26 +410,28 @@ class InputDist(nn.Module):
             positions=None,
             unit_starts=unit_starts,
             unit_bags=unit_bags,
-            rows=None,
+            row_numbers=None,
             num_bags=num_bags,
-            num_ids=by_rank,
+            num_ids=num_ids,
             num_replicated_ids=num_replicated_ids,
         )
 
     def _lengths_in_order(self, inputs: LocalBatch) -> Tensor:
         """Return the lengths of all bags, flat, unit after unit in the order of ranks."""
-        bags = inputs.bags
+        bag_counts = inputs.bag_counts
         if inputs.is_variable:
-            first_bags = inputs.first_bags(range(len(bags)))
-            total = sum(bags[f] for f in self._unit_features)
+            first_bags = inputs.first_bags(range(len(bag_counts)))
+            total = sum(bag_counts[f] for f in self._unit_features)
             return route.gather_segments(inputs.lengths, first_bags, self.unit_features, total)
-        batch = bags[0] if bags else 0
-        return inputs.lengths.view(len(bags), batch).index_select(0, self.unit_features).view(-1)
+        batch_size = bag_counts[0] if bag_counts else 0
+        by_feature = inputs.lengths.view(len(bag_counts), batch_size)
+        return by_feature.index_select(0, self.unit_features).view(-1)
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort ids by the block of rows that contains their row."""
-        unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._unit_features], None, False
-        first_bags = inputs.first_bags(range(len(inputs.bags)))
+        unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
+        row_numbers, skips_sums = None, False
+        first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
         routing = first_bags, self.features, self.blocks, self.units
         units = inputs.first_bags(self._unit_features)
         lengths = route.route_lengths(
@@ -436,28 +439,30 @@ class InputDist(nn.Module):
         )
         starts = running_sums(lengths)
         unit_starts = starts[units]
-        ends = unit_starts.tolist()
+        first_ids = unit_starts.tolist()
         ids, positions, weights = in_grad_mode(route.route_ids, enabled=True)(
             inputs.ids,
             inputs.offsets,
             *routing,
             units,
             starts=starts,
-            total=ends[-1],
+            total=first_ids[-1],
             weights=inputs.weights,
         )
-        num_ids = [ends[b] - ends[a] for a, b in self._unit_ranges]
-        num_replicated_ids = (
-            ends[self._unit_bounds[1]] - ends[self._unit_bounds[1] - len(self._replicated_features)]
-        )
+        num_ids = [first_ids[end] - first_ids[begin] for begin, end in self._unit_ranges]
+        # The units of replicated tables are the last of each rank, here of rank 0.
+        end = self._unit_bounds[1]
+        num_replicated_ids = first_ids[end] - first_ids[end - len(self._replicated_features)]
         if self._is_pooled and not inputs.is_variable:
             skips_sums = self._skips_sums(lengths, unit_bags)
             units_to_keep = (
                 self._whole_units if skips_sums else self._whole_units + self._summed_units
             )
-            lengths, rows, unit_bags = self._drop_empty_bags(lengths, unit_bags, units_to_keep)
-            skips_sums &= rows is not None
-        num_bags = [sum(unit_bags[a:b]) for a, b in self._unit_ranges]
+            lengths, row_numbers, unit_bags = self._drop_empty_bags(
+                lengths, unit_bags, units_to_keep
+            )
+            skips_sums &= row_numbers is not None
+        num_bags = [sum(unit_bags[begin:end]) for begin, end in self._unit_ranges]
         return OutgoingBatch(
             lengths=lengths,
             ids=ids,
@@ -465,7 +470,7 @@ class InputDist(nn.Module):
             positions=positions,
             unit_starts=unit_starts,
             unit_bags=unit_bags,
-            rows=rows,
+            row_numbers=row_numbers,
             num_bags=num_bags,
             num_ids=num_ids,
             num_replicated_ids=num_replicated_ids,
@@ -489,8 +494,8 @@ class InputDist(nn.Module):
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
         With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
-        `whole_units` are not dropped. Returns the remaining lengths, and `OutgoingBatch.rows` and
-        `unit_bags`. Waits for the device if enough could be saved.
+        `whole_units` are not dropped. Returns `lengths`, `row_numbers` and `unit_bags` of the
+        `OutgoingBatch`. Waits for the device if enough could be saved.
         """
         droppable = lengths
         if whole_units:
@@ -498,9 +503,10 @@ class InputDist(nn.Module):
             droppable = lengths.view(len(unit_bags), -1)[divided_units]
         if droppable.numel() * self._mean_columns < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
-        count = int(droppable.count_nonzero())
-        saved = (droppable.numel() - count) * self._mean_columns
-        if count > MAX_SHARE_OF_BAGS * droppable.numel() or saved < _MIN_SAVED_ELEMENTS:
+        num_left = int(droppable.count_nonzero())
+        saved_elements = (droppable.numel() - num_left) * self._mean_columns
+        is_full = num_left > MAX_SHARE_OF_BAGS * droppable.numel()
+        if is_full or saved_elements < _MIN_SAVED_ELEMENTS:
             return lengths, None, unit_bags
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if whole_units:
@@ -541,7 +547,7 @@ class InputDist(nn.Module):
             batch=batch._replace(
                 lengths=None, ids=None, weights=None, positions=positions, counts=None
             ),
-            bags=[
+            bag_counts=[
                 list(unit_bags)
                 for unit_bags in zip(*(h[len(_Header) :] for h in headers), strict=True)
             ],
@@ -572,16 +578,16 @@ class InputDist(nn.Module):
         ranks; `weights` and `counts` have one entry per id, or are None.
         """
         payload = ids.wait()
-        lengths, segments = _lengths(payload, in_flight)
-        starts = running_sums(segments.view(-1))
+        lengths, segment_sizes = _lengths(payload, in_flight)
+        starts = running_sums(segment_sizes.view(-1))
         total = payload.numel() - lengths.numel()
 
         def in_unit_order(values: Awaitable[Tensor] | None) -> Tensor | None:
             if values is None:
                 return None
-            firsts = running_sums(segments[:, 1:].reshape(-1))
+            segment_starts = running_sums(segment_sizes[:, 1:].reshape(-1))
             return route.gather_segments(
-                values.wait(), firsts, self.unit_major_order_without_lengths, total
+                values.wait(), segment_starts, self.unit_major_order_without_lengths, total
             )
 
         return IncomingBatch(
@@ -590,9 +596,9 @@ class InputDist(nn.Module):
             ids=route.gather_segments(payload, starts, self.unit_major_order, total),
             offsets=running_sums(lengths),
             weights=in_unit_order(weights),
-            bags=in_flight.bags,
+            bag_counts=in_flight.bag_counts,
             by_unit=in_flight.by_unit,
-            segments=segments[:, 1:],
+            ids_per_segment=segment_sizes[:, 1:],
             num_ids=in_flight.num_ids,
             num_replicated_ids=in_flight.num_replicated_ids,
             merges_rows=merges_rows,
@@ -726,26 +732,27 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
     The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have
     one length each, then its ids per unit.
     """
-    world, units = len(in_flight.num_bags), len(in_flight.bags)
+    world, units = len(in_flight.num_bags), len(in_flight.bag_counts)
     blocks = [
         part[:count]
         for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
     ]
-    segments = payload.new_empty((world, units + 1))
-    segments[:, 0] = torch.tensor(in_flight.num_bags)
+    segment_sizes = payload.new_empty((world, units + 1))
+    segment_sizes[:, 0] = torch.tensor(in_flight.num_bags)
     if not units:
-        return payload.new_empty(0), segments
+        return payload.new_empty(0), segment_sizes
     if not in_flight.by_unit:
         shaped = [block.view(units, -1) for block in blocks]
         for rank, block in enumerate(shaped):
-            torch.sum(block, 1, dtype=payload.dtype, out=segments[rank, 1:])
-        return torch.cat(shaped, dim=1).view(-1), segments
+            torch.sum(block, 1, dtype=payload.dtype, out=segment_sizes[rank, 1:])
+        return torch.cat(shaped, dim=1).view(-1), segment_sizes
     all_lengths = torch.cat(blocks)
-    bags = torch.tensor(in_flight.bags, device=payload.device)
-    ends = running_sums(bags.t().reshape(-1))
-    segments[:, 1:] = running_sums(all_lengths)[ends].diff().view(world, units)
+    bag_counts = torch.tensor(in_flight.bag_counts, device=payload.device)
+    first_bags = running_sums(bag_counts.t().reshape(-1))
+    segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(world, units)
     order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
-    return route.gather_segments(all_lengths, ends, order, all_lengths.numel()), segments
+    lengths = route.gather_segments(all_lengths, first_bags, order, all_lengths.numel())
+    return lengths, segment_sizes
 
 
 def _batch_kind(inputs: LocalBatch) -> int:

@@ -183,7 +183,7 @@ class _RowsInFlight:
     def _start(
         self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
     ) -> list[Awaitable[Received]]:
-        """Start sending values to single ranks, if any rank has some."""
+        """Start to send values to single ranks; steps for which no rank has any send nothing."""
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
             start_values(
@@ -317,19 +317,19 @@ class _Scaling:
 
     def __init__(self, scale: Tensor, ranks: RankGroup) -> None:
         self._scale, self._ranks = scale.float(), ranks
-        self._are_finite: list[Tensor] = []
+        self._finite_flags: list[Tensor] = []  # one bool scalar per gradient
         self._pending: Awaitable[Tensor] | None = None
 
     def add(self, grad: Tensor) -> None:
         """Add the gradient of an output of this rank, before `start`."""
-        self._are_finite.append(grad.isfinite().all())
+        self._finite_flags.append(grad.isfinite().all())
 
     def start(self) -> None:
         """Start to send the scale, and whether gradients are finite, to the other ranks."""
-        is_finite = torch.stack(self._are_finite).all().float()
+        is_finite = torch.stack(self._finite_flags).all().float()
         # The minimum of the negated scale is the negated maximum.
-        pending = torch.stack([is_finite, self._scale, -self._scale])
-        self._pending = start_minimum(pending, self._ranks)
+        values = torch.stack([is_finite, self._scale, -self._scale])
+        self._pending = start_minimum(values, self._ranks)
 
     def agree(self) -> None:
         """Tell the updates of this backward whether the gradients of all ranks are finite.
@@ -409,8 +409,8 @@ class _Packing(NamedTuple):
     the bags of the ranks with local number k, node after node.
 
     Attributes:
-        targets: `[targets, 7]` and
-        pieces: `[pieces, 3]` of `route.combine`, which orders the rows.
+        targets: `[targets, 7]`, argument of `route.combine`, which orders the rows.
+        pieces: `[pieces, 3]`, argument of `route.combine`.
         local_numel: elements of the rows of this rank.
         numel: elements of all rows that are sent.
         num_direct: elements for single ranks.
@@ -451,11 +451,11 @@ class NodeSumDist:
         self._summed_here = sums.nodes[ranks.node]
         self.has_direct = any(rank_layout.units for rank_layout in sums.direct)
         self._members = sums.units[ranks.rank]
-        in_sums = {i for members in self._members for i in members}
-        self._single = [i for i in range(len(layout.units)) if i not in in_sums]
+        summed = {i for members in self._members for i in members}
+        self._single = [i for i in range(len(layout.units)) if i not in summed]
         # The bags and `by_unit` of the last batch, and their packing, which the next batch often
         # needs again.
-        self._packed: tuple[tuple[list[list[int]], bool], _Packing] | None = None
+        self._last_packing: tuple[tuple[list[list[int]], bool], _Packing] | None = None
 
     def direct_bags(self, bags: list[list[int]]) -> list[list[int]]:
         """Return the bags of the units whose rows go to single ranks."""
@@ -477,11 +477,11 @@ class NodeSumDist:
             comm_precision: the codecs between nodes.
             by_unit: whether rows lie unit after unit, see `IncomingBatch`.
         """
-        counts = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], by_unit
-        if self._packed is None or self._packed[0] != counts:
-            self._packed = counts, self._packing(counts[0], by_unit=by_unit)
+        key = [list(unit_bags) for unit_bags in bags[: len(self._layout.units)]], by_unit
+        if self._last_packing is None or self._last_packing[0] != key:
+            self._last_packing = key, self._packing(key[0], by_unit=by_unit)
         return NodeSumStep(
-            self._packed[1],
+            self._last_packing[1],
             self.groups,
             received,
             comm_precision,
@@ -504,9 +504,9 @@ class NodeSumDist:
         end = 0
 
         def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
-            """Append the rows for a rank; return their elements.
+            """Append the rows for a rank; return their number of elements.
 
-            The units of each group, by index, are added up here.
+            A group lists units by index, whose rows are added up.
             """
             nonlocal end
             group_widths = [widths[members[0]] for members in groups]
@@ -625,18 +625,18 @@ class NodeSumStep:
         `received` is flat, the rows of one rank after the other; the sums are float32 before
         encoding.
         """
-        world = self.groups.local.size
-        size, row = self.local_sizes[self.groups.local.rank], self._packing.row_size
-        total = received
+        num_ranks = self.groups.local.size
+        size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
+        sums = received
         if size:
-            targets = torch.tensor([route.TargetRow(0, row, size // row, row, 0, world)])
-            pieces = torch.tensor([route.PieceRow(rank * size, row) for rank in range(world)])
+            targets = torch.tensor([route.TargetRow(0, width, size // width, width, 0, num_ranks)])
+            pieces = torch.tensor([route.PieceRow(r * size, width) for r in range(num_ranks)])
             device = received.device
-            total = route.combine(
+            sums = route.combine(
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
             )
         codec = self._comm_precision.forward
-        return Values(total, self._packing.sent, self._received, codec, needs_one_tensor=True)
+        return Values(sums, self._packing.sent, self._received, codec, needs_one_tensor=True)
 
     def take_gradients(self, gradients: Tensor) -> None:
         """Take the gradients of the sums that this rank received, flat."""
@@ -669,14 +669,14 @@ def start_sums(
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:
         return pending
-    groups, is_sent = summed[0].groups, [step for step in summed if step.has_sums]
+    groups, with_sums = summed[0].groups, [step for step in summed if step.has_sums]
     local = start_values(
-        [step.local_rows() for step in is_sent],
+        [step.local_rows() for step in with_sums],
         groups.local,
         content=Content.ROWS,
         is_merged=is_merged,
     )
-    received = {id(step): rows.wait().values for step, rows in zip(is_sent, local, strict=True)}
+    received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
     no_rows = torch.empty(0, device=groups.local.device)
     sums = start_values(
         [step.sums(received.pop(id(step), no_rows)) for step in summed],

@@ -204,12 +204,12 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Expand the rows of distinct bags to the examples that have them, by feature."""
         inputs = received.inputs
-        if inputs.inverse is None and len(set(inputs.bags)) > 1:
+        if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
             raise ValueError(
                 "features that differ in their bags need inverse indices to become one batch, got "
-                f"{inputs.bags} bags: make the KeyedJaggedTensor with inverse_indices="
+                f"{inputs.bag_counts} bags: make the KeyedJaggedTensor with inverse_indices="
             )
-        sizes = [count * dim for count, dim in zip(inputs.bags, self._dims, strict=True)]
+        sizes = [count * dim for count, dim in zip(inputs.bag_counts, self._dims, strict=True)]
         blocks = [
             block.view(-1, dim) for block, dim in zip(values.split(sizes), self._dims, strict=True)
         ]
@@ -235,16 +235,16 @@ class _CopyTables(NamedTuple):
 
     Attributes:
         targets: `[spans, 7]`, output location of each span of columns.
-        sources: `[sources, 3]`, location of the rows that are summed for a span.
-        rows: rows, see `OutgoingBatch.rows`.
+        pieces: `[pieces, 3]`, location of the rows that are summed for a span.
+        row_numbers: see `OutgoingBatch.row_numbers`.
         received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.
     """
 
     targets: Tensor
-    sources: Tensor
-    rows: Tensor | None
+    pieces: Tensor
+    row_numbers: Tensor | None
     received_sizes: list[int]
     num_replicated: int
     num_outputs: int
@@ -333,17 +333,17 @@ class PooledOutputDist(nn.Module):
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._has_means and order == list(range(len(layout.features)))
         constant, by_bag = self._equal_batch_tables()
-        columns = {"targets": len(TargetColumn), "sources": len(PieceColumn)}
-        for name, rows in (("constant", constant), ("by_bag", by_bag)):
-            for (kind, width), table in zip(columns.items(), rows, strict=True):
-                tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
+        widths = {"targets": len(TargetColumn), "pieces": len(PieceColumn)}
+        for name, lists in (("constant", constant), ("by_bag", by_bag)):
+            for (kind, width), rows in zip(widths.items(), lists, strict=True):
+                tensor = torch.tensor(rows, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
     # Of batches with B bags of every feature: `route.combine` takes constant + B * by_bag.
     constant_targets: Tensor  # int64 `[spans, 7]`
-    constant_sources: Tensor  # int64 `[sources, 3]`
+    constant_pieces: Tensor  # int64 `[pieces, 3]`
     by_bag_targets: Tensor  # int64 `[spans, 7]`
-    by_bag_sources: Tensor  # int64 `[sources, 3]`
+    by_bag_pieces: Tensor  # int64 `[pieces, 3]`
 
     def step(
         self,
@@ -363,12 +363,12 @@ class PooledOutputDist(nn.Module):
 
         Its output is `[B, columns]`, or flat where features differ in batch size.
         """
-        units = self._layout.ranks[self._ranks.rank]
-        replica_bags = received.bags[len(units.units) :]
+        layout_here = self._layout.ranks[self._ranks.rank]
+        replica_bags = received.bag_counts[len(layout_here.units) :]
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )
-        tables, bags, node_sums = self._tables(received), received.bags, None
+        tables, bags, node_sums = self._tables(received), received.bag_counts, None
         if self._node_sums is not None and not received.skips_sums:
             node_sums = self._node_sums.step(
                 bags,
@@ -410,7 +410,7 @@ class PooledOutputDist(nn.Module):
         flat = route.combine(
             local.reshape(-1),
             tables.targets,
-            tables.sources,
+            tables.pieces,
             lengths,
             tables.num_outputs,
             torch.float32,
@@ -422,11 +422,11 @@ class PooledOutputDist(nn.Module):
         inputs = received.inputs
         if inputs.is_variable:
             return (-1,)
-        return inputs.bags[0] if inputs.bags else 0, self._layout.columns
+        return inputs.bag_counts[0] if inputs.bag_counts else 0, self._layout.columns
 
     def sink_shape(self, received: IncomingBatch) -> tuple[int, ...]:
         """Return the shape of the replicated tables' rows for the bags of all ranks."""
-        bags = received.bags[len(self._layout.ranks[self._ranks.rank].units) :]
+        bags = received.bag_counts[len(self._layout.ranks[self._ranks.rank].units) :]
         if received.inputs.is_variable:
             return (sum(self._elements(self._replicated_widths, bags)),)
         return sum(bags[0]), self._layout.replicated.columns
@@ -449,10 +449,10 @@ class PooledOutputDist(nn.Module):
         inputs = received.inputs
         if received.by_unit:
             return self._tables_by_unit(received)
-        batch = inputs.bags[0] if inputs.bags else 0
+        batch = inputs.bag_counts[0] if inputs.bag_counts else 0
         return _CopyTables(
             torch.add(self.constant_targets, self.by_bag_targets, alpha=batch),
-            torch.add(self.constant_sources, self.by_bag_sources, alpha=batch),
+            torch.add(self.constant_pieces, self.by_bag_pieces, alpha=batch),
             None,
             [batch * source.columns for source in self._sources.layouts],
             batch * self._layout.replicated.columns,
@@ -468,13 +468,13 @@ class PooledOutputDist(nn.Module):
         columns_before = [0, *accumulate(source.columns for source in layouts)]
         targets: list[route.TargetRow] = []
         targets_by_bag: list[route.TargetRow] = []
-        sources: list[route.PieceRow] = []
-        sources_by_bag: list[route.PieceRow] = []
+        pieces: list[route.PieceRow] = []
+        pieces_by_bag: list[route.PieceRow] = []
         for span in self._sources.spans:
-            source_index = len(sources)
-            for rank, _, column in span.units:
-                sources.append(route.PieceRow(column, layouts[rank].columns))
-                sources_by_bag.append(route.PieceRow(columns_before[rank], stride=0, first_row=0))
+            first_piece = len(pieces)
+            for source, _, column in span.units:
+                pieces.append(route.PieceRow(column, layouts[source].columns))
+                pieces_by_bag.append(route.PieceRow(columns_before[source], stride=0, first_row=0))
             is_mean = self._layout.features[span.feature].is_mean
             targets.append(
                 route.TargetRow(
@@ -482,42 +482,45 @@ class PooledOutputDist(nn.Module):
                     stride=self._layout.columns,
                     rows=0,
                     width=span.width,
-                    first_piece=source_index,
-                    end_piece=len(sources),
+                    first_piece=first_piece,
+                    end_piece=len(pieces),
                     first_bag=0 if is_mean else -1,
                 )
             )
             first_bag = span.feature if is_mean else 0
             targets_by_bag.append(route.TargetRow(0, 0, 1, 0, 0, 0, first_bag))
-        return (targets, sources), (targets_by_bag, sources_by_bag)
+        return (targets, pieces), (targets_by_bag, pieces_by_bag)
 
     def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
         """Return the tables for rows that are sent unit after unit, each with its own count."""
         starts, received_sizes = self._starts_by_unit(received)
-        inputs, sent = received.inputs, received.sent
-        bags, features, rows = inputs.bags, self._layout.features, sent.rows if sent else None
-        first_bags = [0, *accumulate(bags)]
-        first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
-        # The rows of replicated tables lie side by side, unless features differ in batch size.
+        inputs, features = received.inputs, self._layout.features
+        bag_counts = inputs.bag_counts
+        row_numbers = received.sent.row_numbers if received.sent else None
+        first_bags = [0, *accumulate(bag_counts)]
+        sizes = [n * f.dim for n, f in zip(bag_counts, features, strict=True)]
+        first_elements = [0, *accumulate(sizes)]
+        # The rows of replicated tables lie side by side, unless features differ in batch size. No
+        # source has the number -1.
         sources_of = self._sources_of(received)
         replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
         targets: list[route.TargetRow] = []
-        sources: list[route.PieceRow] = []
+        pieces: list[route.PieceRow] = []
         for span in sources_of.spans:
-            feature, count = features[span.feature], bags[span.feature]
-            source_index = len(sources)
-            for rank, unit, column in span.units:
-                offset, number = starts[rank, unit]
-                column_in_source = column - sources_of.columns[rank, unit]
-                if rank == replicated_index:
+            feature, count = features[span.feature], bag_counts[span.feature]
+            first_piece = len(pieces)
+            for source, unit, column in span.units:
+                offset, number = starts[source, unit]
+                column_in_unit = column - sources_of.columns[source, unit]
+                if source == replicated_index:
                     width = self._layout.replicated.columns
-                    sources.append(route.PieceRow(sum(received_sizes) + column, width))
+                    pieces.append(route.PieceRow(sum(received_sizes) + column, width))
                 else:
-                    row = number * count if rows is not None and number >= 0 else -1
-                    sources.append(route.PieceRow(offset + column_in_source, unit.columns, row))
+                    first_row = number * count if row_numbers is not None and number >= 0 else -1
+                    pieces.append(route.PieceRow(offset + column_in_unit, unit.columns, first_row))
             offset, stride = span.column, self._layout.columns
             if inputs.is_variable:
-                offset += first_element[span.feature] - feature.column
+                offset += first_elements[span.feature] - feature.column
                 stride = feature.dim
             targets.append(
                 route.TargetRow(
@@ -525,20 +528,20 @@ class PooledOutputDist(nn.Module):
                     stride=stride,
                     rows=count,
                     width=span.width,
-                    first_piece=source_index,
-                    end_piece=len(sources),
+                    first_piece=first_piece,
+                    end_piece=len(pieces),
                     first_bag=first_bags[span.feature] if feature.is_mean else -1,
                 )
             )
         device = self.constant_targets.device
-        replicated = self._layout.replicated.units
+        replicated_units = self._layout.replicated.units
         return _CopyTables(
             torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
-            torch.tensor(sources, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
-            rows,
+            torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
+            row_numbers,
             received_sizes,
-            sum(bags[unit.feature] * unit.columns for unit in replicated),
-            first_element[-1],
+            sum(bag_counts[unit.feature] * unit.columns for unit in replicated_units),
+            first_elements[-1],
         )
 
     def _starts_by_unit(
@@ -546,7 +549,8 @@ class PooledOutputDist(nn.Module):
     ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
         """Return {(source, unit): (first element, number of the unit)}, and elements per source.
 
-        The number is that in `_unit_numbers`; -1 for sums and replicas, whose bags are all there.
+        The number is the one in `_unit_numbers`; -1 for sums and replicas, which have rows of all
+        bags.
         """
         inputs, sent = received.inputs, received.sent
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
@@ -558,14 +562,14 @@ class PooledOutputDist(nn.Module):
             for unit in source_layout.units:
                 number = self._unit_numbers.get((source, unit), -1)
                 starts[source, unit] = position, number
-                count = inputs.bags[unit.feature]
+                count = inputs.bag_counts[unit.feature]
                 if sent is not None and number >= 0:
                     count = sent.unit_bags[number]
                 position += count * unit.columns
             received_sizes.append(position - source_begin)
         for unit in self._layout.replicated.units:
             starts[len(layouts), unit] = position, -1
-            position += inputs.bags[unit.feature] * unit.columns
+            position += inputs.bag_counts[unit.feature] * unit.columns
         return starts, received_sizes
 
 
@@ -630,11 +634,11 @@ class _PooledStep(OutputStep):
         out = route.combine(
             values,
             tables.targets,
-            tables.sources,
+            tables.pieces,
             self._lengths,
             tables.num_outputs,
             torch.float32,
-            tables.rows,
+            tables.row_numbers,
             local=received.local,
             local_begin=received.local_begin,
         )
@@ -656,18 +660,20 @@ class _PooledStep(OutputStep):
         arguments = (
             grad.contiguous().view(-1),
             tables.targets,
-            tables.sources,
+            tables.pieces,
             self._lengths,
             total + tables.num_replicated,
         )
         if part is None:
-            flat = route.combine_backward(*arguments, torch.float32, tables.rows, self._scale)
+            flat = route.combine_backward(
+                *arguments, torch.float32, tables.row_numbers, self._scale
+            )
         else:
             # Rows of this rank's own bags get their gradients here, other rows from other ranks.
             self._local_grads = grad.new_empty(sum(self._sent), dtype=torch.float32)
             flat = route.combine_backward_(
                 *arguments,
-                tables.rows,
+                tables.row_numbers,
                 self._scale,
                 local=part.of(self._local_grads),
                 local_begin=sum(tables.received_sizes[: ranks.rank]),

@@ -76,18 +76,19 @@ class _SequenceRoute:
     """Route of the vectors of one batch. Tensors are int64; slices have `width` columns.
 
     Attributes:
-        send_order: `[slices sent]`, numbers of the slices that this rank looked up, unit by unit,
-            in the order of sending, rank by rank.
-        output_slices: `[slices received]`, number of each received slice in the output, which has
-            `L * dim / width`.
+        send_order: `[slices sent]`, the slices in the order of sending, which is rank by rank.
+            A slice is given by its number in the order of lookup, which is unit by unit.
+        output_slices: `[slices received]`, number of each received slice among the
+            `L * dim / width` slices of the output.
         replica_positions: `[n]`, positions in the batch of the ids of replicated tables; None
             without such tables.
-        replica_order: numbers of the replicated tables' vectors of all ranks, rank by rank, in the
-            order of `ReplicatedTables.gradient_sink`, unit by unit.
-        num_sent: slices to each rank.
-        num_received: slices from each rank.
-        num_replica_rows: vectors of replicated tables in the batch of each rank, where their ids
-            were sent; else 0.
+        replica_order: the replicated tables' vectors of all ranks in the order of
+            `ReplicatedTables.gradient_sink`, which is unit by unit. A vector is given by its
+            number in the order of receiving, which is rank by rank.
+        num_sent: number of slices to each rank.
+        num_received: number of slices from each rank.
+        num_replica_rows: number of vectors of replicated tables in the batch of each rank; 0 if
+            their ids were not sent.
         num_ids: number of ids of the batch, `L`.
     """
 
@@ -135,7 +136,7 @@ class SequenceTables(ShardedTables):
         width = vector_format.width
         self._num_slices_here = [unit.columns // width for unit in self._layout_here.units]
         self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
-        by_unit = {
+        unit_buffers = {
             "unit_first_slice": [unit.shard.columns[0] // width for unit in all_units],
             "unit_num_slices": [unit.columns // width for unit in all_units],
             "unit_is_sharded": [
@@ -144,7 +145,7 @@ class SequenceTables(ShardedTables):
                 for i in range(len(rank.all_units))
             ],
         }
-        for name, values in by_unit.items():
+        for name, values in unit_buffers.items():
             tensor = torch.tensor(values, dtype=torch.int64, device=ranks.device)
             self.register_buffer(name, tensor, persistent=False)
 
@@ -155,7 +156,7 @@ class SequenceTables(ShardedTables):
     unit_is_sharded: Tensor
 
     def compute(self, received: IncomingBatch) -> Rows:
-        """Return vectors of this rank's units, and of replicated tables for this rank's batch."""
+        """Look up the vectors of this rank's units, and its batch in the replicated tables."""
         replica_rows = None if self.replicated is None else self.replicated(received.inputs)
         rows = self.rows(received)
         if not self._layout_here.units:
@@ -192,15 +193,16 @@ class SequenceTables(ShardedTables):
         if order == sorted(order):
             return local
         num_ids = received.inputs.num_ids()
-        by_unit = local.split([num_ids[f] for f in order])
-        return torch.cat([by_unit[order.index(f)] for f in range(len(order))])
+        unit_rows = local.split([num_ids[f] for f in order])
+        return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
         """Return how the vectors of a batch are sent, and where the received ones go."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
-        units = len(self._layout_here.units)
-        counts, replica_counts = received.segments[:, :units], received.segments[:, units:]
+        num_units = len(self._layout_here.units)
+        counts = received.ids_per_segment[:, :num_units]
+        replica_counts = received.ids_per_segment[:, num_units:]
         output_slices = self._input_dist.positions(received)
         if self._has_equal_widths and self.dim == self.vector_format.width:
             # Every vector is one slice.
@@ -237,7 +239,7 @@ class SequenceTables(ShardedTables):
         ids_per_unit *= self.unit_is_sharded
         slices_per_unit = (ids_per_unit * self.unit_num_slices).tolist()
         unit_bounds = accumulate((len(rank.all_units) for rank in self.layout.ranks), initial=0)
-        num_received = [sum(slices_per_unit[a:b]) for a, b in pairwise(unit_bounds)]
+        num_received = [sum(slices_per_unit[begin:end]) for begin, end in pairwise(unit_bounds)]
         # Per id: its first slice in the output, and the number of its slices from the unit.
         first_slice = torch.repeat_interleave(self.unit_first_slice, ids_per_unit)
         first_slice += positions * (self.dim // self.vector_format.width)
@@ -312,8 +314,8 @@ class _SequenceStep(OutputStep):
         output_slices, slices = self._route.output_slices, out.view(-1, width)
         if received.local is not None:
             # This rank's own vectors, which were not sent.
-            begin = received.local_begin // width
-            part = LocalPart(begin, begin + received.local.numel() // width)
+            first_slice = received.local_begin // width
+            part = LocalPart(first_slice, first_slice + received.local.numel() // width)
             local_slices = received.local.view(-1, width).float()
             slices.index_copy_(0, part.of(output_slices), local_slices)
             output_slices = part.others(output_slices)
@@ -364,10 +366,8 @@ class _SequenceStep(OutputStep):
 
         Called once after each `backward`, whose unsent gradients it uses up.
         """
-        grads, send_order = (
-            received.view(-1, self._tables.vector_format.width),
-            self._route.send_order,
-        )
+        grads = received.view(-1, self._tables.vector_format.width)
+        send_order = self._route.send_order
         local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
         own_grads, self._local_grads = self._local_grads, None
         if own_grads is not None:
@@ -384,8 +384,8 @@ class _SequenceStep(OutputStep):
 class ShardedEmbeddingCollection(StateOfTables):
     """An `EmbeddingCollection` sharded over ranks, with the same vectors for this rank's batch.
 
-    Works like `ShardedEmbeddingBagCollection`. Tables are sent in separate messages if their dims
-    differ, or the width that their blocks of columns are multiples of.
+    Works like `ShardedEmbeddingBagCollection`. Tables share messages if they have the same dim and
+    the same width, the largest of which all their blocks of columns are multiples.
 
     Args:
         source: an `EmbeddingCollection`; its weights and optimizer state are kept.
@@ -674,9 +674,9 @@ def _without_repeats(
 
 
 def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return vectors `[L, dim]`, lengths of bags and ids of each feature; `values` are of all."""
+    """Return vectors `[L, dim]`, lengths of bags and ids per feature; `values` are all vectors."""
     inputs = received.inputs
-    lengths = inputs.lengths.split(inputs.bags)
+    lengths = inputs.lengths.split(inputs.bag_counts)
     counts = inputs.num_ids()
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 

@@ -99,7 +99,7 @@ class ReplicatedTables(nn.Module):
         The rows have no gradient if `is_synchronised`: `gradient_sink` gets it.
         """
         ids, offsets, weights = reordered(inputs, self._features, self.order)
-        sizes = [[inputs.bags[f]] for f in self._features] if inputs.is_variable else None
+        sizes = [[inputs.bag_counts[f]] for f in self._features] if inputs.is_variable else None
         with_grad = torch.is_grad_enabled() and not self.is_synchronised
         return in_grad_mode(self.groups, enabled=with_grad)(
             ids, offsets, weights, batch_sizes=sizes
@@ -118,10 +118,11 @@ class ReplicatedTables(nn.Module):
         It must get the gradient of the rows of all ranks, in the order of `received`: unit by unit,
         for each unit rank by rank. The values of the tensor are zeros without memory.
         """
-        bags = received.bags[len(received.bags) - len(self._units) :]
+        bag_counts = received.bag_counts[len(received.bag_counts) - len(self._units) :]
+        first_bag = received.offsets.numel() - 1 - sum(map(sum, bag_counts))
         first_id = received.ids.numel() - received.num_replicated_ids
-        offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first_id
-        sizes = bags if received.inputs.is_variable else None
+        offsets = received.offsets[first_bag:] - first_id
+        sizes = bag_counts if received.inputs.is_variable else None
         ids, weights = received.ids[first_id:], received.weights
         # Every rank computes the gradient of these weights; the rank that sent them adds them up.
         if weights is not None:
@@ -189,11 +190,11 @@ def reordered(
     `order` is int64 `[n]` on the device of the batch. Ids are `[L]` of these features, offsets
     int64 `[bags + 1]`, weights `[L]` or None.
     """
-    bags = inputs.first_bags(range(len(inputs.bags)))
+    first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
     starts, num_ids = inputs.starts(), inputs.num_ids()
     total = sum(num_ids[f] for f in features)
-    num_bags = sum(inputs.bags[f] for f in features)
-    lengths = route.gather_segments(inputs.lengths, bags, order, num_bags)
+    num_bags = sum(inputs.bag_counts[f] for f in features)
+    lengths = route.gather_segments(inputs.lengths, first_bags, order, num_bags)
     ids = route.gather_segments(inputs.ids, starts, order, total)
     weights = inputs.weights
     if weights is not None:
@@ -238,9 +239,10 @@ def freeze_as(groups: TableGroups, source: TableGroups) -> None:
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
-    Shards of frozen tables are frozen. Shards of shared tables do not change. Nothing is copied if
-    the source is on `meta`. A table whose kind of storage differs from the source keeps its initial
-    values. Hyperparameters are copied between equal optimizers.
+    Shards of frozen tables are frozen. Nothing else happens if the source is on `meta`. Shards of
+    shared tables do not change; tables that resume rows of an earlier process (`Storage.resumes`)
+    keep them. A table whose kind of storage differs from the source keeps its initial values.
+    Hyperparameters are copied between equal optimizers.
 
     Args:
         groups: shards of tables.
@@ -278,8 +280,8 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
         return
     tensors = [view for views in groups.all_views() for view in views.values()]
     modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
-    hypers = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
-    for tensor in (*tensors, *hypers):
+    hyperparams = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
+    for tensor in (*tensors, *hyperparams):
         contiguous = tensor.contiguous()
         dist.broadcast(contiguous, ranks.global_rank(0), group=ranks.group)
         if contiguous is not tensor:
@@ -364,7 +366,7 @@ def agreed_settings(
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
             return {}
-        optimizers = {
+        common = {
             "": fingerprint.settings_of(
                 ranks, comm_precision=settings.comm_precision, gradients=gradients
             )
@@ -372,7 +374,7 @@ def agreed_settings(
         tables = fingerprint.collection_description(
             source, settings.configs, settings.plan, settings.optimizer
         )
-        return fingerprint.merged(optimizers, tables)
+        return fingerprint.merged(common, tables)
 
     return fingerprint.agree(ranks, checked, described)
 
@@ -500,7 +502,7 @@ class ShardedTables(nn.Module):
         }
 
     def _reads(self, shards: Sequence[TableShard]) -> list[int]:
-        """Return the shard that each unit reads."""
+        """Return the index of the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
         return [index for index, shard in enumerate(shards) for _ in features[shard.table]]
 
@@ -615,7 +617,7 @@ class ShardedTables(nn.Module):
         return [indices[keys.index(key)] for key in self._keys]
 
     def _order(self, keys: tuple[str, ...]) -> list[int]:
-        """Return the position of each feature in a batch of these keys; raise KeyError without."""
+        """Return the index of each feature in a batch of these keys; raise KeyError if missing."""
         if keys not in self._orders:
             missing_keys = sorted(set(self._keys) - set(keys))
             if missing_keys:
@@ -632,18 +634,17 @@ class ShardedTables(nn.Module):
             if counts is not None:
                 counts_as_ids = inputs._replace(ids=counts, weights=None)
                 counts = reordered(counts_as_ids, order, self._input_dist.unit_features)[0]
-        bags = [[inputs.bags[f]] for f in order]
         return IncomingBatch(
-            inputs,
-            None,
-            ids,
-            offsets,
-            weights,
-            bags,
-            inputs.is_variable,
-            offsets,
-            [ids.numel()],
-            0,
+            inputs=inputs,
+            sent=None,
+            ids=ids,
+            offsets=offsets,
+            weights=weights,
+            bag_counts=[[inputs.bag_counts[f]] for f in order],
+            by_unit=inputs.is_variable,
+            ids_per_segment=offsets,  # not used
+            num_ids=[ids.numel()],
+            num_replicated_ids=0,
             counts=counts,
         )
 
@@ -663,7 +664,7 @@ class ShardedTables(nn.Module):
                 "KeyedJaggedTensor with weights=..., or the collection with is_weighted=False"
             )
         counts = received.counts
-        if len(received.bags) == len(self._layout_here.units):
+        if len(received.bag_counts) == len(self._layout_here.units):
             ids, offsets, weights = received.ids, received.offsets, received.weights
         else:
             ids, offsets, weights = self._without_replicas(received)
@@ -671,27 +672,26 @@ class ShardedTables(nn.Module):
         if not self._layout_here.units and weights is not None and weights.requires_grad:
             # The other ranks exchange gradients of weights in backward, so this rank must too.
             return weights[:0].view(0, 0)
-        sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
+        sizes = received.bag_counts[: len(self._layout_here.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)
 
     def prefetch(self, received: IncomingBatch) -> None:
         """Prefetch the rows that `rows` will look up for this batch into caches."""
-        lacks_replicas = len(received.bags) == len(self._layout_here.units)
         ids, offsets = received.ids, received.offsets
-        if not lacks_replicas:
+        if len(received.bag_counts) > len(self._layout_here.units):
             ids, offsets, _ = self._without_replicas(received)
-        sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
+        sizes = received.bag_counts[: len(self._layout_here.units)] if received.by_unit else None
         self.groups.prefetch(ids, offsets, batch_sizes=sizes)
 
     def _without_replicas(self, received: IncomingBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids, offsets and weights of a batch without those of replicated tables."""
-        bags = sum(map(sum, received.bags[: len(self._layout_here.units)]))
-        ids = received.ids.numel() - received.num_replicated_ids
+        num_bags = sum(map(sum, received.bag_counts[: len(self._layout_here.units)]))
+        num_ids = received.ids.numel() - received.num_replicated_ids
         weights = received.weights
         return (
-            received.ids[:ids],
-            received.offsets[: bags + 1],
-            None if weights is None else weights[:ids],
+            received.ids[:num_ids],
+            received.offsets[: num_bags + 1],
+            None if weights is None else weights[:num_ids],
         )
 
 

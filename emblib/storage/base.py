@@ -87,7 +87,7 @@ class TableSlice:
     """Rows and columns of a table: `rows` and `columns` are ranges (begin, end).
 
     The rows of a hash table are capacity for keys, not a range of keys; its keys are divided by
-    hash. `shard` is (number of this block of keys, number of blocks), or None without sharding. A
+    hash: `shard` is the block of keys of this slice, None if the table is not sharded. A
     tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
 
     Example:
@@ -99,7 +99,7 @@ class TableSlice:
     config: TableDescription
     rows: Span
     columns: Span
-    shard: tuple[int, int] | None = None
+    shard: KeyBlock | None = None
 
     @staticmethod
     def whole(config: TableDescription) -> TableSlice:

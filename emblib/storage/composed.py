@@ -311,7 +311,7 @@ def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
 
 
 def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
-    """Return a region function: any rows of the table need all rows of a part."""
+    """Return a region function: any rows of the table need all rows of a component."""
 
     def region(_: Span, columns: Span) -> tuple[Span, Span]:
         return (0, rows), columns
@@ -355,12 +355,12 @@ class ComposedModule(nn.Module):
             for k in range(self._rows_per_id)
             for t in reads
         ]
-        multiplied = first_storage.joining is Combine.MULTIPLY
+        is_multiplied = first_storage.joining is Combine.MULTIPLY
         self.dense = DenseModule(
             [component for table_slice in slices for component in _component_slices(table_slice)],
             features,
             optimizer,
-            Pooling.NONE if multiplied else pooling,
+            Pooling.NONE if is_multiplied else pooling,
             self._component_seeds(seeds),
             None,
             device,
@@ -519,12 +519,12 @@ class ComposedModule(nn.Module):
             padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
         counts = [n for rank_sizes in zip(*batch_sizes, strict=True) for n in rank_sizes]
-        row_widths, row_zeros = (
+        block_widths, block_pads = (
             list(widths) * len(batch_sizes[0]) for widths in (self._widths, pad_widths)
         )
-        blocks = looked_up.split([n * width for n, width in zip(counts, row_widths, strict=True)])
-        sizes = zip(blocks, row_widths, row_zeros, strict=True)
-        return torch.cat([pad(b.view(-1, width), (0, n)).view(-1) for b, width, n in sizes])
+        blocks = looked_up.split([n * width for n, width in zip(counts, block_widths, strict=True)])
+        sizes = zip(blocks, block_widths, block_pads, strict=True)
+        return torch.cat([pad(b.view(-1, width), (0, zeros)).view(-1) for b, width, zeros in sizes])
 
     def _multiply_and_pool(
         self,
@@ -631,7 +631,7 @@ class ComposedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Return names and sizes of the tables, and their storage."""
-        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._slices)
+        sizes = (f"{s.config.name}: {s.config.num_embeddings} x {s.dim}" for s in self._slices)
         return f"[{', '.join(sizes)}] {self._storage}"
 
 

@@ -490,9 +490,9 @@ class HashHandle(TableHandle):
         module, weight = self.module, other.weight
         hash_key = other.module.index.hash_key(other.index)
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
-        shared_rows = fallback.rows_of(other.module.state, other.index)
-        shared_rows = {k: v for k, v in shared_rows.items() if k in ("keys", "weight")}
-        fallback.write(module.state, self.index, shared_rows)
+        fallback_rows = fallback.rows_of(other.module.state, other.index)
+        fallback_rows = {k: v for k, v in fallback_rows.items() if k in ("keys", "weight")}
+        fallback.write(module.state, self.index, fallback_rows)
         module.state.copy_times(self.index, other.module.state, other.index)
         weight.grad = None
         if autograd.updates_in_backward(module.optimizer):

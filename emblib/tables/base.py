@@ -450,9 +450,9 @@ class FusedTables(nn.Module):
     ) -> None:
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
-        numbers = state_dict.get(f"{prefix}hyper")
-        if isinstance(numbers, Tensor) and numbers.shape == self.hyperparams.shape:
-            hyperparameters.adopt(self, numbers)
+        hyperparams = state_dict.get(f"{prefix}hyper")
+        if isinstance(hyperparams, Tensor) and hyperparams.shape == self.hyperparams.shape:
+            hyperparameters.adopt(self, hyperparams)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._restore()
 

@@ -316,11 +316,11 @@ class Prefetcher:
             return True
         if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
             return False
-        for only in self._streams:
+        for first_stream in self._streams:
             for work in (self._filled, self._used, self._fetched):
-                work.end_on(only)
+                work.end_on(first_stream)
             for ticket in (*self._tickets.values(), *self._dropped):
-                ticket.stream = only
+                ticket.stream = first_stream
         self._streams.append(stream)
         return len(self._streams) == 1
 

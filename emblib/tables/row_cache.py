@@ -76,12 +76,12 @@ class CacheStats:
     @property
     def hit_rate(self) -> float:
         """Return the fraction of lookups that hit the cache; NaN without lookups."""
-        return _share(self.lookups - self.lookup_misses, self.lookups)
+        return _fraction(self.lookups - self.lookup_misses, self.lookups)
 
     @property
     def unique_hit_rate(self) -> float:
         """Return the fraction of distinct rows that hit the cache; NaN without lookups."""
-        return _share(self.unique - self.unique_misses, self.unique)
+        return _fraction(self.unique - self.unique_misses, self.unique)
 
     def events(self) -> Iterator[tuple[str, int]]:
         """Yield the counters as `(counter, value)`, then as `(table.counter, value)`."""
@@ -95,7 +95,7 @@ class CacheStats:
 assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
 
 
-def _share(count: int, total: int) -> float:
+def _fraction(count: int, total: int) -> float:
     return count / total if total else math.nan
 
 
@@ -294,11 +294,11 @@ class RowCache(nn.Module):
 
     def no_fetches(self, length: int) -> LaterFetches:
         """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
-        no_entries = self.clock
+        clock = self.clock  # int64, on the device of the cache
         return LaterFetches(
-            rows=no_entries.new_empty(length),
-            slots=no_entries.new_empty(length, dtype=torch.int32),
-            num_rows=no_entries.new_zeros(1, dtype=torch.int32),
+            rows=clock.new_empty(length),
+            slots=clock.new_empty(length, dtype=torch.int32),
+            num_rows=clock.new_zeros(1, dtype=torch.int32),
         )
 
     def prefetch(
@@ -362,11 +362,12 @@ class RowCache(nn.Module):
         """
         # Iterators of C functions: nothing runs until `deque` runs all of them in one native call,
         # pass by pass, each plan before its move.
-        moves, plans = [], []
+        moves, plan_results = [], []
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, later):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
-            planned, plans_to_count = tee(map(call, (plan,)))
+            # The plan is made when the move asks for it; its results stay for the caller.
+            results_to_move, results = tee(map(call, (plan,)))
             move = partial(
                 native(cache_ops.move_),
                 tiers.weights,
@@ -377,10 +378,10 @@ class RowCache(nn.Module):
                 groups.count,
                 later=[*conflicts, *(fetches or ())],
             )
-            moves.append(starmap(move, planned))
-            plans.append(plans_to_count)
+            moves.append(starmap(move, results_to_move))
+            plan_results.append(results)
         deque(chain.from_iterable(moves), maxlen=0)
-        return [next(plan)[0] for plan in plans]
+        return [next(results)[0] for results in plan_results]
 
     def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
         """Return the call that fetches the rows which `fetch` deferred."""

@@ -172,16 +172,18 @@ class TableBatchedEmbeddingBags(FusedTables):
         call at construction does not redraw DISK tables that were opened with rows in them; later
         calls do.
         """
-        opened = self._memory.take_stored_hyper()
+        stored_hyperparams = self._memory.take_stored_hyper()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
-        writing = self.overwriting() if opened is None else contextlib.nullcontext()
+        writing = self.overwriting() if stored_hyperparams is None else contextlib.nullcontext()
         with writing:
             self._reset_common()
-            if opened is not None:
-                self.hyperparams[: len(opened)] = torch.tensor(opened, dtype=torch.float64)
+            if stored_hyperparams is not None:
+                self.hyperparams[: len(stored_hyperparams)] = torch.tensor(
+                    stored_hyperparams, dtype=torch.float64
+                )
                 hyperparameters.adopt(self, self.hyperparams)
             for t, (spec, views) in enumerate(zip(self.tables, self.table_views(), strict=True)):
-                if opened is not None and spec.placement is Placement.DISK:
+                if stored_hyperparams is not None and spec.placement is Placement.DISK:
                     continue
                 weight, *states = views.values()
                 self._draw(t, weight)

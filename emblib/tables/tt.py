@@ -64,14 +64,16 @@ class Cores(nn.ParameterList):
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
-            super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
+            super()._load_from_state_dict(
+                state_dict, prefix, _without_assign(local_metadata), *arguments
+            )
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the cores in a state dict."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
-def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
+def _without_assign(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a load without `assign`: values are copied."""
     return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
@@ -263,7 +265,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             and all(key in state_dict for key in keys)
         ):
             self.to_empty(device=state_dict[keys[0]].device)
-        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *other_arguments)
+        super()._load_from_state_dict(
+            state_dict, prefix, _without_assign(metadata), *other_arguments
+        )
         if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing_names:
             # The shapes of the cores identify the layout.
             missing_names.remove(f"{prefix}{layout_entry.NAME}")

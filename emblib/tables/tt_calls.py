@@ -57,9 +57,9 @@ class TrainBatch(NamedTuple):
 class ShortTrainCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `is_short` tells whether the module allows short calls: backward updates the cores. A copy or
-    of this object is None: the copy of a module makes its own. A module makes new calls where
-    `matches` is false; threads may share the calls.
+    `is_short` tells whether the module allows short calls: backward updates the cores. A copied or
+    unpickled object is None, because the copy of a module makes its own. A module makes new calls
+    where `matches` is false; threads may share the calls.
     """
 
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:

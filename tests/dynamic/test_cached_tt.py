@@ -497,7 +497,7 @@ def test_a_module_without_values_takes_those_of_a_state_dict() -> None:
     made[1]._apply(lambda tensor: torch.full_like(tensor, 7))
     made[1].load_state_dict(made[0].state_dict())
     assert torch.equal(made[1](ids, offsets), made[0](ids, offsets))
-    assert torch.equal(made[1].ends, made[0].ends)
+    assert torch.equal(made[1].rows_of_features, made[0].rows_of_features)
 
 
 def reads_rows_always(bags: CachedTTEmbeddingBags, patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def target(
     layout = RowLayout(specs, ["other", "items"], STATES, precision or Precision())
     index = HashIndex(specs)
     planes = layout.allocate(CPU)
-    rows = RowBuffers(planes, layout.moves(CPU))
+    rows = RowBuffers(planes, layout.byte_layout(CPU))
     given = torch.zeros(2, dtype=torch.int64) if eviction is Eviction.CUSTOM else None
     index.insert(keys_of(torch.arange(40), 0), batch_scores=given, rows=rows)
     return TableTarget(index, 1, "items", layout.views(planes, 1), rows)

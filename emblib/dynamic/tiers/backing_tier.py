@@ -80,7 +80,7 @@ class BatchPlacement(NamedTuple):
     """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
 
     Attributes:
-        misses: slots and status by miss, per table, and what else the swap of rows returned.
+        misses: result of the swap of rows, per table.
         positions: int64 `[L]`, the slot of each position of the batch; None if no row is in an
             overflow row.
         overflow: keys that are served in overflow rows, per table, without values.
@@ -143,11 +143,11 @@ class BackingTier:
         ]
         self.store = PrefetchedRows(backing.store, tables)
         self.generation = 0
-        # By table the keys in overflow rows, in their order; without values where a batch has them.
+        # By table: the keys in overflow rows, in the order of the rows; a batch leaves out values.
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False  # whether overflow rows differ from those in the store
         self._no_rows = StoredRows.none(0)
-        self._widths = [table.row_bytes for table in tables]
+        self._row_bytes = [table.row_bytes for table in tables]
         self._moves: RowMoves | None = None  # moves of the last step that may not be applied yet
         self._writes_behind = backing.write_behind
         self.reset_stats()
@@ -208,7 +208,7 @@ class BackingTier:
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""
         self.move_rows()
-        self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in self._widths]
+        self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in self._row_bytes]
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counts by table (reads the device)."""
@@ -224,8 +224,7 @@ class BackingTier:
     def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
         """Read the rows of misses from the store, per table; expired rows are erased there.
 
-        Updated overflow rows are written back first; then no earlier copy in one is valid.
-
+        Writes updated overflow rows back first; earlier copies in overflow rows become invalid.
         `FoundRows.positions` number the misses of the table from 0.
 
         Raises:
@@ -235,11 +234,11 @@ class BackingTier:
         self.generation += 1
         offsets = misses.offsets.tolist()
         missing_keys = keys.ids[misses.first[: offsets[-1]]].cpu()
-        for t in range(len(self._widths)):
+        for t in range(len(self._row_bytes)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         return [
             self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
-            for t in range(len(self._widths))
+            for t in range(len(self._row_bytes))
         ]
 
     def _check_overflow(self, table: int, count: int) -> None:
@@ -254,23 +253,23 @@ class BackingTier:
 
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
-        records, fast = self.store.read(table, keys), self.fast
+        found, fast = self.store.read(table, keys), self.fast
         if fast.expiry is None:
-            return records
-        alive = records.rows.stamps >= fast.expiry.before(table, fast.index.tick)[0]
+            return found
+        is_alive = found.rows.stamps >= fast.expiry.before(table, fast.index.tick)[0]
         if erase_expired:
-            self.store.erase(table, records.rows.keys[~alive])
-        return FoundRows(records.positions[alive], records.rows.at(alive))
+            self.store.erase(table, found.rows.keys[~is_alive])
+        return FoundRows(found.positions[is_alive], found.rows.at(is_alive))
 
     @staticmethod
-    def in_store(misses: Misses, rows: Sequence[FoundRows]) -> Tensor:
-        """Return which misses are in the store, bool `[L]`; `rows` is from `find_in_store`."""
+    def in_store(misses: Misses, found_rows: Sequence[FoundRows]) -> Tensor:
+        """Return which misses are in the store, bool `[L]`, given the result of `find_in_store`."""
         is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool)
-        for begin, records in zip(misses.offsets.tolist(), rows, strict=False):
-            is_stored[begin + records.positions] = True
+        for begin, found in zip(misses.offsets.tolist(), found_rows, strict=False):
+            is_stored[begin + found.positions] = True
         return is_stored.to(misses.first.device)
 
-    def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
+    def add_stored_uses(self, misses: Misses, found_rows: Sequence[FoundRows]) -> None:
         """Add the use counts of rows in the store to `misses.counts`, in place.
 
         Does nothing if eviction does not count uses.
@@ -278,10 +277,11 @@ class BackingTier:
         if self.fast.index.order not in _COUNTING_ORDERS:
             return
         offsets, counts = misses.offsets.tolist(), misses.counts
-        for t, records in enumerate(rows):
-            at = (offsets[t] + records.positions).to(counts.device)
-            stored_uses = records.rows.scores.to(counts.device)
-            counts[at] = stored_uses + torch.minimum(counts[at], hash.MAX_USES - stored_uses)
+        for t, found in enumerate(found_rows):
+            numbers = (offsets[t] + found.positions).to(counts.device)  # of the misses in the store
+            stored_uses = found.rows.scores.to(counts.device)
+            new_uses = torch.minimum(counts[numbers], hash.MAX_USES - stored_uses)
+            counts[numbers] = stored_uses + new_uses
 
     # Batches that one op inserts
 
@@ -310,7 +310,8 @@ class BackingTier:
         """Return the placement of a batch with misses; change nothing.
 
         Args:
-            results: results of `tier_insert_batch_` about the misses.
+            results: results of `tier_insert_batch_` that describe misses: the tensors of an
+                `InsertedMisses`, then those of one `SwappedMisses` per table.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
         """
         num_fields, begin = len(SwappedMisses._fields), len(InsertedMisses._fields)
@@ -343,7 +344,7 @@ class BackingTier:
         self,
         keys: Keys,
         inserted: InsertedBatch,
-        rows: Sequence[FoundRows],
+        found_rows: Sequence[FoundRows],
         batch_scores: Tensor | None,
         effects: Effects,
     ) -> BatchPlacement:
@@ -354,7 +355,7 @@ class BackingTier:
         Args:
             keys: the batch.
             inserted: the result of its insertion.
-            rows: result of `find_in_store`.
+            found_rows: result of `find_in_store`.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
             effects: native calls that an interrupted call has made, restarted.
         """
@@ -363,7 +364,7 @@ class BackingTier:
         assert result is not None
         offsets, specs = misses.offsets.tolist(), self.fast.specs
         moves, swaps, overflow, all_counts = RowMoves(), [], [], []
-        for t, found in enumerate(rows):
+        for t, found in enumerate(found_rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
@@ -558,16 +559,16 @@ class BackingTier:
         self.write_back()
         self.generation += 1
         tables = tables_of(keys)
-        for t in range(len(self._widths)):
-            at = (is_missing & (tables == t)).nonzero().view(-1)
-            distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
-            records = self._read(t, distinct)
-            self._check_overflow(t, records.positions.numel())
-            overflow = torch.full_like(distinct, -1)
-            overflow[records.positions] = self._overflow_slots(t, records.positions.numel())
-            self._fast_rows.scatter(t, overflow[records.positions], records.rows.values)
-            slots[at] = overflow[groups].to(slots.device)
-            self._overflow[t] = records.rows
+        for t in range(len(self._row_bytes)):
+            positions = (is_missing & (tables == t)).nonzero().view(-1)
+            distinct, groups = keys.ids[positions].cpu().unique(return_inverse=True)
+            found = self._read(t, distinct)
+            self._check_overflow(t, found.positions.numel())
+            overflow_slots = torch.full_like(distinct, -1)
+            overflow_slots[found.positions] = self._overflow_slots(t, found.positions.numel())
+            self._fast_rows.scatter(t, overflow_slots[found.positions], found.rows.values)
+            slots[positions] = overflow_slots[groups].to(slots.device)
+            self._overflow[t] = found.rows
         return slots
 
     @without_gradients
@@ -591,7 +592,7 @@ class BackingTier:
         """Write overflow rows back and forget them, before rows in the store change."""
         self.write_back()
         self.generation += 1
-        self._overflow = [StoredRows.none(width) for width in self._widths]
+        self._overflow = [StoredRows.none(width) for width in self._row_bytes]
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
         """Return the slots of the first `count` overflow rows of a table, int64."""
@@ -609,14 +610,14 @@ class BackingTier:
         layout, moves = self.fast.layout, self._moves
         if moves is not None:
             self.store.try_moves(moves)
-        records = self.store.read(table, keys)
-        if records.positions.numel() < keys.numel():
+        found = self.store.read(table, keys)
+        if found.positions.numel() < keys.numel():
             raise RuntimeError(
                 "entries are read before training goes on, and rows of "
                 f"{self.fast.table_names[table]!r} have moved since; ask for the entries again"
             )
-        values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
-        values[records.positions] = records.rows.values
+        values = torch.empty(keys.numel(), self._row_bytes[table], dtype=torch.uint8)
+        values[found.positions] = found.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
         begin = sum(widths[:buffer])
         bytes_of_buffer = values[:, begin : begin + widths[buffer]]
@@ -626,11 +627,14 @@ class BackingTier:
         return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
 
     def join_entries(self, table: int, fast: Entries, since: int | None) -> Entries:
-        """Append the entries in the store to `fast`; rows in the store are read when indexed."""
+        """Append the entries in the store to `fast`; rows in the store are read when indexed.
+
+        `since` selects entries that were last used at this tick or later; None selects all.
+        """
         columns: list[list[Tensor]] = [[torch.empty(0, dtype=torch.int64)] for _ in range(3)]
         for rows in self.store.iterate(table):
-            used = rows if since is None else rows.at(rows.stamps >= since)
-            for column, values in zip(columns, used[:3], strict=True):
+            changed = rows if since is None else rows.at(rows.stamps >= since)
+            for column, values in zip(columns, changed[:3], strict=True):
                 column.append(values)
         keys, stamps, scores = (torch.cat(column) for column in columns)
         joined = {
@@ -705,7 +709,7 @@ class BackingTier:
         """Commit both tiers."""
         self.write_back()
         fast = self.fast
-        tables = range(len(self._widths))
+        tables = range(len(self._row_bytes))
         note = {
             "planes": self._describe_rows(),
             "tick": fast.index.tick,
@@ -723,7 +727,7 @@ class BackingTier:
         """Start reading the rows of a later batch that are in the store."""
         is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
-        for t in range(len(self._widths)):
+        for t in range(len(self._row_bytes)):
             self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu())
 
     @without_gradients
@@ -753,10 +757,10 @@ class BackingTier:
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which have a row, bool `[n]`."""
         self.drop_overflow_rows()
-        records = self.store.read(table, keys)
-        self._put(table, records.rows._replace(scores=scores[records.positions]))
+        found = self.store.read(table, keys)
+        self._put(table, found.rows._replace(scores=scores[found.positions]))
         is_present = torch.zeros(keys.numel(), dtype=torch.bool)
-        is_present[records.positions] = True
+        is_present[found.positions] = True
         return is_present
 
     def expire(self, table: int, before: int) -> int:
@@ -777,7 +781,7 @@ class BackingTier:
             self.store.try_moves(self._moves)  # so that counters do not depend on the thread
             self.store.cancel_moves(self._moves)
         self.drop_overflow_rows()
-        for t in range(len(self._widths)):
+        for t in range(len(self._row_bytes)):
             self.store.clear(t)
 
 

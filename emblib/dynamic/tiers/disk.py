@@ -180,16 +180,16 @@ class RowFile:
         self._resize(max(committed, _MIN_SLOTS), begin=True)
 
     def add_sums(self, committed: int) -> None:
-        """Allocate checksum files for a store that has none yet."""
+        """Grow the checksum files to the committed slots: for a store that may have none."""
         for file, sums in zip(self._files, self._sum_files, strict=True):
             sums.grow(num_pages(committed * file.width))
 
     def find_keys(self) -> None:
         """Read the slot of each key from the heads."""
         heads = self._words()[: self.committed]
-        at = (heads[:, 0] != 0).nonzero().squeeze(1)
+        slots = (heads[:, 0] != 0).nonzero().squeeze(1)
         self.allocator = SlotAllocator()
-        self.allocator.restore(heads[at, 1], at, self.committed)
+        self.allocator.restore(heads[slots, 1], slots, self.committed)
 
     def recover(self) -> None:
         """Read the slot of each key from the heads again, if a change of them was interrupted.
@@ -201,11 +201,12 @@ class RowFile:
             return
         self._last_read = None
         heads = self._words()[: self.count]
-        used = heads[:, 0] != 0
-        at = used.nonzero().squeeze(1)
-        self.in_fast_tier[: self.count] *= used
+        is_used = heads[:, 0] != 0
+        slots = is_used.nonzero().squeeze(1)
+        self.in_fast_tier[: self.count] *= is_used
         allocator = SlotAllocator()
-        allocator.restore(heads[at, 1], at, max(self.committed, *(at[-1:] + 1).tolist(), 0))
+        end_slot = int(slots[-1]) + 1 if slots.numel() else 0
+        allocator.restore(heads[slots, 1], slots, max(self.committed, end_slot))
         self.allocator = allocator
         self.is_changing = False
 
@@ -223,7 +224,8 @@ class RowFile:
         journaled, in_fast_tier = zeros(count), zeros(count)
         if not begin:
             journaled[: self.count], in_fast_tier[: self.count] = self.journaled, self.in_fast_tier
-        journaled[max(self.committed, 0 if begin else self.count) :] = 1
+        # Slots after the last commit need no journal.
+        journaled[self.committed if begin else max(self.committed, self.count) :] = 1
         self.journaled, self.in_fast_tier, self.count = journaled, in_fast_tier, count
 
     def _words(self) -> Tensor:
@@ -352,9 +354,9 @@ class RowFile:
     def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
         slots = self.find_stored(keys)
-        records = self.find_rows(slots)
-        self._last_read = _SlotsOfKeys(records.rows.keys, slots[records.positions])
-        return records
+        found = self.find_rows(slots)
+        self._last_read = _SlotsOfKeys(found.rows.keys, slots[found.positions])
+        return found
 
     def mark_in_fast_tier(self, keys: Tensor) -> None:
         """Mark the rows of the stored keys as promoted."""
@@ -400,7 +402,7 @@ def _describe(table: str, width: int, begin: int, end: int) -> str:
 
 
 _JOURNAL, _STORE = "journal", "rows.json"
-_WHAT = "DiskRows"
+_CLASS_NAME = "DiskRows"
 _FORMAT = 2
 
 
@@ -459,10 +461,10 @@ class DiskRows:
         self._syncs = SyncGuard(self.directory)
         self._is_committing = self._is_committed = False
         self._tables = list(tables)
-        make_directory(self.directory, _WHAT)
+        make_directory(self.directory, _CLASS_NAME)
         if not (self.directory / _STORE).exists():
-            check_own_directory(self.directory, _WHAT, _STORE)
-        self._lock, self._process = lock(self.directory / LOCK, _WHAT), os.getpid()
+            check_own_directory(self.directory, _CLASS_NAME, _STORE)
+        self._lock, self._process = lock(self.directory / LOCK, _CLASS_NAME), os.getpid()
         try:
             self._begin()
         except BaseException:

@@ -68,13 +68,13 @@ class FastRows:
 
     def scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
         """Write rows, uint8 `[n, row_bytes]` on the CPU, into slots, int64 `[n]`."""
-        at, slots = 0, slots.to(self._fast.index.tags.device)
+        begin, slots = 0, slots.to(self._fast.index.tags.device)
         for buffer in self.buffers_of(table):
             width = buffer.shape[1] * buffer.itemsize
             # A copy even of one row: a view of another dtype needs aligned bytes.
-            rows = values[:, at : at + width].clone(memory_format=torch.contiguous_format)
+            rows = values[:, begin : begin + width].clone(memory_format=torch.contiguous_format)
             hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
-            at += width
+            begin += width
 
     def fallback(self, table: int) -> bytes:
         """Return the bytes of a table's fallback rows, which no row of the store has."""
@@ -96,9 +96,10 @@ class FastRows:
                 f"{self._fast.table_names[table]!r}, this module {nbytes}: choose "
                 "DynamicSpec.fallback_rows as there, or name another store"
             )
-        at = 0
+        begin = 0
         for view in views:
             if view.numel():
-                rows = torch.frombuffer(bytearray(data[at : at + view.nbytes]), dtype=view.dtype)
+                row_bytes = bytearray(data[begin : begin + view.nbytes])
+                rows = torch.frombuffer(row_bytes, dtype=view.dtype)
                 view.copy_(rows.view(view.shape))
-            at += view.nbytes
+            begin += view.nbytes

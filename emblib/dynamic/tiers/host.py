@@ -27,9 +27,9 @@ _HEAD_BYTES = 16  # stamp and score of a record
 class HostRows:
     """A `RowStore` in memory, e.g. `HostRows(1_000_000)`; its rows do not outlive the process.
 
-    A key belongs into one of two buckets of 32 rows. A row whose two buckets are full evicts the
-    lowest of their rows by `eviction`, which is dropped. Call `open` before any other method that
-    names a table; `RowStore` defines the methods and which threads may call them.
+    A key has two buckets of 32 rows, in one of which its row is. If both are full, a new row evicts
+    the lowest of their rows by `eviction`, and the store drops it. Call `open` before any other
+    method that names a table; `RowStore` defines the methods and which threads may call them.
 
     Args:
         capacity: number of rows per table, one int for all tables or one per table; rounded up to

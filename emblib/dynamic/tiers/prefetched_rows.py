@@ -98,7 +98,7 @@ class PrefetchedRows:
         store.open(tables)
         self.behind = store
         self.note = store.note
-        self._widths = [table.row_bytes for table in tables]
+        self._row_bytes = [table.row_bytes for table in tables]
         self._unstored: list[list[StoredRows]] = [[] for _ in tables]  # blocks by table
         self._prefetched: list[list[StoredRows]] = [[] for _ in tables]  # blocks, oldest first
         self._lock = threading.RLock()
@@ -179,16 +179,16 @@ class PrefetchedRows:
                 self.lift(t, moves.promoted[t])
                 del moves.promoted[t]
         finally:
-            failed: Exception | None = None
+            last_error: Exception | None = None
             for t in list(moves.demoted):
                 try:
                     self._put_with_retry(t, moves)
                 except Exception as error:
                     self.add_unstored(t, moves.demoted[t])
-                    failed = error
+                    last_error = error
                 del moves.demoted[t]
-            if failed is not None:
-                raise failed
+            if last_error is not None:
+                raise last_error
 
     def _put_with_retry(self, table: int, moves: RowMoves) -> None:
         """Put demoted rows; try once more after an error other than of the disk.
@@ -295,7 +295,7 @@ class PrefetchedRows:
             remaining = remaining[is_left]
         found = self.behind.read(table, keys[remaining])
         all_found.append(FoundRows(remaining[found.positions], found.rows))
-        rows = StoredRows.concatenate((found.rows for found in all_found), self._widths[table])
+        rows = StoredRows.concatenate((found.rows for found in all_found), self._row_bytes[table])
         return FoundRows(torch.cat([found.positions for found in all_found]), rows)
 
     @_exclusive
@@ -316,7 +316,7 @@ class PrefetchedRows:
 
     @_exclusive
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Call `HostRows.exchange` of the store behind, which must be one."""
+        """Call `exchange` of the store behind, which must be a `HostRows`."""
         if self.has_rows_in_memory:
             put_keys = entries[:, HashEntryColumn.KEY]
             self._drop_from_memory(table, torch.cat([lifted, put_keys]))
@@ -413,16 +413,16 @@ def _raise_first(futures: Sequence[Future[None]]) -> None:
 
 def _prefetch_in_thread(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
     """Prefetch rows, unless the store was deleted meanwhile."""
-    rows = store()
-    if rows is not None:
-        rows.read_ahead(table, keys)
+    prefetched_rows = store()
+    if prefetched_rows is not None:
+        prefetched_rows.read_ahead(table, keys)
 
 
 def _try_moves_in_thread(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
     """Apply moves, unless the store was deleted meanwhile."""
-    rows = store()
-    if rows is not None:
-        rows.try_moves(moves)
+    prefetched_rows = store()
+    if prefetched_rows is not None:
+        prefetched_rows.try_moves(moves)
 
 
 _stores: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()

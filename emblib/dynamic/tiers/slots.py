@@ -65,7 +65,7 @@ class SlotAllocator:
         self._make_index(capacity)
         self._insert_file_slots(all_keys, slots_of_keys)
 
-    def _use(self, table: int, rows_before: int, rows: int) -> None:
+    def _advise_growth(self, table: int, rows_before: int, rows: int) -> None:
         memory.advise_growth(self._by_slot, 0, rows_before, rows)
 
     @property
@@ -83,10 +83,10 @@ class SlotAllocator:
         slots = self._index.find(Keys.of(keys))
         slots_of_keys: Tensor = pages.file_slots(slots, self._by_slot, is_hidden)
         if self._overflow_keys:
-            for at in (slots < 0).nonzero().view(-1).tolist():
-                slot = self._overflow_keys.get(int(keys[at]), -1)
-                is_used = slot >= 0 and (is_hidden is None or not is_hidden[slot])
-                slots_of_keys[at] = slot if is_used else -1
+            for i in (slots < 0).nonzero().view(-1).tolist():
+                slot = self._overflow_keys.get(int(keys[i]), -1)
+                is_visible = slot >= 0 and (is_hidden is None or not is_hidden[slot])
+                slots_of_keys[i] = slot if is_visible else -1
         return slots_of_keys
 
     def add(self, keys: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class SlotAllocator:
 
     def _insert_file_slots(self, keys: Tensor, file_slots: Tensor) -> None:
         """Insert new keys with their slots in the file, int64 `[n]` each."""
-        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
+        rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._advise_growth)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
         no_values = self._records.new_empty(keys.numel(), 0)
         tiers.tier_write_(self._records, slots, file_slots, no_values)

@@ -185,10 +185,10 @@ def match_keys(keys: Tensor, rows: StoredRows) -> FoundRows:
     ordered, order = rows.keys, None
     if not bool((ordered[1:] > ordered[:-1]).all()):  # prefetched rows often ascend
         ordered, order = ordered.sort()
-    at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-    positions = (ordered[at] == keys).nonzero().squeeze(1)
-    at = at[positions]
-    return FoundRows(positions, rows.at(at if order is None else order[at]))
+    indices = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+    positions = (ordered[indices] == keys).nonzero().squeeze(1)
+    indices = indices[positions]
+    return FoundRows(positions, rows.at(indices if order is None else order[indices]))
 
 
 class StoreShard(NamedTuple):
@@ -352,7 +352,8 @@ class TierStats:
         new: distinct keys per batch that were in neither tier, summed over batches.
         promoted: rows that moved from the store to the fast tier.
         demoted: rows that moved from the fast tier to the store.
-        served_in_place: rows that a batch read and trained in the store, new ones included.
+        served_in_place: rows that found no slot, new ones included. A batch reads and updates them
+            in overflow rows, and they are then written to the store.
         dropped: rows that the store dropped because it was full.
     """
 

@@ -453,11 +453,11 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
             table.set_states(parameter, values)
             if HYPER in values:
-                hyper_entries = table.hyperparams.parts_of(values[HYPER], HYPER)
+                hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
                 loaded += [
                     (module, hyper)
                     for module in table.table_modules()
-                    for hyper in hyper_entries.values()
+                    for hyper in hyper_parts.values()
                 ]
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
     for module, hyper in loaded:

@@ -286,7 +286,10 @@ class _Loading:
             )
 
     def _column_cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
-        """Return the column cuts of tables, by the names of their states."""
+        """Return the column cuts of tables, by the names of their states.
+
+        Raises CheckpointError unless `notes` has valid cuts of saved states.
+        """
         try:
             cuts = {name: tuple(edges) for name, edges in json.loads(notes)["cuts"].items()}
             for name, edges in cuts.items():
@@ -420,8 +423,8 @@ class _Loading:
                 current_size = (
                     tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
                 )
-                saved = "no tensor" if size is None else f"a tensor {tuple(size)}"
-                wrong.append(f"{leaf.name}: saved is {saved}, here is {current_size}")
+                saved_size = "no tensor" if size is None else f"a tensor {tuple(size)}"
+                wrong.append(f"{leaf.name}: saved is {saved_size}, here is {current_size}")
         if wrong:
             raise CheckpointError(
                 f"{self.path} is of other tables or another optimizer; {_join_texts(wrong, '; ')}"

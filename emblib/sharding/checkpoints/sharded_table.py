@@ -109,7 +109,7 @@ class ShardedTable(Tensor):
         return [
             (offsets, self.parts[i][start - self.shards[i].rows[0] :][: sizes[0]])
             for i in self.parts
-            for offsets, sizes in blocks_of(self.shards[i], self.dim(), self.element_size())
+            for offsets, sizes in row_blocks(self.shards[i], self.dim(), self.element_size())
             for start in offsets[:1]
         ]
 
@@ -244,7 +244,7 @@ def _have_same_shards(first: Any, second: Any) -> bool:
     return isinstance(second, ShardedTable) and first.shards == second.shards
 
 
-def blocks_of(
+def row_blocks(
     shard: Shard, dims: int, itemsize: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return offsets in the full tensor and sizes of the blocks of a shard, `dims` numbers each.
@@ -304,7 +304,7 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     for i, shard in enumerate(table.shards):
         if ranks.rank not in (target, shard.rank):
             continue
-        for offsets, sizes in blocks_of(shard, table.dim(), table.element_size()):
+        for offsets, sizes in row_blocks(shard, table.dim(), table.element_size()):
             region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
             if shard.rank == ranks.rank:
                 first_row = offsets[0] - shard.rows[0]

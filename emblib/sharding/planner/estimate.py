@@ -139,7 +139,7 @@ class BytesPerFloat(NamedTuple):
         )
 
 
-FLOATS = BytesPerFloat()
+FLOAT32_IN_TRANSIT = BytesPerFloat()
 
 
 class CostModel:
@@ -162,7 +162,7 @@ class CostModel:
     def __init__(
         self,
         topology: Topology,
-        bytes_per_float: BytesPerFloat = FLOATS,
+        bytes_per_float: BytesPerFloat = FLOAT32_IN_TRANSIT,
         batches_in_flight: int = 1,
         workloads: Iterable[TableWorkload] = (),
     ) -> None:
@@ -177,11 +177,12 @@ class CostModel:
         costs = topology.costs
         # Seconds per byte of a message that is divided equally over all ranks. The part for the
         # node uses links, the part for other nodes the network; the part for this rank is free.
-        link = (local - 1) / costs.link_bytes_per_s
-        network = (world - local) / costs.network_bytes_per_s
-        self._s_per_byte = (link + network) / world
+        link_s = (local - 1) / costs.link_bytes_per_s
+        network_s = (world - local) / costs.network_bytes_per_s
+        self._s_per_byte = (link_s + network_s) / world
         # The same for rows that a node sums: before the sum within the node, then between nodes.
-        self._s_per_unsummed_byte, self._s_per_summed_byte = link / local, network / world / local
+        self._s_per_unsummed_byte = link_s / local
+        self._s_per_summed_byte = network_s / world / local
 
     if not TYPE_CHECKING:
         __getattr__ = refuse_old_names(
@@ -233,20 +234,20 @@ class CostModel:
     ) -> _LookupCost:
         """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
         world, local = self.topology.world_size, self.topology.local_world_size
-        costs, sent = self.costs, self._bytes_per_float
+        costs, per_float = self.costs, self._bytes_per_float
         ids = reader.batch_size * world * reader.ids_per_example * id_share
         bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
         bags = reader.batch_size * world * reader.num_features * bag_share
         rows_out = bags if reader.config.pooled else ids
         floats = rows_out * table_slice.dim
         batch_nbytes = _batch_nbytes(reader, ids, bags)
-        output_s = floats * (sent.forward + sent.backward) * self._s_per_byte
+        output_s = floats * (per_float.forward + per_float.backward) * self._s_per_byte
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
             copied_s = _PASSES * 2 * _COPY_BYTES * costs.arrange_ns * _S_PER_NS
             output_s = floats * (
                 _PASSES * _FLOAT_BYTES * self._s_per_unsummed_byte
-                + (sent.forward + sent.backward) * self._s_per_summed_byte
+                + (per_float.forward + per_float.backward) * self._s_per_summed_byte
                 + copied_s
             )
         # `uneven_ns` covers both passes.

@@ -326,7 +326,7 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     # Bytes per table on all ranks together, by its smallest option.
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
     order = sorted(range(len(workloads)), key=lambda t: (-needs[t], t))
-    free_memory = [max(0.0, pool.device) for pool in problem.free_memory]
+    free_memory = [max(0.0, memory.device) for memory in problem.free_memory]
     too_large = [t for t in order if not _fits_alone(problem, t)]
     free_nbytes, needed_nbytes = sum(free_memory), sum(needs)
     if too_large:
@@ -373,7 +373,7 @@ def _missing_alone(problem: Problem, table: int) -> float:
     The largest shards are compared with the ranks that have most memory: a lower bound.
     """
     missing_by_option: list[float] = []
-    free_by_rank = sorted((pool.device for pool in problem.free_memory), reverse=True)
+    free_by_rank = sorted((memory.device for memory in problem.free_memory), reverse=True)
     for option in problem.options[table]:
         common_nbytes = option.common_cost.nbytes.device
         shards = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
@@ -449,8 +449,8 @@ def _smaller_storages(device: str) -> str:
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
     """Raise PlanError if the reservation leaves a rank no memory."""
-    for rank, pool in enumerate(free_memory):
-        if pool.device <= 0:
+    for rank, memory in enumerate(free_memory):
+        if memory.device <= 0:
             remedies = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
@@ -458,8 +458,9 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
                 f"{format_bytes(dense_nbytes)} of dense parameters, takes "
-                f"{format_bytes(-pool.device)} more than there is. Ways out: {'; '.join(remedies)}",
+                f"{format_bytes(-memory.device)} more than there is. Ways out: "
+                f"{'; '.join(remedies)}",
                 (),
-                int(-pool.device),
+                int(-memory.device),
                 remedies,
             )

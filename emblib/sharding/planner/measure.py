@@ -67,7 +67,7 @@ class Sizes:
     Attributes:
         large_bytes: bytes of the largest table, which must exceed the cache. A quarter of it, the
             middle table, must not be much smaller than the cache.
-        rounds: rounds whose fastest counts.
+        rounds: number of rounds, of which the fastest counts; some figures take a multiple of it.
     """
 
     large_bytes: int = 1 << 27
@@ -436,29 +436,46 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
-    calibration = None
+    own_calibration = None
     # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
     at_once = _has_a_core_each(ranks)
     if ranks.rank == 0 or at_once:
-        calibration = measure_rank(ranks.device, sizes)
+        own_calibration = measure_rank(ranks.device, sizes)
     ranks.barrier()
-    measured = ranks.gather_objects(calibration)[0]
+    measured = ranks.gather_objects(own_calibration)[0]
     assert measured is not None
     if ranks.size == 1:
         return measured
-    links = ranks.gather_objects(_links(ranks, measured.step_s, sizes))
-    latency, copies, blocks, link, network = (max(column) for column in zip(*links, strict=True))
+    costs_by_rank = ranks.gather_objects(_measure_links(ranks, measured.step_s, sizes))
+    costs = _LinkCosts(*(max(column) for column in zip(*costs_by_rank, strict=True)))
     nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
         measured,
         source=f"{measured.source}, {ranks.size} ranks on {nodes}",
-        exchange_s=latency,
-        message_s=latency,
-        copies_s=copies,
-        blocks_s=blocks,
-        link_bytes_per_s=1.0 / link if link else measured.link_bytes_per_s,
-        network_bytes_per_s=1.0 / network if network else measured.network_bytes_per_s,
+        exchange_s=costs.message_s,
+        message_s=costs.message_s,
+        copies_s=costs.replication_s,
+        blocks_s=costs.row_cut_s,
+        link_bytes_per_s=(
+            1.0 / costs.link_byte_s if costs.link_byte_s else measured.link_bytes_per_s
+        ),
+        network_bytes_per_s=(
+            1.0 / costs.network_byte_s if costs.network_byte_s else measured.network_bytes_per_s
+        ),
     )
+
+
+class _LinkCosts(NamedTuple):
+    """Seconds per all-to-all and other rank, of replication and of row cuts per step, and per byte.
+
+    The seconds per byte are 0 if there is no such link.
+    """
+
+    message_s: float
+    replication_s: float
+    row_cut_s: float
+    link_byte_s: float
+    network_byte_s: float
 
 
 def _has_a_core_each(ranks: RankGroup) -> bool:
@@ -514,23 +531,22 @@ def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, round
     return min(once() for _ in range(rounds))
 
 
-def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
-    """Measure seconds of an empty message, replication, row cuts, and a byte on each link.
-
-    The seconds per byte of a link are 0 if there is no such link.
-    """
+def _measure_links(ranks: RankGroup, step_s: float, sizes: Sizes) -> _LinkCosts:
+    """Measure what messages cost this rank; all ranks call this together."""
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]
     remote_ranks = [r for r in range(ranks.size) if r not in node]
-    latency = _exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
-    costs = [*_overheads(ranks, step_s, sizes.rounds)]
+    empty_s = _exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
+    overheads = _overheads(ranks, step_s, sizes.rounds)
+    byte_s = []
     for peers in (neighbours, remote_ranks):
         if not ranks.gather_objects(len(peers))[0]:
-            costs.append(0.0)
+            byte_s.append(0.0)
             continue
         seconds = _exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
-        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE_FLOATS * _FLOAT_BYTES))
-    return tuple(costs)
+        sent_nbytes = len(peers) * _MESSAGE_FLOATS * _FLOAT_BYTES
+        byte_s.append(max(seconds - empty_s, 1e-9) / sent_nbytes)
+    return _LinkCosts(*overheads, *byte_s)
 
 
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:

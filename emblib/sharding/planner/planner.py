@@ -7,7 +7,7 @@ from torch import nn
 
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
-from emblib.sharding.planner.estimate import FLOATS, BytesPerFloat, CostModel
+from emblib.sharding.planner.estimate import FLOAT32_IN_TRANSIT, BytesPerFloat, CostModel
 from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, best_of, starts
@@ -58,7 +58,9 @@ class Planner:
         self.max_trials = check_count("max_trials", max_trials)
         self.comm_precision = comm_precision
         self._bytes_per_float = (
-            FLOATS if comm_precision is None else BytesPerFloat.of_codecs(comm_precision)
+            FLOAT32_IN_TRANSIT
+            if comm_precision is None
+            else BytesPerFloat.of_codecs(comm_precision)
         )
 
     def plan(self, module: nn.Module) -> ShardingPlan:

@@ -174,7 +174,7 @@ class RankCosts:
     def phase_s(self, phase: int) -> float:
         """Return the seconds until the slowest rank has finished a phase, e.g. `INPUT`.
 
-        Ranks of a node take turns if fewer compute at a time than it has.
+        If fewer ranks of a node can compute at a time than the node has, its ranks take turns.
         """
         topology, seconds = self.topology, self.seconds[phase]
         local, computing = topology.local_world_size, topology.ranks_at_once
@@ -386,8 +386,8 @@ def greedy(
 def table_wise(problem: Problem) -> Plan:
     """Place every table whole, in order of decreasing cost, on the least loaded rank with memory.
 
-    A table that fits on no rank takes its first option that fits. Returns an empty plan if a table
-    has no such option.
+    A table takes another option if it fits on no rank, or if that option has a smaller penalty.
+    Returns an empty plan if no option of a table fits.
     """
     world = problem.model.topology.world_size
     ranked = [
@@ -480,7 +480,7 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     rank_costs.add(old_placement, -1)
     best, best_score = old_placement, old_score
     for option in problem.options[table]:
-        for choice in _placings(rank_costs, option):
+        for choice in _placements(rank_costs, option):
             rank_costs.add(choice)
             problem.num_tried += 1
             new_score = score(rank_costs)
@@ -492,12 +492,12 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     return best is not old_placement
 
 
-def _placings(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
+def _placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
     """Return placements on the ranks that are least loaded in total and in each phase."""
     first_placement = place(rank_costs, option)
     if first_placement is None:
         return []
-    placings = {first_placement.targets: first_placement}
+    placements = {first_placement.targets: first_placement}
     if len(option.units) == 1 and option.units[0].domain is Domain.RANK:
         ranks = sorted(range(len(rank_costs.totals)), key=rank_costs.totals.__getitem__)[
             :_MAX_RANKS_TRIED
@@ -505,15 +505,15 @@ def _placings(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
         for seconds in rank_costs.seconds:
             ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
         for rank in ranks:
-            if (rank,) not in placings and rank_costs.fits(option.units[0], rank):
-                placings[rank,] = PlacedOption(option, (rank,))
+            if (rank,) not in placements and rank_costs.fits(option.units[0], rank):
+                placements[rank,] = PlacedOption(option, (rank,))
     elif option.units and option.units[0].domain is not Domain.WORLD:
         for seconds in rank_costs.seconds:
             order = _by_load(rank_costs, option.units[0], seconds)
             choice = place(rank_costs, option, order)
             if choice is not None:
-                placings.setdefault(choice.targets, choice)
-    return list(placings.values())
+                placements.setdefault(choice.targets, choice)
+    return list(placements.values())
 
 
 def _by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
@@ -627,7 +627,7 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
 def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """Improve the two best of `plans`, each with half of the trials, and return the best plan.
 
-    `plans` must have a plan, which fits. Counts the trials in `problem.num_tried`.
+    `plans` must not be empty, and each must fit. Counts the trials in `problem.num_tried`.
     """
     ranked = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
     best_two = ranked[:2]
