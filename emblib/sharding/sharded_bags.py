@@ -236,7 +236,7 @@ class _CopyTables(NamedTuple):
     Attributes:
         targets: `[spans, 7]`, output location of each span of columns.
         pieces: `[pieces, 3]`, location of the rows that are summed for a span.
-        row_numbers: see `OutgoingBatch.row_numbers`.
+        row_numbers: rows that units return, see `OutgoingBatch.row_numbers`.
         received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
         num_outputs: elements of the output.

@@ -262,9 +262,11 @@ class DiskStore:
         """
         rows = self._numbers_of(rows)
         is_any_read = False
-        for index, local in self._by_block(rows if len(self._blocks) == 1 else rows.sort().values):
+        for index, local_rows in self._by_block(
+            rows if len(self._blocks) == 1 else rows.sort().values
+        ):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                is_any_read |= sums.fetch(*_rows_of(tensor, local))
+                is_any_read |= sums.fetch(*_rows_of(tensor, local_rows))
         return is_any_read
 
     def touch(self, rows: Tensor) -> None:
@@ -280,9 +282,9 @@ class DiskStore:
             return
         rows = self._numbers_of(rows)
         rows = rows[self._touched[rows] == 0].unique()
-        for index, local in self._by_block(rows):
+        for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.check(*_rows_of(tensor, local))
+                sums.check(*_rows_of(tensor, local_rows))
         self._touched[rows] = 1
 
     def check_all(self) -> None:
@@ -341,13 +343,13 @@ class DiskStore:
         if self._may_change_all or not rows.numel():
             return
         rows = rows[self._journaled[rows] == 0].unique()
-        for index, local in self._by_block(rows):
+        for index, local_rows in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.change(*_rows_of(tensor, local))
+                sums.change(*_rows_of(tensor, local_rows))
         with self._syncs.watch():
-            for index, local in self._by_block(rows):
+            for index, local_rows in self._by_block(rows):
                 self._journal.begin(self._epoch)
-                for journaled_rows in self._journal.append(index, local):
+                for journaled_rows in self._journal.append(index, local_rows):
                     self._journaled[journaled_rows + self._blocks[index].first_row] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
@@ -369,7 +371,7 @@ class DiskStore:
             # The journal must be on the disk before the rows and checksums that it restores change.
             self._journal.sync()
             self._sync_files()
-            self._roots = [sums.root(len_of) for sums, len_of in self._with_lengths()]
+            self._roots = [sums.root(length) for sums, length in self._with_lengths()]
             self._committing = _Commit(
                 self._epoch + 1, numbers, [t._version for t in self.user_tensors]
             )
@@ -417,10 +419,10 @@ class DiskStore:
         if self._may_change_all:
             self._sync_files()  # only then are exactly the unwritten pages holes of the files
         for k, (sums, length) in enumerate(self._with_lengths()):
-            for pages, fresh in sums.renewed(length, skip_holes=self._may_change_all):
+            for pages, new_sums in sums.renewed(length, skip_holes=self._may_change_all):
                 if not self._may_change_all:
                     self._journal_sums(k, pages)
-                sums.sums.index_copy_(0, pages, fresh)
+                sums.sums.index_copy_(0, pages, new_sums)
 
     def _journal_sums(self, block_index: int, pages: Tensor) -> None:
         """Journal checksums of file `block_index` before they are replaced, once per epoch."""

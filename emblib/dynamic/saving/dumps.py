@@ -215,7 +215,7 @@ class ArrayWriter:
     def __init__(self, path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.path, self.dtype, self.shape = path, dtype, shape
         self._handle = open_fresh(path, os.O_WRONLY | os.O_TRUNC)
-        self._at, self._crc = 0, 0
+        self._num_written, self._crc = 0, 0  # bytes so far, and their CRC-32
 
     def append(self, numbers: Tensor) -> None:
         """Append a tensor of any shape and device, converted to the dtype of the array."""
@@ -226,17 +226,18 @@ class ArrayWriter:
             buffer = bytearray(chunk.numel() * self.dtype.itemsize)
             torch.frombuffer(buffer, dtype=self.dtype).copy_(chunk)
             self._crc = zlib.crc32(buffer, self._crc)
-            _write_all(self._handle, buffer, self._at)
-            self._at += len(buffer)
+            _write_all(self._handle, buffer, self._num_written)
+            self._num_written += len(buffer)
 
     def flush(self) -> None:
         """Flush the array, which must be complete, to the disk."""
         nbytes = self.dtype.itemsize
         for size in self.shape:
             nbytes *= size
-        if self._at != nbytes:
+        if self._num_written != nbytes:
             raise RuntimeError(
-                f"an array of shape {list(self.shape)} has {nbytes} bytes, {self._at} were written"
+                f"an array of shape {list(self.shape)} has {nbytes} bytes, "
+                f"{self._num_written} were written"
             )
         os.fsync(self._handle)
 
@@ -423,12 +424,12 @@ def _manifest_names(path: Path) -> set[str]:
     return {description["file"] for description in _descriptions(content)}
 
 
-def _write_all(handle: int, data: bytes | bytearray, at: int) -> None:
-    """Write all bytes to a file, from byte `at` on, however few one call of the OS takes."""
+def _write_all(handle: int, data: bytes | bytearray, offset: int) -> None:
+    """Write all bytes to a file, from byte `offset` on, however few one call of the OS takes."""
     remaining = memoryview(data)
     while remaining:
-        num_written = os.pwrite(handle, remaining, at)
-        remaining, at = remaining[num_written:], at + num_written
+        num_written = os.pwrite(handle, remaining, offset)
+        remaining, offset = remaining[num_written:], offset + num_written
 
 
 def write(directory: str | Path, tree: Any) -> None:

@@ -49,8 +49,8 @@ _STRATEGIES = {
     "none": "EvictStrategy.KCustomized",
 }
 _NAME = "{table}_{item}.rank_{rank}.world_size_{world_size}"
-_PADDED = 4  # float32 numbers that DynamicEmb uses for a state of one number per row
-_NUMBERS_PER_WRITE = 1 << 20
+_PADDED_STATE_WIDTH = 4  # float32 numbers that DynamicEmb uses for a state of one number per row
+_NUMBERS_PER_WRITE = 1 << 20  # bounds the memory of a write; not measured
 
 
 @dataclass(frozen=True)
@@ -331,8 +331,8 @@ def file_name(table: str, item: str, rank: int | str = 0, world_size: int | str 
 def _files_of(directory: Path, table: str) -> list[str]:
     """Return the existing files of a table, the keys first."""
     items = "emb_keys|emb_values|emb_scores|(emb_)?opt_values|counter_(keys|frequencies)"
-    ends = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
-    pattern = re.compile(rf"{re.escape(table)}_({ends})")
+    suffixes = rf"({items})\.rank_\d+\.world_size_\d+|opt_args\.json"
+    pattern = re.compile(rf"{re.escape(table)}_({suffixes})")
     names = [name for name in os.listdir(directory) if pattern.fullmatch(name)]
     return sorted(names, key=lambda name: not _is_key_file(name))
 
@@ -547,7 +547,7 @@ def _split_states(
     """
     expected_columns = sum(states.values())
     width = numbers.numel() // count if count else expected_columns
-    padded = width == _PADDED and expected_columns == 1
+    padded = width == _PADDED_STATE_WIDTH and expected_columns == 1
     if numbers.numel() != count * width or not (padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers per row, those of this table "

@@ -77,7 +77,7 @@ def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Te
 
 
 class _Assignment:
-    """The assignment of entries to slots. Entries are numbers in [0, N), `step` seeds choices.
+    """The assignment of entries to slots. Entries are numbers in [0, N); `step` seeds choices.
 
     Args:
         bucket_pairs: int64 `[2, N]`, the buckets of each entry.
@@ -92,8 +92,8 @@ class _Assignment:
     def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
         self._bucket_pairs, self.slots = bucket_pairs, slots
         self._entry_in = torch.full((buckets, SLOTS), -1)  # by slot, -1 for empty
-        placed = (slots >= 0).nonzero().view(-1)
-        self._entry_in.view(-1)[slots[placed]] = placed
+        with_slot = (slots >= 0).nonzero().view(-1)
+        self._entry_in.view(-1)[slots[with_slot]] = with_slot
         self.free = (self._entry_in < 0).sum(1)
         # Buckets from which no chain of moves leads to an empty slot. They stay closed, since no
         # entry of another bucket moves into them.
@@ -393,12 +393,12 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         hash_key = index.hash_key(table)
         slots = assign_slots(keys, slots, index.buckets(table), hash_key)
         has_slot = slots >= 0
-        at = slots[has_slot].to(device)
+        new_slots = slots[has_slot].to(device)
         index.forget_queues(table)
         tags = index.table_tags(table)
         tags.zero_()
-        tags[at] = tags_of(keys[has_slot], hash_key).to(device)
-        index.table_entries(table)[at, HashEntryColumn.KEY] = keys[has_slot].to(device)
+        tags[new_slots] = tags_of(keys[has_slot], hash_key).to(device)
+        index.table_entries(table)[new_slots, HashEntryColumn.KEY] = keys[has_slot].to(device)
         index.tables[table, HashTableColumn.SIZE] = int(has_slot.sum())
     placed = torch.full_like(order, -1)
     placed[best] = slots
@@ -425,9 +425,11 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
         refused = refused[slots[refused] < 0]
     for block in refused.split(_KEYS_PER_CALL) if index.order != "none" else ():
-        placed, number = _insert_block(index, table, entries.keys[block].to(device), index.order)
-        index.versions.note_inserted(index, table, placed)
-        slots[block], displaced = placed, displaced + number
+        block_slots, num_evicted = _insert_block(
+            index, table, entries.keys[block].to(device), index.order
+        )
+        index.versions.note_inserted(index, table, block_slots)
+        slots[block], displaced = block_slots, displaced + num_evicted
     if displaced:  # entries whose slots were found above may be displaced
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     return slots, displaced
@@ -450,44 +452,44 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         .nonzero()
         .view(-1)
     )
-    source, goal = slots_before[moved].to(device), slots_after[moved].to(device)
-    placed = (slots_after >= 0).nonzero().view(-1)
-    new_slots = placed[placed >= num_slots]
-    at = slots_after[new_slots].to(device)
+    old_slots, moved_slots = slots_before[moved].to(device), slots_after[moved].to(device)
+    with_slot = (slots_after >= 0).nonzero().view(-1)
+    new_entries = with_slot[with_slot >= num_slots]
+    new_slots = slots_after[new_entries].to(device)
     # All values are computed before the first write, so an interrupted write can be repeated.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
     if target.last_uses is not None:
         views.append(target.last_uses)
-    rows = [view[source] for view in views]
+    rows = [view[old_slots] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
-    tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
+    tags[slots_after[with_slot].to(device)] = tags_of(keys[with_slot], hash_key).to(device)
     tick = index.tick
 
     def write() -> None:
         index.versions.advance()
         index.forget_queues(table)
         for view, values in zip(views, rows, strict=True):
-            view[goal] = values
+            view[moved_slots] = values
         index.table_tags(table).copy_(tags)
         entries = index.table_entries(table)
-        entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
-        entries[at, HashEntryColumn.STAMP] = tick
-        index.tables[table, HashTableColumn.SIZE] = placed.numel()
-        index.versions.note_inserted(index, table, at)
+        entries[new_slots, HashEntryColumn.KEY] = keys[new_entries].to(device)
+        entries[new_slots, HashEntryColumn.STAMP] = tick
+        index.tables[table, HashTableColumn.SIZE] = with_slot.numel()
+        index.versions.note_inserted(index, table, new_slots)
 
     target.complete(write)
     return int((slots_after[:num_slots] < 0).sum())
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
-    """Insert missing keys; return their slots, int64 on the CPU, and how many were evicted."""
+    """Insert missing keys; return their slots, int64 on the CPU, and how many others they evict."""
     index.versions.advance()
     device, count = keys.device, keys.numel()
     first = torch.arange(count, device=device)
     offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
     offsets[table + 1 :] = count
     batch_scores = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
-    placed = hash.InsertResult(
+    result = hash.InsertResult(
         *hash.hash_insert_(
             index.tensors(),
             keys,
@@ -500,39 +502,39 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
             codes.INSERT_POLICY["wins"],
         )[:3]
     )
-    return placed.slots.cpu(), int((placed.status == hash.EVICTING).sum())
+    return result.slots.cpu(), int((result.status == hash.EVICTING).sum())
 
 
 @without_gradients
 def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report | None) -> None:
     """Write stamps, scores and rows of the entries that have a slot."""
     index, device = target.index, target.index.tags.device
-    placed = (slots >= 0).nonzero().view(-1)
+    with_slot = (slots >= 0).nonzero().view(-1)
     scores = entries.scores if index.order in SCORED else None
     index.set_entries(
         target.table,
-        slots[placed].to(device),
-        entries.stamps[placed].to(device),
-        None if scores is None else scores[placed].to(device),
+        slots[with_slot].to(device),
+        entries.stamps[with_slot].to(device),
+        None if scores is None else scores[with_slot].to(device),
     )
     if target.last_uses is not None and target.last_uses.size(1):
         uses = entries.rows.get(LAST_USES)
         if _has_levels_of(uses, target):
-            used = uses[placed]
+            used = uses[with_slot]
         else:  # which feature used them is not known: count every level; 0 would mean no use
-            used = entries.stamps[placed][:, None].clamp(min=1)
-        target.last_uses[slots[placed].to(device)] = used.to(device)
+            used = entries.stamps[with_slot][:, None].clamp(min=1)
+        target.last_uses[slots[with_slot].to(device)] = used.to(device)
     for name, view in target.views.items():
         rows, num_written = entries.rows.get(name), 0
-        for slot_block in placed.split(rows_at_a_time(view)):
-            at = slots[slot_block].to(view.device)
+        for block in with_slot.split(rows_at_a_time(view)):
+            block_slots = slots[block].to(view.device)
             if rows is None:
-                view[at] = target.initial_state
+                view[block_slots] = target.initial_state
             else:
-                view[at] = rows[slot_block].to(view)
-            num_written += slot_block.numel()
+                view[block_slots] = rows[block].to(view)
+            num_written += block.numel()
             if report is not None:
-                report(DumpProgress(target.name, num_written, placed.numel()))
+                report(DumpProgress(target.name, num_written, with_slot.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
