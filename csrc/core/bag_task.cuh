@@ -3,8 +3,8 @@
 // has the members
 //   features, num_features  the features, [num_features] in device memory
 //   bags, map               the lookups and the output row of every bag (Bags, BagMap)
-//   columns                 columns of an output row of a fixed batch or without pooling, elements
-//                           of the whole output of a variable batch
+//   columns                 in a fixed batch or without pooling the columns of an output row, in a
+//                           variable batch the elements of the whole output
 //   pooling                 Pooling
 #pragma once
 
@@ -13,16 +13,16 @@
 
 namespace emb::cuda {
 
-// A bag or a lookup. Only what inner loops need is in registers; other members of the feature are
-// read where they are used, from the cache. A number beyond the last item gives a task without
-// lookups and without columns.
+// A bag or a lookup. Only what inner loops need is in registers. Kernels read other members of the
+// feature from the cache where they use them. The task of an item beyond the last one has no
+// lookups and no columns.
 struct BagTask {
   const Feature* feature;
   int begin = 0;   // first lookup
   int length = 0;  // lookups
   int dim = 0;     // output columns
 
-  // The task of a bag, with pooling; `bag` may be beyond the last one.
+  // The task of a bag, with pooling; `bag` may be beyond the last bag.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
     if (bag < args.bags.num_bags) set_bag(args, bag);
@@ -46,15 +46,15 @@ struct BagTask {
 
   // Return the first output element of this task's bag, with pooling.
   template <class Args>
-  EMB_DEVICE int64_t bag_element(const Args& args, uint32_t bag) const {
-    return dim > 0 ? args.map.element(bag, feature->column) : 0;
+  EMB_DEVICE int64_t bag_output_element(const Args& args, uint32_t bag) const {
+    return dim > 0 ? args.map.output_element(bag, feature->column) : 0;
   }
 
   // Return the first output element of this task's item.
   template <class Args>
-  EMB_DEVICE int64_t element(const Args& args, int64_t item) const {
+  EMB_DEVICE int64_t output_element(const Args& args, int64_t item) const {
     if (args.pooling == Pooling::kNone) return item * args.columns;
-    return bag_element(args, static_cast<uint32_t>(item));
+    return bag_output_element(args, static_cast<uint32_t>(item));
   }
 
  private:
@@ -71,7 +71,8 @@ struct BagTask {
 // since the dim of each feature is known on the device only.
 template <class Args>
 int64_t mean_width(const Args& args) {
-  // The parts that `columns` is the sum of: features of a fixed batch, bags of a variable one.
+  // `columns` is the sum of the columns of these parts: features of a fixed batch, bags of a
+  // variable batch.
   const int64_t parts = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
   if (args.pooling == Pooling::kNone || parts == 0) return args.columns;
   return (args.columns + parts - 1) / parts;

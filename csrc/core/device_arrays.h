@@ -1,7 +1,7 @@
-// The scratch arrays of an op on a GPU, in one allocation: an allocation through torch takes more
-// time of the host than a small kernel takes on the GPU. `add` every array, then `allocate` once.
+// The scratch arrays of an op on a GPU, in one allocation. An allocation through torch takes the
+// host longer than a small kernel takes the GPU. `add` every array, then `allocate` once.
 // The memory is freed with this object, in stream order: kernels that were launched on the same
-// stream before may still use it.
+// stream before that may still use it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

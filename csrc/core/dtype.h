@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "core/codes.h"
 #include "core/half.h"
 
 namespace emb {
@@ -16,14 +15,14 @@ inline constexpr int kDtypes = 3;
 // Return the bytes of an element of dtype `type`.
 EMB_HD constexpr int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
-// A value that stands for type T.
+// A value by which a function template gets type T as an argument.
 template <class T>
 struct TypeTag {
   using type = T;
 };
 
-// Call `body(TypeTag<T>{}, number)` for each Dtype, with its element type and its number, for
-// example to fill a table of kernels that is indexed by dtype.
+// Call `body(TypeTag<T>{}, code)` for each Dtype, where T is its element type and `code` its value
+// as an int: for example to fill a table of kernels that is indexed by dtype.
 template <class Body>
 constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<float>{}, static_cast<int>(Dtype::kFloat));
@@ -32,8 +31,8 @@ constexpr void for_each_dtype(const Body& body) {
 }
 
 // A view of an array of int32 or int64 on the host or on a device. Each access takes a branch,
-// which is the same for the whole array. CPU loops over lookups that must be fast select the width
-// once, outside the loop.
+// which is the same for the whole array. Fast CPU loops over lookups select the width once, outside
+// the loop.
 struct IndexArray {
   const void* data = nullptr;  // not owned
   bool is_int64 = true;        // else int32

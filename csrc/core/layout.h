@@ -7,6 +7,7 @@
 // *feature* a range of bags that read one table. All structs here are views: they own no memory.
 #pragma once
 
+#include "core/codes.h"
 #include "core/dtype.h"
 
 namespace emb {
@@ -44,8 +45,9 @@ struct Bags {
   }
 
  private:
+  // Return the number in [low, num_lookups] that is closest to x.
   EMB_HD int64_t clamp(int64_t x, int64_t low) const {
-    return x < low ? low : x > num_lookups ? num_lookups : x;
+    return x < low ? low : (x > num_lookups ? num_lookups : x);
   }
 };
 
@@ -60,7 +62,7 @@ EMB_HD float mean_factor(Pooling pooling, Length length) {
 // and is skipped, and any other index outside [0, rows) reads row 0. In an empty table every lookup
 // is skipped.
 EMB_HD int64_t repair_index(int64_t index, int64_t rows) {
-  return index >= 0 && index < rows ? index : index == -1 || rows == 0 ? -1 : 0;
+  return (index >= 0 && index < rows) ? index : (index == -1 || rows == 0 ? -1 : 0);
 }
 
 // The memory tiers of a module's weights; a value is the position in the list `weights` of an op.
@@ -87,13 +89,13 @@ EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot)
           feature.state_base + row};
 }
 
-// A divisor, at least 1, of numbers below 2^31. It divides by a multiplication and a shift; a GPU
-// has no integer division and would need about 20 instructions. Why it is exact: let d be the
-// divisor, 2^(s-1) < d <= 2^s, and m = ceil(2^(31+s) / d). For n < 2^31, m n / 2^(31+s) exceeds
-// n / d by less than 1 / d, so rounding it down gives the quotient.
+// A divisor, at least 1, of numbers below 2^31. It divides by a multiplication and a shift, because
+// a GPU has no instruction for integer division and would need about 20 others. The quotient is
+// exact: let d be the divisor, 2^(s-1) < d <= 2^s, and m = ceil(2^(31+s) / d). For n < 2^31,
+// m n / 2^(31+s) exceeds n / d by less than 1 / d, so rounding it down gives the quotient.
 class Divisor {
  public:
-  // NOLINTNEXTLINE: a number becomes a divisor wherever one is needed.
+  // NOLINTNEXTLINE: the conversion from a number is implicit on purpose.
   EMB_HD Divisor(uint32_t value) : value_(value) {
     while ((uint64_t{1} << shift_) < value) ++shift_;
     shift_ += 31;
@@ -102,7 +104,7 @@ class Divisor {
 
   EMB_HD uint32_t value() const { return value_; }
   EMB_HD uint32_t quotient(uint32_t n) const {
-    return static_cast<uint32_t>(static_cast<uint64_t>(n) * multiplier_ >> shift_);
+    return static_cast<uint32_t>((static_cast<uint64_t>(n) * multiplier_) >> shift_);
   }
   EMB_HD uint32_t remainder(uint32_t n) const { return n - quotient(n) * value_; }
 
@@ -117,10 +119,11 @@ class Divisor {
 // ascend.
 struct BagLayout {
   int64_t feature;
-  int64_t element;  // first element of the bag's row in the flat pooled output
+  int64_t element;  // first element of the bag's output row in the flat pooled output
 };
 
-// The feature and the output row of every bag.
+// The feature and the output row of every bag. An *output element* is a position in the flat
+// output, counted from its beginning.
 struct BagMap {
   const BagLayout* layout = nullptr;  // [bags] of a variable batch; null for a fixed batch
   Divisor batch = 1;                  // bags per feature of a fixed batch, at least 1
@@ -131,38 +134,43 @@ struct BagMap {
     return layout != nullptr ? layout[bag].feature : batch.quotient(bag);
   }
   // Return the first output element of a bag; `column` is the first output column of its feature.
-  EMB_HD int64_t element(uint32_t bag, int64_t column) const {
+  EMB_HD int64_t output_element(uint32_t bag, int64_t column) const {
     return layout != nullptr ? layout[bag].element : batch.remainder(bag) * columns + column;
   }
 };
 
-// The lookups [begin, end) of a bag, and `element`, where its output row begins: see BagRows.
-struct BagSpan {
-  int64_t begin, end, element;
+// An item of BagItems: its lookups [begin, end), and the elements from the base of the output to
+// the item's output row.
+struct BagItem {
+  int64_t begin, end, output_offset;
 };
 
 // The bags of one feature and their output rows, as a CPU kernel sees them. A kernel works on a
-// range of bags [first_bag, last_bag), not empty. With pooling an item of the range is a bag;
-// without pooling it is a lookup, as if every lookup were a bag of its own.
+// range of bags [first_bag, last_bag), not empty. With pooling an *item* of the range is a bag.
+// Without pooling it is a lookup, as if every lookup were a bag of its own.
 //
-// A kernel gets a pointer to a base element of the output, or of its gradient, and `element` counts
-// from that base. The base is
-//   without pooling     the row of lookup 0 (element 0),
-//   in a fixed batch    the row of first_bag in the columns of the feature,
-//   in a variable batch element 0.
-struct BagRows {
+// A kernel gets a pointer to the *base* of the output, or of its gradient, and adds an
+// `output_offset` to it. The caller sets the pointer to the output element base_element(), which is
+//   without pooling      0: an output offset is an output element,
+//   in a fixed batch     the first output element of first_bag,
+//   in a variable batch  0: an output offset is an output element.
+// So a kernel that is called for a range of bags must pass the first_bag of that range to the
+// functions below.
+struct BagItems {
   Bags bags;  // of all features
   Pooling pooling;
   const BagLayout* layout;  // [bags] of a variable batch; null for a fixed batch
   int64_t stride;           // elements between the rows of a fixed batch, or of lookups
 
-  // Return the number of elements from the beginning of the output to the base; `column` is the
+  // Return the output element of the base for a range that begins at first_bag; `column` is the
   // first output column of the feature.
-  static int64_t base(const BagMap& map, Pooling pooling, int64_t first_bag, int64_t column) {
+  static int64_t base_element(const BagMap& map, Pooling pooling, int64_t first_bag,
+                              int64_t column) {
     if (pooling == Pooling::kNone || map.layout != nullptr) return 0;
-    return map.element(static_cast<uint32_t>(first_bag), column);
+    return map.output_element(static_cast<uint32_t>(first_bag), column);
   }
 
+  // Return the first lookup of a range of bags, and one past its last lookup.
   EMB_HD int64_t first_lookup(int64_t first_bag) const { return bags.begin(first_bag); }
   EMB_HD int64_t end_lookup(int64_t last_bag) const { return bags.end(last_bag - 1); }
 
@@ -172,37 +180,39 @@ struct BagRows {
                                      : last_bag - first_bag;
   }
   // Return item k of the range that begins at first_bag.
-  EMB_HD BagSpan span(int64_t first_bag, int64_t k) const {
+  EMB_HD BagItem item(int64_t first_bag, int64_t k) const {
     if (pooling == Pooling::kNone) {
       const int64_t lookup = first_lookup(first_bag) + k;
       return {lookup, lookup + 1, lookup * stride};
     }
     const int64_t bag = first_bag + k;
-    return {bags.begin(bag), bags.end(bag), element(first_bag, bag)};
+    return {bags.begin(bag), bags.end(bag), output_offset(first_bag, bag)};
   }
-  // Return where the output row of `bag` begins, with pooling.
-  EMB_HD int64_t element(int64_t first_bag, int64_t bag) const {
+  // Return the elements from the base to the output row of `bag`, a bag of the range that begins at
+  // first_bag. With pooling only.
+  EMB_HD int64_t output_offset(int64_t first_bag, int64_t bag) const {
     return layout != nullptr ? layout[bag].element : (bag - first_bag) * stride;
   }
 };
 
 // Return the feature of lookup i: the last feature that begins at or before i, by binary search
 // over the first lookups of features, or in a variable batch over the first lookups of bags. There
-// must be at least one bag. Where the offsets do not ascend, or i is before the first bag, the
-// result is some feature in range.
+// must be at least one bag. If the offsets do not ascend, or i is before the first bag, the result
+// is some feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
-  const bool variable = map.layout != nullptr;
-  const int64_t bags_of_step = variable ? 1 : map.batch.value();
-  int low = 0, high = (variable ? static_cast<int>(bags.num_bags) : num_features) - 1;
+  const bool is_variable = map.layout != nullptr;
+  // The search is over runs of bags: single bags of a variable batch, else the bags of a feature.
+  const int64_t bags_per_run = is_variable ? 1 : map.batch.value();
+  int low = 0, high = (is_variable ? static_cast<int>(bags.num_bags) : num_features) - 1;
   while (low < high) {
     const int middle = low + (high - low + 1) / 2;
-    if (bags.begin(middle * bags_of_step) <= i) {
+    if (bags.begin(middle * bags_per_run) <= i) {
       low = middle;
     } else {
       high = middle - 1;
     }
   }
-  return variable ? map.layout[low].feature : low;
+  return is_variable ? map.layout[low].feature : low;
 }
 
 }  // namespace emb

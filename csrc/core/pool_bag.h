@@ -84,18 +84,18 @@ EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish&
 
 // Write the output rows of bags [first_bag, last_bag), at least one, of one feature; without
 // pooling, the output rows of their lookups. Row i of `rows` is the row of lookup i. `out` is the
-// base element of the output, see BagRows.
+// base element of the output, see BagItems.
 template <class Rows, class O>
-EMB_HD void pool_bags(const BagRows& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
+EMB_HD void pool_bags(const BagItems& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {
   const int64_t first = bags.first_lookup(first_bag);
   for (int64_t i = first; i < first + rows.distance(); ++i) rows.prefetch(i, rows.dim());
   const int64_t count = bags.num_items(first_bag, last_bag);  // bags, or lookups without pooling
   for (int64_t k = 0; k < count; ++k) {
-    const BagSpan bag = bags.span(first_bag, k);
+    const BagItem bag = bags.item(first_bag, k);
     const Vec factor = broadcast(mean_factor(bags.pooling, bag.end - bag.begin));
     const auto scaled = [&](Vec sum) { return sum * factor; };
-    pool_bag(rows, bag.begin, bag.end, scaled, out + bag.element);
+    pool_bag(rows, bag.begin, bag.end, scaled, out + bag.output_offset);
   }
 }
 

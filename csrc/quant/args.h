@@ -168,9 +168,9 @@ struct QuantLookupArgs {
   const uint8_t* packed;  // [rows, row_bytes(dim, format)]: the feature's table
   int64_t rows, dim;
   const void* indices;  // [L] of all features, int32 or int64; repaired as they are read
-  BagRows bags;
+  BagItems bags;
   const float* sample_weights;  // [L] or null; null without pooling
-  void* out;                    // the base of the output rows (see BagRows), of the output dtype
+  void* out;                    // the base of the output (see BagItems), of the output dtype
 };
 
 // Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature. Calls

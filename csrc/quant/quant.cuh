@@ -348,7 +348,8 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
       const float factor = mean_factor(args.pooling, task.length);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= factor;
-      write_quads<false>(args, task.bag_element(args, first + lane.group), columns, task.dim, sum);
+      write_quads<false>(args, task.bag_output_element(args, first + lane.group), columns, task.dim,
+                         sum);
     }
   }
 }
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
     const BagTask task =
         task_of_format<kFormat>(args, BagTask(args, int64_t{first} + this_lane, args.items()));
     QuantRow<kFormat> row(args, task, 0);
-    const int64_t element = task.element(args, first + this_lane);
+    const int64_t element = task.output_element(args, first + this_lane);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool uses_vectors =
         task.dim % kQuad == 0 && element % kQuad == 0 && is_aligned(args.output, 16);

@@ -96,7 +96,7 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const IndexArray indices = index_array(call.indices);
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const Feature& x = feature[f];
-    const int64_t base = BagRows::base(call.map, call.pooling, begin, x.column);
+    const int64_t base = BagItems::base_element(call.map, call.pooling, begin, x.column);
     const QuantLookupArgs args{rows + x.weight_offset,
                                x.rows,
                                x.dim,

@@ -35,9 +35,9 @@ struct TableRows {
 // The arguments of the forward: pool a range of bags of one feature.
 struct LookupArgs {
   TableRows rows;
-  BagRows bags;
+  BagItems bags;
   const float* sample_weights;  // [L] or null; null with Pooling::kNone
-  void* out;                    // the base of the output rows (see BagRows), of the output dtype
+  void* out;                    // the base of the output (see BagItems), of the output dtype
   float* scratch = nullptr;     // [dim], of this thread alone; null unless caching is kMixed
   // Store the output past the CPU's caches, if the kernel can (a float output, no cache, valid
   // indices). Output rows must then be whole cache lines.
@@ -56,8 +56,8 @@ struct LookupTable {
 // The arguments of the gradient of the sample weights, for a range of bags of one feature.
 struct SampleWeightArgs {
   TableRows rows;
-  BagRows bags;              // with sum or mean pooling
-  const void* grad;          // the base of the gradient's rows (see BagRows)
+  BagItems bags;             // with sum or mean pooling
+  const void* grad;          // the base of the gradient (see BagItems)
   float* out;                // [L]
   float* scratch = nullptr;  // [dim], of this thread alone; null unless caching is kMixed
 };

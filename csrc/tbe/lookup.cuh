@@ -150,7 +150,7 @@ EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uin
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[e] *= scale;
   }
-  const int64_t element = args.map.element(bag, task.feature->column);
+  const int64_t element = args.map.output_element(bag, task.feature->column);
   stream_columns(args.output, args.output_type, element + column, task.dim - column, sum);
 }
 
@@ -307,7 +307,7 @@ template <int N>
 EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& task,
                                  const LaneGroup& lane, uint32_t bag, int column,
                                  float (&sum)[kBagsInFlight][N]) {
-  const int64_t element = task.bag_element(args, bag);
+  const int64_t element = task.bag_output_element(args, bag);
   const float scale = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < kBagsInFlight; ++s) {
@@ -563,7 +563,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
       if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
-      stream_columns(args.output, args.output_type, task.element(args, item) + column,
+      stream_columns(args.output, args.output_type, task.output_element(args, item) + column,
                      task.dim - column, sum);
     }
   }

@@ -115,7 +115,7 @@ Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tenso
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
     const bool has_fixed_rows = in.pooling != Pooling::kNone && map.layout == nullptr;
-    const int64_t base = BagRows::base(map, in.pooling, begin, feature[f].column);
+    const int64_t base = BagItems::base_element(map, in.pooling, begin, feature[f].column);
     LookupArgs args{rows,
                     {in.bags, in.pooling, map.layout, columns},
                     sample_weights ? sample_weights->const_data_ptr<float>() : nullptr,

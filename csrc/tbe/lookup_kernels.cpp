@@ -227,7 +227,7 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
 // the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
-  const BagRows& bags = args.bags;
+  const BagItems& bags = args.bags;
   const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
   const ValidRows<kVectors, W, I> rows(args, ids, last);
   rows.prefetch_first(first);
@@ -240,7 +240,7 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
     }
     return;
   }
-  const auto row_of = [&](int64_t bag) { return out + bags.element(first_bag, bag); };
+  const auto row_of = [&](int64_t bag) { return out + bags.output_offset(first_bag, bag); };
   if (all_have_one_lookup(bags.bags, first_bag, last_bag)) {
     for (int64_t bag = first_bag, i = first; bag < last_bag; ++bag, ++i) {
       rows.prefetch_after(i);

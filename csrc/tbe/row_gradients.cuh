@@ -110,7 +110,7 @@ EMB_DEVICE const Feature& feature_of(const DeviceGradArgs& args, int j) {
 EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) {
   if (args.pooling == Pooling::kNone) return args.sorted_lookups[j] * args.grad_stride;
   if (args.map.layout != nullptr) return args.map.layout[bag].element;
-  return args.map.element(bag, args.features[args.map.feature(bag)].column);
+  return args.map.output_element(bag, args.features[args.map.feature(bag)].column);
 }
 
 // Return the factor of the gradient of sorted lookup j, of bag `bag`: its sample weight (1 without

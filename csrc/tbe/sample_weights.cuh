@@ -103,7 +103,7 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const float scale = mean_factor(in.pooling, task.length);
     const uint32_t bag = first + lane.group;
-    const int64_t output = bag < bags ? in.map.element(bag, task.feature->column) : 0;
+    const int64_t output = bag < bags ? in.map.output_element(bag, task.feature->column) : 0;
     for (int base = 0; base < widest; base += lane.lanes * N) {
       const int column = base + lane.rank * N;
       float grad[N] = {};

@@ -50,7 +50,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   float* result = out.mutable_data_ptr<float>();
   for_feature_bags(in.bags, in.feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const TableRows rows = in.rows_of(feature[f]);
-    const int64_t base = BagRows::base(map, in.pooling, begin, feature[f].column);
+    const int64_t base = BagItems::base_element(map, in.pooling, begin, feature[f].column);
     SampleWeightArgs args{rows,
                           {in.bags, in.pooling, map.layout, map.columns},
                           gradient + base * grad.element_size(),

@@ -27,9 +27,9 @@ EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t f
   const int64_t last = args.bags.end_lookup(last_bag),
                 count = args.bags.num_items(first_bag, last_bag);
   for (int64_t k = 0; k < count; ++k) {
-    const BagSpan bag = args.bags.span(first_bag, k);
+    const BagItem bag = args.bags.item(first_bag, k);
     const float scale = mean_factor(args.bags.pooling, bag.end - bag.begin);
-    const G* grad = static_cast<const G*>(args.grad) + bag.element;
+    const G* grad = static_cast<const G*>(args.grad) + bag.output_offset;
     for (int64_t i = bag.begin; i < bag.end; ++i) {
       if (i + kRowsAhead < last) rows.prefetch(i + kRowsAhead, rows.dim);
       const auto* row = rows.at(i);
