@@ -139,13 +139,14 @@ inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stre
 inline constexpr int kCounterStreams = 4;           // streams for a larger bucket, and for buckets
 // Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;
-inline constexpr int kMaxBucketBits = 11;    // maximum number of top bits that select a bucket
-inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of a bucket
-inline constexpr int64_t kPartItems = 8192;  // grain of parallel_balanced for parts and buckets
-inline constexpr int64_t kRunGrain = 4096;   // grain of parallel_balanced for runs
+inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
+inline constexpr int kUnbucketedDigitBits = 11;  // maximum width without buckets
+inline constexpr int kMaxBucketBits = 11;        // maximum number of top bits that select a bucket
+inline constexpr int kBucketItemsLog2 = 6;       // log2 of the minimum mean size of a bucket
+inline constexpr int64_t kPartItems = 8192;      // grain of parallel_balanced for parts and buckets
+inline constexpr int64_t kRunGrain = 4096;       // grain of parallel_balanced for runs
 
 // Return the maximum width of the digits by which a bucket of n items is sorted.
-inline constexpr int kBucketDigitBits = 8;
 constexpr int bucket_digit_bits(int64_t n) {
   if (n < 96) return 6;
   return n < 512 ? 7 : kBucketDigitBits;
@@ -153,7 +154,6 @@ constexpr int bucket_digit_bits(int64_t n) {
 
 // Return the maximum width of the digits by which n items are sorted without buckets: a run or a
 // small input. It is kUnbucketedDigitBits if there are at least `min_wide_items`.
-inline constexpr int kUnbucketedDigitBits = 11;
 constexpr int unbucketed_digit_bits(int64_t n, int64_t min_wide_items) {
   if (n < 256) return 6;
   return n < min_wide_items ? 8 : kUnbucketedDigitBits;

@@ -4,15 +4,16 @@
 // A table is an array of buckets of 32 slots. A key may be in either of two buckets; both follow
 // from one 64-bit hash of the key, called `mixed`. A slot has a tag, one byte, and an entry, two or
 // three words: key, stamp (the clock at the last use) and, for some orders, a score. The tag is 0
-// if the slot is empty, otherwise 1 to 255 (tag_of), so that no key value is reserved to mark
-// empty slots. The rows of values of a table are numbered by its slots.
+// if the slot is empty, otherwise 1 to 255 (tag_of), so that no key value is reserved to mark empty
+// slots. The rows of a table are numbered by its slots.
 //
 // Buckets are addressed as in linear hashing (Litwin, 1980): a table may have any number of buckets
 // and grows by splitting one at a time. A new bucket receives entries of one old bucket only, and
 // entries that are not moved keep their slots.
 //
-// A *position* is an index into the ids of a batch. A *miss* is one of the distinct missing keys of
-// a batch; misses are numbered by table and first position.
+// The ids of a batch are its keys, in an array `ids`. A *position* is an index into `ids`. A *miss*
+// is the number of a distinct missing key of the batch: misses are numbered by table and, within a
+// table, by the first position of the key.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +25,15 @@
 
 namespace emb {
 
-inline constexpr int kSlots = 32;  // slots per bucket
+inline constexpr int kBucketSlots = 32;  // slots per bucket
 inline constexpr uint8_t kEmptyTag = 0;
 // A new key takes its first bucket, without a look at the second, if the first has more empty slots
-// than this. Source: simulated, reports/LOG.md, 2026-11-21.
+// than this. Source: simulated, reports/LOG.md, "Dynamic tables".
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
-// The number of misses per bucket that may choose in round 0 of an insertion, see `choosers`.
-// Source: hit rates of emulated streams, reports/LOG.md, 2026-11-25.
+// The number of misses per bucket that may choose in round 0 of an insertion, see max_choosers.
+// Source: hit rates of emulated streams, reports/LOG.md, "Gradients that are views, and the rest of
+// the list for CUDA kernels".
 inline constexpr int64_t kChoosersPerBucket = 8;
 inline constexpr int kChooserGrowthLog2 = 2;  // four times as many misses in each later round
 
@@ -39,10 +41,10 @@ inline constexpr int kChooserGrowthLog2 = 2;  // four times as many misses in ea
 enum class HashTableColumn : int {
   kFirstBucket,  // number of the table's first bucket among those of all tables
   kBuckets,      // buckets in use
-  kMaxBuckets,   // buckets that the table has memory for
+  kMaxBuckets,   // buckets for which the table has memory
   kSize,         // keys in the table
   kMaxLoad,      // fraction of occupied slots above which the table grows, in 1024ths
-  kHashKey       // random number of the table that the hash of its keys depends on
+  kHashKey       // random number that the hash of the table's keys depends on
 };
 
 inline constexpr int kHashTableColumns = static_cast<int>(HashTableColumn::kHashKey) + 1;
@@ -66,10 +68,10 @@ enum class HashCounter : int {
 
 inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;
 
-// The result of an insertion for a key.
+// The result of an insertion for a miss, or for the key of a position.
 enum class InsertStatus : uint8_t {
-  kMiss,        // not decided yet; for entries beyond the last miss, the final value
-  kHit,         // of a position: its key had a slot before the insertion
+  kMiss,        // not decided yet; in arrays by miss, also the value after the last miss
+  kHit,         // of a position only: the key had a slot before the insertion
   kNew,         // the key got an empty slot
   kEvicting,    // the key got the slot of an evicted key
   kRefused,     // the key got no slot
@@ -91,7 +93,7 @@ EMB_HD constexpr bool order_counts_uses(HashOrder order) {
 EMB_HD bool count_overflows(int64_t count, int64_t more) {
   return more > 0 && count > INT64_MAX - more;
 }
-// Return count + more, or INT64_MAX if that overflows.
+// Return count + more, or INT64_MAX if count_overflows(count, more).
 EMB_HD int64_t add_uses(int64_t count, int64_t more) {
   if (count_overflows(count, more)) return INT64_MAX;
   return static_cast<int64_t>(static_cast<uint64_t>(count) + static_cast<uint64_t>(more));
@@ -106,18 +108,19 @@ EMB_HD uint64_t address_mask(int64_t buckets) {
 
 // Return the bucket that `hash` addresses in a table of `buckets` buckets; `mask` is
 // address_mask(buckets).
-EMB_HD int64_t address(uint64_t hash, int64_t buckets, uint64_t mask) {
-  const auto beyond = uint64_t{(hash & mask) >= static_cast<uint64_t>(buckets)};
-  return static_cast<int64_t>(hash & mask >> beyond);  // no branch: it would be unpredictable
+EMB_HD int64_t bucket_address(uint64_t hash, int64_t buckets, uint64_t mask) {
+  // No branch, because it would be unpredictable.
+  const auto is_beyond = uint64_t{(hash & mask) >= static_cast<uint64_t>(buckets)};
+  return static_cast<int64_t>(hash & (mask >> is_beyond));
 }
 
 // Return the bits of `mixed` for the two bucket addresses of a key, and its tag, 1 to 255. Tables
 // have fewer than 2^31 buckets, so the first address (low bits) shares no bits with the tag (bits
 // 40 to 55).
 EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
-EMB_HD uint64_t second_hash(uint64_t mixed) { return mixed * 0x9E3779B97F4A7C15u >> 33; }
+EMB_HD uint64_t second_hash(uint64_t mixed) { return (mixed * 0x9E3779B97F4A7C15u) >> 33; }
 EMB_HD uint8_t tag_of(uint64_t mixed) {
-  return static_cast<uint8_t>(1 + ((mixed >> 40 & 0xffff) * 255 >> 16));
+  return static_cast<uint8_t>(1 + ((((mixed >> 40) & 0xffff) * 255) >> 16));
 }
 
 // The rank of an entry in its bucket, compared in the order of the members; see HashOrder.
@@ -131,41 +134,41 @@ EMB_HD EntryRank entry_rank(HashOrder order, int64_t key, int64_t stamp, int64_t
 }
 
 // Return whether an entry of rank `a` is evicted before one of rank `b`.
-EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
+EMB_HD bool ranks_below(const EntryRank& a, const EntryRank& b) {
   if (a.score != b.score) return a.score < b.score;
   if (a.stamp != b.stamp) return a.stamp < b.stamp;
   return a.key < b.key;
 }
 
 // Return how many of the first misses of a table of `buckets` buckets may choose a bucket in round
-// `round`, from 0, of an insertion (hash_cpu.cpp). The misses of a round all see the table as it
-// was at the beginning of the round.
-EMB_HD int64_t choosers(int64_t buckets, int round) {
+// `round`, from 0, of an insertion (hash_cpu.cpp, insert.cuh). All misses that choose in a round
+// see the table as it was at the beginning of the round.
+EMB_HD int64_t max_choosers(int64_t buckets, int round) {
   constexpr int kMaxRound = 14;  // 2^31 keys or more may choose then; a larger shift may overflow
-  return kChoosersPerBucket * buckets
-         << kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound);
+  return (kChoosersPerBucket * buckets)
+         << (kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound));
 }
 
-// Return how many of its `room` usable slots (empty ones, or those of entries that may be evicted)
-// a bucket assigns in one round: its share. Keys that choose in the same round do not see each
-// other, so without this limit they would fill some buckets while others stay empty.
-EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
+// Return how many of its `usable` slots (empty slots, or slots of entries that may be evicted) a
+// bucket assigns in one round. Keys that choose in the same round do not see each other, so without
+// this limit they would fill some buckets while others stay empty.
+EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 
 // Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
 // `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad, in 1024ths.
 //
 // A bucket that is not split yet receives twice as many keys as a split bucket. If buckets were
-// added at the rate of keys, the unsplit buckets would be full long before the table is. So a
-// level, a power of two of buckets, is split completely, while its keys grow by a quarter from the
-// number that filled it to `load`. Then no bucket is split until twice as many buckets are filled
-// to `load`. The last level ends at `max_buckets`.
+// added at the rate of keys, the unsplit buckets would be full long before the table is. So tables
+// grow by levels, powers of two of buckets. Once the buckets of a level are filled to `load`, all
+// of them are split while the keys grow by a quarter. Then no bucket is split until the next level,
+// twice as many buckets, is filled to `load`. The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
-  const int64_t per_bucket = kSlots * load;  // keys per bucket at that load, in 1024ths
+  const int64_t per_bucket = kBucketSlots * load;  // keys per bucket at this load, in 1024ths
   int64_t level = 1;
   while (4 * level <= max_buckets && 2 * level * per_bucket < keys * 1024) level *= 2;
   const int64_t limit = 4 * level <= max_buckets ? 2 * level : max_buckets;
-  const int64_t over = keys * 1024 - level * per_bucket;
-  const int64_t wanted = level + (over > 0 ? (4 * over + per_bucket - 1) / per_bucket : 0);
+  const int64_t excess = keys * 1024 - level * per_bucket;  // keys above the load, in 1024ths
+  const int64_t wanted = level + (excess > 0 ? (4 * excess + per_bucket - 1) / per_bucket : 0);
   const int64_t allowed = wanted < limit ? wanted : limit;
   return allowed < buckets ? buckets : allowed;
 }
@@ -173,8 +176,8 @@ EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets
 // One table, for kernels on the CPU and on the GPU: a view of the tensors of the index. Buckets and
 // slots are numbered from the table's first bucket and slot.
 struct HashTable {
-  uint8_t* tags;      // [buckets * kSlots]
-  int64_t* entries;   // [buckets * kSlots, words]
+  uint8_t* tags;      // [buckets * kBucketSlots]
+  int64_t* entries;   // [buckets * kBucketSlots, words]
   int64_t words;      // words per entry, 2 or 3
   int64_t buckets;    // buckets in use
   uint64_t mask;      // address_mask(buckets)
@@ -186,49 +189,49 @@ struct HashTable {
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
   // Return the two buckets of a key with the hash `mixed`; they may be equal.
   EMB_HD int64_t first_bucket(uint64_t mixed) const {
-    return address(first_hash(mixed), buckets, mask);
+    return bucket_address(first_hash(mixed), buckets, mask);
   }
   EMB_HD int64_t second_bucket(uint64_t mixed) const {
-    return address(second_hash(mixed), buckets, mask);
+    return bucket_address(second_hash(mixed), buckets, mask);
   }
 };
 
 // The CPU kernels. All pointers are to host memory of the caller and are used during the call only.
 
-inline constexpr int kAgeCodes = 6;  // an EvictionQueue has the age codes 1 to 6, besides 0
-// EvictionQueue::share before the bucket's second assignment of the round.
-inline constexpr uint8_t kUnknownShare = 255;
+inline constexpr int kAgeCodes = 6;  // an EvictionQueue has the age codes 1 to 6, in addition to 0
+// EvictionQueue::assignable before the bucket's second assignment of the round.
+inline constexpr uint8_t kUnknownAssignable = 255;
 
 // The eviction order of a bucket as of some time, so that an eviction reads this line and the entry
 // that it evicts, and not all entries of the bucket. It is a cache: it never changes a result, and
 // zeros, an empty queue, are always valid. insert_kernels.cpp describes its use.
 //
-// An element is the number of a slot, in its low five bits, and an *age code*, in its high three
-// bits. The *known rank* of an element is the rank of its entry when it became an element. Its
-// *time* is at least the stamp that the entry had then: `sorted_at` for age code 0,
-// sorted_at + ages[c - 1] for age code c. These always hold:
+// An element stands for an entry: its low five bits are the number of the entry's slot in the
+// bucket, called `way`, and its high three bits an *age code*. The *known rank* of an element is
+// the rank of its entry when it became an element. Its *time* is at least the stamp that the entry
+// had then: `sorted_at` for age code 0, sorted_at + ages[c - 1] for age code c. These always hold:
 //   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
-//   - an entry whose stamp is at most the time of its element ranks at the known rank; any other
+//   - an entry whose stamp is at most the time of its element has the known rank; any other entry
 //     has been used since, and ranks at least as high
 //   - a bucket with empty slots has an empty queue
 //   - if the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
-// Code that breaks one of them, because it writes tags or entries or lowers a rank, empties the
-// queue. If it lowers a stamp, it also resets `exhausted_at`.
+// Code that breaks one of them, because it writes tags or entries or lowers a rank, must empty the
+// queue. If it lowers a stamp, it must also reset `exhausted_at`.
 //
-// Threads: `find` writes only the value 0 to `size`, atomically. If several threads run `choose`,
-// they take `locked` before they use other members. In `commit` one thread works on a bucket,
-// without the lock.
+// Threads: `find` only writes the value 0 to `size`, atomically. If several threads run `choose`, a
+// thread sets `locked` before it uses the other members. In `commit` one thread works on a bucket
+// and needs no lock.
 struct EvictionQueue {
-  int64_t sorted_at;  // the clock at which the elements were sorted
-  uint8_t size;       // number of elements
-  uint8_t order;      // the HashOrder of the elements
-  uint8_t share;      // `commit`: slots that the bucket may still assign in this round, or
-                      // kUnknownShare
-  uint8_t locked;     // 1 while a thread of `choose` uses the queue: taken by an atomic exchange
-  // By age code - 1: at least 1; 0 if the code was not used since the sort.
+  int64_t sorted_at;   // the clock at which the elements were sorted
+  uint8_t size;        // number of elements
+  uint8_t order;       // the HashOrder of the elements
+  uint8_t assignable;  // `commit`: slots that the bucket may still assign in this round, or
+                       // kUnknownAssignable
+  uint8_t locked;      // 1 while a thread of `choose` uses the queue; set by an atomic exchange
+  // By age code - 1: the age, at least 1; 0 if the code was not used since the sort.
   uint16_t ages[kAgeCodes];
-  uint8_t elements[kSlots];  // in ascending order of known ranks
-  int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
+  uint8_t elements[kBucketSlots];  // in ascending order of known ranks
+  int64_t exhausted_at;            // the clock at which no entry could be evicted; 0 if unknown
 };
 inline constexpr int64_t kQueueWords = sizeof(EvictionQueue) / sizeof(int64_t);
 static_assert(kQueueWords == 8);  // one cache line
@@ -243,31 +246,31 @@ struct HashTouch {
 };
 
 // The insertion of misses into one table. All arrays except `ids` and `queues` have an element per
-// miss of the batch, including misses of other tables; slots are numbered within the table.
+// miss of the batch, including misses of other tables. Slots are numbered within the table.
 struct HashInsertion {
   HashTable table;
   HashOrder order;
-  bool must_compete;  // whether a new key must rank as high as the entry that it evicts
-  // The clock of the batch, whose own entries are not evicted; the score of new entries, if the
-  // caller assigns scores.
-  int64_t stamp, batch_score;
-  const int64_t* ids;     // ids of the batch, by position
-  const int64_t* first;   // the first position of the miss in `ids`
-  const int64_t* totals;  // uses of the miss in the batch
-  int64_t* slots;         // output: the slot of the miss; kNoSlot until it has one
-  uint8_t* status;        // output: InsertStatus
-  int64_t* evicted;       // output, three words each: key, stamp and score of the evicted entry,
-                          // written if the status is kEvicting; or null
+  bool must_compete;    // whether a new key must rank as high as the entry that it evicts
+  int64_t stamp;        // the clock of the batch; entries with this stamp are not evicted
+  int64_t batch_score;  // the score of new entries, if the caller assigns scores
+  const int64_t* ids;   // [n], the keys of the batch, by position
+  const int64_t* first_positions;  // the first position of the key
+  const int64_t* totals;           // uses of the key in the batch
+  int64_t* slots;                  // output: the slot of the key; kNoSlot until it has one
+  uint8_t* status;                 // output: InsertStatus
+  // Output, three words each: key, stamp and score of the evicted entry, written if the status is
+  // kEvicting. Null if not wanted.
+  int64_t* evicted;
   EvictionQueue* queues;  // by bucket of the table
 
-  EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }
+  EMB_HD int64_t key(int64_t miss) const { return ids[first_positions[miss]]; }
   // Return the score of the new entry of a miss.
   EMB_HD int64_t score(int64_t miss) const {
     return order_counts_uses(order) ? totals[miss] : batch_score;
   }
 };
 
-// The entry of a full bucket that is evicted first.
+// The entry of a full bucket that is evicted before its other entries.
 struct EvictionCandidate {
   int64_t slot = kNoSlot;  // kNoSlot if no entry may be evicted
   EntryRank rank = {};
@@ -276,16 +279,16 @@ struct EvictionCandidate {
 // What a pending miss chose in a round.
 struct Choice {
   enum Mode : int32_t {
-    kFree,    // an empty slot of the bucket
-    kEvict,   // the slot of an entry to evict
+    kFree,    // a bucket with empty slots; `commit` decides which of them the miss gets
+    kEvict,   // an entry to evict
     kRefused  // nothing: the miss gets no slot
   };
-  int64_t slot;  // kFree: any slot of the chosen bucket; kEvict: the slot of the entry
+  int64_t slot;  // kFree: the first slot of the bucket; kEvict: the slot of the entry; else 0
   Mode mode;
-  int32_t left;  // kFree: empty slots of the bucket that must remain after the round
+  int32_t min_empty;  // kFree: number of empty slots that the bucket must keep in this round
 };
 
-// A row buffer of a table: one row of values per slot, which moves with the entry of the slot.
+// A row buffer of a table: one row per slot, which moves with the entry of the slot.
 struct RowBuffer {
   uint8_t* data;  // row 0
   int64_t bytes;  // bytes per row
@@ -293,26 +296,27 @@ struct RowBuffer {
 
 // The functions of find_kernels.cpp for one instruction set.
 struct HashFindKernels {
-  // Write the slot of each of n ids to `slots` [n], -1 if the table does not have the id; return
+  // Write the slot of each of n keys to `slots` [n], -1 if the table does not have the key; return
   // the number of hits. If `touch` is not null, update the entries of hits, and empty the eviction
-  // queues of buckets that this may reorder; several threads may do so at once.
+  // queues of buckets that this may reorder. Several threads may do so at once.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
-  // Correct `slots` [n] after entries have moved: find each id again that is no longer in its slot.
-  // Slots of -1 stay.
+  // Correct `slots` [n] after entries have moved: find each key again that is no longer in its
+  // slot. Slots of -1 stay.
   void (*refresh)(const HashTable&, const int64_t* ids, int64_t n, int64_t* slots);
 };
 
 // The functions of insert_kernels.cpp for one instruction set.
 struct HashInsertKernels {
-  // Choose for the n misses in `pending`; write `choices` [n]. The table is not changed, its queues
-  // may be. Several threads may choose at once if `is_shared`.
+  // Choose a bucket or an entry for each of the n misses in `pending`; write `choices` [n]. Changes
+  // queues of the table, but neither tags nor entries. Several threads may choose at once if
+  // `is_shared`.
   void (*choose)(const HashInsertion&, bool is_shared, const int64_t* pending, int64_t n,
                  Choice* choices);
   // Execute, in their order, the choices whose bucket is in [begin, end): write tags, entries and
   // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`
-  // are those of `choose`. A miss that gets no slot because the bucket has assigned its share keeps
-  // kNoSlot and the status kMiss. Several threads may work on different buckets.
+  // are those of `choose`. A miss keeps kNoSlot and the status kMiss if the bucket has already
+  // assigned slots_per_round slots. Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
                  int64_t begin, int64_t end);
   // Split buckets of a table that has grown from `old` buckets: move entries, and their rows in the
@@ -323,12 +327,12 @@ struct HashInsertKernels {
 };
 
 // Return the random number for the hashes of scratch tables. It is drawn once per process, so that
-// an adversary cannot choose keys that fall into the same cells. It affects only where keys are in
-// scratch tables, and no result.
+// an adversary cannot choose keys that fall into the same cells. It affects where keys are in
+// scratch tables, but no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;
-    return uint64_t{source()} << 32 | source();
+    return (uint64_t{source()} << 32) | source();
   }();
   return key;
 }

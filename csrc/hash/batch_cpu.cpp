@@ -35,7 +35,7 @@ namespace {
 // The maximum number of positions of a table that one thread numbers: the scratch table then fits
 // the private cache of a core.
 constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
-constexpr int64_t kPositionsPerTask = 4096;  // minimum number of positions that a thread numbers
+constexpr int64_t kPositionGrain = 4096;  // minimum number of positions that a thread numbers
 // The maximum number of positions of a table, relative to the number of all positions per thread.
 constexpr int64_t kMaxImbalance = 4;
 
@@ -150,7 +150,7 @@ struct TableSegments {
     for (size_t t = 0; t + 1 < first_positions.size(); ++t) {
       largest = std::max(largest, first_positions[t + 1] - first_positions[t]);
     }
-    const int64_t useful = first_positions.back() / kPositionsPerTask + 1;
+    const int64_t useful = first_positions.back() / kPositionGrain + 1;
     return largest <= kMaxTablePositions && largest * std::min<int64_t>(num_threads(), useful) <=
                                                 kMaxImbalance * first_positions.back();
   }
@@ -159,7 +159,7 @@ struct TableSegments {
   template <class Body>
   void for_tables(const Body& body) const {
     const auto cost = [&](int64_t t) { return first_positions[t] + t; };
-    parallel_balanced(static_cast<int64_t>(first_positions.size()) - 1, kPositionsPerTask, cost,
+    parallel_balanced(static_cast<int64_t>(first_positions.size()) - 1, kPositionGrain, cost,
                       [&](int64_t begin, int64_t end) {
                         for (int64_t t = begin; t < end; ++t) body(t);
                       });
@@ -482,7 +482,7 @@ struct BatchStores {
                       op, ": records must be [", store.index.num_slots, ", ",
                       kRecordWords * Records::kWordBytes + row_bytes, "], got [",
                       store.records.count, ", ", store.records.stride, "]");
-      const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kSlots;
+      const int64_t slots = call.index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
       STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.slots, op,
                       ": first_overflow must be in [", slots, ", ", store.rows.slots,
                       "], from the slots of the table to its rows, got ", first_overflow[t]);
@@ -515,7 +515,7 @@ struct StoredMisses {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
       const BatchStores::Store& store = stores.stores[t];
       const HashTable table = store.index.table(0);
-      parallel_balanced(offsets[t + 1] - offsets[t], kKeysPerTask, kUnitCost,
+      parallel_balanced(offsets[t + 1] - offsets[t], kKeyGrain, kUnitCost,
                         [&](int64_t begin, int64_t end) {
                           const int64_t first = offsets[t] + begin;
                           hash_find_kernels().find(table, keys.data() + first, end - begin, nullptr,
@@ -593,7 +593,7 @@ struct TableMoves {
                                                 : store.records.at(stored.slots[first + i]);
     };
     const auto cost = [&](int64_t i) { return 2 * bytes * i; };
-    parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (i + kRowsAhead < end) {
           store.rows.prefetch(missing->slots[first + i + kRowsAhead]);
@@ -627,17 +627,17 @@ struct TableMoves {
 
 // The misses of a batch by position, as hash_touch_ returns them.
 struct MissPositions {
-  Tensor first, groups;
+  Tensor first_positions, groups;
 
   MissPositions(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
                 const DistinctKeys& distinct, const MissingKeys& missing)
-      : first(allocate_words(ids, {static_cast<int64_t>(missing.keys.size())})),
+      : first_positions(allocate_words(ids, {static_cast<int64_t>(missing.keys.size())})),
         groups(allocate_output(ids, {call.n}, ScalarType::Int)) {
     const auto num_misses = static_cast<int32_t>(missing.keys.size());
     const Scratch<int32_t> miss_of = new_scratch<int32_t>(distinct.count());
     std::fill(miss_of.get(), miss_of.get() + distinct.count(), -1);
     for (int32_t miss = 0; miss < num_misses; ++miss) miss_of[missing.keys[miss]] = miss;
-    int64_t* const positions = first.mutable_data_ptr<int64_t>();
+    int64_t* const positions = first_positions.mutable_data_ptr<int64_t>();
     int32_t* const group = groups.mutable_data_ptr<int32_t>();
     tables.for_tables([&](int64_t t) {
       const int32_t* const of_table = miss_of.get() + distinct.first_keys[t];
@@ -718,8 +718,8 @@ std::vector<Tensor> tier_insert_batch_(
     copy_to(missing.uses, uses);
     copy_to(missing.slots, slots);
     copy_to(missing.status, status);
-    for (const Tensor& result :
-         {positions.first, uses, slots, status, positions.groups, call.first_misses, counts}) {
+    for (const Tensor& result : {positions.first_positions, uses, slots, status, positions.groups,
+                                 call.first_misses, counts}) {
       of_misses.push_back(result);
     }
     for (const TableMoves& of_table : moves) of_table.add_to(&of_misses);

@@ -1,12 +1,13 @@
-// The arguments of the hash ops, checked and in the form that kernels take. There is one struct per
-// op, which both its CPU and its CUDA entry construct. The constructor checks what the host knows
+// The arguments of the hash ops, checked and in the form that kernels take. Most ops have a struct,
+// which both their CPU and their CUDA entry construct. Its constructor checks what the host knows
 // of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
 // reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
 // are trusted. Constructors and checks throw an error that states the rule and the offending value.
 //
 // The structs hold pointers into the tensors of the caller and are used within one call. Their
-// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes: n is the
-// number of positions of the batch, T the number of tables, S the number of slots of all tables.
+// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes; only `first`
+// is called first_positions. n is the number of positions of the batch, T the number of tables, S
+// the number of slots of all tables.
 #pragma once
 
 #include <initializer_list>
@@ -24,14 +25,14 @@
 namespace emb {
 
 // The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
-// device; on the CPU optionally followed by `queues`, which CUDA does not use.
+// device. On the CPU `queues` may follow; CUDA does not use them.
 struct HashIndex {
   uint8_t* tags;                         // [S]
   int64_t* entries;                      // [S, words], see HashEntry
   int64_t* tables;                       // [T, kHashTableColumns], see HashTableColumn
-  int64_t* clock;                        // [1], the number of batches so far
+  int64_t* clock;                        // [1], advanced by every batch
   int64_t* counters;                     // [T, kHashCounters], see HashCounter
-  EvictionQueue* queues = nullptr;       // [S / kSlots], or null
+  EvictionQueue* queues = nullptr;       // [S / kBucketSlots], or null
   int64_t num_slots, words, num_tables;  // S; words per entry, 2 or 3; T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
@@ -63,13 +64,13 @@ struct HashIndex {
     clock = index[3].mutable_data_ptr<int64_t>();
     counters = index[4].mutable_data_ptr<int64_t>();
     if (index.size() == 5) return;
-    STD_TORCH_CHECK(index[5].numel() * kSlots == num_slots * kQueueWords, op, ": queues must have ",
-                    kQueueWords, " words per ", kSlots, " slots, got ", index[5].numel(),
-                    " words for ", num_slots, " slots");
+    STD_TORCH_CHECK(index[5].numel() * kBucketSlots == num_slots * kQueueWords, op,
+                    ": queues must have ", kQueueWords, " words per ", kBucketSlots, " slots, got ",
+                    index[5].numel(), " words for ", num_slots, " slots");
     queues = reinterpret_cast<EvictionQueue*>(index[5].mutable_data_ptr<int64_t>());
   }
 
-  // The functions below read the tensors, so they are for the CPU only, except for check_table.
+  // All functions below except check_table read the tensors, so they are for the CPU only.
 
   int64_t& field(int64_t table, HashTableColumn column) const {
     return tables[table * kHashTableColumns + static_cast<int>(column)];
@@ -80,7 +81,7 @@ struct HashIndex {
 
   // Return a view of table t in [0, T).
   HashTable table(int64_t t) const {
-    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kSlots;
+    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kBucketSlots;
     const int64_t buckets = field(t, HashTableColumn::kBuckets);
     return {tags + first_slot,
             entries + first_slot * words,
@@ -101,8 +102,8 @@ struct HashIndex {
                     t);
   }
 
-  // Check that the buckets of every table lie inside the memory of the index, so that no contents
-  // of `tables` make an op access other memory.
+  // Check that the buckets of every table lie inside the memory of the index, so that an op cannot
+  // access other memory, whatever `tables` contains.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, HashTableColumn::kFirstBucket),
@@ -111,15 +112,16 @@ struct HashIndex {
                     load = field(t, HashTableColumn::kMaxLoad);
       const int64_t size = field(t, HashTableColumn::kSize);
       STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= max_buckets &&
-                          max_buckets <= INT32_MAX && first <= num_slots / kSlots - max_buckets &&
-                          load >= 1 && load <= 1024 && size >= 0 && size <= buckets * kSlots,
+                          max_buckets <= INT32_MAX &&
+                          first <= num_slots / kBucketSlots - max_buckets && load >= 1 &&
+                          load <= 1024 && size >= 0 && size <= buckets * kBucketSlots,
                       op, ": table ", t, " lies outside the memory of the index; `tables` must ",
                       "come from the module that owns it");
     }
   }
 };
 
-// Return the order with the number `code`; throw if there is none, or if it needs scores and
+// Return the order with the number `code`. Throws if there is none, or if it needs scores and
 // entries have fewer than three `words`.
 inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
   const auto order = parse_choice<HashOrder>(op, "order", code, kHashOrders);
@@ -128,13 +130,13 @@ inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
   return order;
 }
 
-// Check the number of tables: kernels number them with 32 bits.
+// Check the number of tables, which kernels number with 32 bits.
 inline void check_num_tables(const char* op, int64_t num_tables) {
   STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op,
                   ": num_tables must be in [0, 2^31), got ", num_tables);
 }
 
-// Check the number of positions or slots of a call: kernels number them with 32 bits.
+// Check the number of positions of a call, which kernels number with 32 bits.
 inline void check_num_keys(const char* op, int64_t n) {
   STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys per call, got ", n,
                   "; split the batch");
@@ -146,7 +148,7 @@ struct HashBatch {
   const int64_t* ids;     // [n], any 64 bits each
   const int64_t* starts;  // [segments + 1], from 0 to n, ascending
   const int64_t* tables;  // [segments], in [0, T); a table may have several segments
-  int64_t n, segments;
+  int64_t n, segments;    // number of positions; of segments
 
   HashBatch(const char* op, const Tensor& ids_, const Tensor& starts_, const Tensor& tables_) {
     const auto check = [&](const char* name, const Tensor& tensor) {
@@ -169,7 +171,7 @@ struct HashBatch {
     tables = tables_.const_data_ptr<int64_t>();
   }
 
-  // The batch of `tables` tables, in which table t has the segment t.
+  // A batch with one segment per table. `tables_` must be 0 to num_tables - 1; nothing is checked.
   HashBatch(const int64_t* ids_, const int64_t* starts_, const int64_t* tables_, int64_t num_tables)
       : ids(ids_), starts(starts_), tables(tables_), n(starts_[num_tables]), segments(num_tables) {}
 
@@ -187,8 +189,8 @@ struct HashBatch {
   }
 };
 
-// Return the data of a tensor, which must be a contiguous tensor of T, int64_t or int32_t, with
-// `length` entries on the device of `like`.
+// Return the data of a tensor. Throws unless it is a contiguous tensor of T, int64_t or int32_t,
+// with `length` entries on the device of `like`.
 template <class T>
 const T* required_array(const char* op, const char* name, const Tensor& tensor, int64_t length,
                         const Tensor& like) {
@@ -201,8 +203,8 @@ const T* required_array(const char* op, const char* name, const Tensor& tensor, 
   return tensor.const_data_ptr<T>();
 }
 
-// Return the data of an optional int64 tensor, checked as required_array does; null if it is not
-// passed.
+// Return the data of an optional int64 tensor, checked as required_array does; null if the caller
+// does not pass it.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
@@ -227,7 +229,7 @@ struct HashCall {
   }
 };
 
-// Return whether the insert policy with the number `insert_policy` is kCompetes; throw if there is
+// Return whether the insert policy with the number `insert_policy` is kCompetes. Throws if there is
 // no such policy.
 inline bool parse_competes(const char* op, int64_t insert_policy) {
   return parse_choice<InsertPolicy>(op, "insert_policy", insert_policy, kInsertPolicies) ==
@@ -237,8 +239,8 @@ inline bool parse_competes(const char* op, int64_t insert_policy) {
 // How entries are ranked, and the scores that the caller assigns.
 struct HashScoring {
   HashOrder order;
-  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0. The order
-                                // "assigned" needs it.
+  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0, which the
+                                // order "assigned" does not allow
 
   HashScoring(const char* op, const HashIndex& index, int64_t order_code,
               const std::optional<Tensor>& batch_scores_, const Tensor& like)
@@ -263,8 +265,8 @@ inline void check_window(const char* op, int64_t max_buckets, int64_t first_buck
       "), got ", first_bucket, " and ", num_buckets);
 }
 
-// The misses of a batch as `hash_touch_` returns them: table t has the misses [offsets[t],
-// offsets[t + 1]). There are at most n, the number of ids.
+// The misses of a batch as `hash_touch_` returns them: table t has the misses offsets[t] to
+// offsets[t + 1] - 1. There are at most n misses, the number of ids.
 class Misses {
  public:
   // `offsets` is int64 [T + 1]; `admitted` is bool [n], by miss, and may be omitted if all misses
@@ -272,7 +274,7 @@ class Misses {
   Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& offsets,
          const std::optional<Tensor>& admitted)
       : n_(ids.numel()),
-        tables_(index.num_tables),
+        num_tables_(index.num_tables),
         offsets_(required_array<int64_t>(op, "offsets", offsets, index.num_tables + 1, ids)) {
     if (!admitted) return;
     check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
@@ -283,14 +285,14 @@ class Misses {
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
 
-  // The misses of `num_tables` tables, all of them admitted.
+  // The misses of `num_tables` tables, all admitted; `offsets` is not checked.
   Misses(int64_t num_tables, const int64_t* offsets)
-      : n_(offsets[num_tables]), tables_(num_tables), offsets_(offsets) {}
+      : n_(offsets[num_tables]), num_tables_(num_tables), offsets_(offsets) {}
 
   // Check that `offsets` ascend from 0 to at most n; on the CPU only.
-  void check_ends(const char* op) const {
+  void check_offsets(const char* op) const {
     int64_t previous = 0;
-    for (int64_t t = 0; t <= tables_; ++t) {
+    for (int64_t t = 0; t <= num_tables_; ++t) {
       STD_TORCH_CHECK(offsets_[t] >= previous && offsets_[t] <= n_ && (t > 0 || offsets_[t] == 0),
                       op, ": offsets must ascend from 0 to at most the number of ids, ", n_,
                       ", got ", offsets_[t], " after ", previous);
@@ -301,20 +303,21 @@ class Misses {
   const int64_t* offsets() const { return offsets_; }
   const bool* admitted() const { return admitted_; }  // null if all misses are admitted
 
-  // On the CPU only: the range of misses of a table, the number of all misses, whether a miss is
-  // admitted, and the number of admitted misses of a table.
+  // The functions below are for the CPU only. A table has the misses [begin, end).
   int64_t begin(int64_t table) const { return offsets_[table]; }
   int64_t end(int64_t table) const { return offsets_[table + 1]; }
-  int64_t count() const { return offsets_[tables_]; }
+  // Return the number of misses of all tables.
+  int64_t count() const { return offsets_[num_tables_]; }
   bool is_admitted(int64_t miss) const { return admitted_ == nullptr || admitted_[miss]; }
-  int64_t admitted_of(int64_t table) const {
+  // Return the number of admitted misses of a table.
+  int64_t num_admitted(int64_t table) const {
     int64_t sum = 0;
     for (int64_t i = begin(table); i < end(table); ++i) sum += is_admitted(i);
     return sum;
   }
 
  private:
-  int64_t n_, tables_;
+  int64_t n_, num_tables_;
   const int64_t* offsets_;
   const bool* admitted_ = nullptr;
 };
@@ -325,11 +328,11 @@ class Misses {
 //   first    int64 [n], by miss: the first position of the key; 0 after the last miss
 //   groups   int32 [n], by position: the miss of the key, -1 for a hit
 //   totals   int64 [n], by miss: the uses of the key in the batch; 0 after the last miss
-//   offsets  int64 [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
+//   offsets  int64 [T + 1]: table t has the misses offsets[t] to offsets[t + 1] - 1
 struct TouchCall : HashCall {
   HashScoring scoring;
   const int64_t* counts;  // [n], uses of each position's key; null for 1 each
-  Tensor slots, first, groups, totals, offsets;
+  Tensor slots, first_positions, groups, totals, offsets;
 
   TouchCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
             const Tensor& tables, const std::optional<Tensor>& counts_,
@@ -338,13 +341,13 @@ struct TouchCall : HashCall {
         scoring(op, index, order, batch_scores, ids),
         counts(optional_longs(op, "counts", counts_, batch.n, ids)),
         slots(allocate(ids, {batch.n})),
-        first(allocate(ids, {batch.n})),
+        first_positions(allocate(ids, {batch.n})),
         groups(allocate(ids, {batch.n}, ScalarType::Int)),
         totals(allocate(ids, {batch.n})),
         offsets(allocate(ids, {index.num_tables + 1})) {}
 
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
-    return {slots, first, groups, totals, offsets};
+    return {slots, first_positions, groups, totals, offsets};
   }
 };
 
@@ -353,22 +356,22 @@ struct TouchCall : HashCall {
 //   status      uint8 [n], by miss: InsertStatus
 //   evicted     int64 [n, 3], by miss: key, stamp and score of the evicted entry; unspecified if
 //               the status is not kEvicting
-//   filled      int64 [positions], by position: the slot of the key, -1 if it has none
+//   key_slots      int64 [positions], by position: the slot of the key, -1 if it has none
 //   key_status  uint8 [positions], by position: InsertStatus
-// The last two are wanted if the caller passes `slots` and `groups` of the batch; otherwise they
-// are empty.
+// The last two are wanted if the caller passes the `slots` and `groups` of the batch; otherwise
+// `positions` is 0 and they are empty.
 struct InsertCall {
   const char* op = "hash_insert_";
   HashIndex index;
   HashScoring scoring;
-  bool must_compete;                    // see parse_competes
-  int64_t n;                            // positions of the batch
-  const int64_t *ids, *first, *totals;  // [n] each: by position, by miss, by miss
+  bool must_compete;                              // see parse_competes
+  int64_t n;                                      // positions of the batch
+  const int64_t *ids, *first_positions, *totals;  // [n] each: by position, by miss, by miss
   Misses misses;
   const int64_t* slots;   // [n], by position, as hash_touch_ returns them; or null
   const int32_t* groups;  // [n], by position, as hash_touch_ returns them; or null
   int64_t positions;      // n with `slots` and `groups`, else 0
-  Tensor inserted, status, evicted, filled, key_status;
+  Tensor inserted, status, evicted, key_slots, key_status;
 
   InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_,
              const Tensor& totals_, const Tensor& offsets, const std::optional<Tensor>& admitted,
@@ -379,7 +382,7 @@ struct InsertCall {
         must_compete(parse_competes(op, insert_policy)),
         n(ids_.numel()),
         ids(required_array<int64_t>(op, "ids", ids_, n, ids_)),
-        first(required_array<int64_t>(op, "first", first_, n, ids_)),
+        first_positions(required_array<int64_t>(op, "first", first_, n, ids_)),
         totals(required_array<int64_t>(op, "totals", totals_, n, ids_)),
         misses(op, index, ids_, offsets, admitted),
         slots(optional_longs(op, "slots", slots_, n, ids_)),
@@ -388,7 +391,7 @@ struct InsertCall {
         inserted(allocate(ids_, {n})),
         status(allocate(ids_, {n}, ScalarType::Byte)),
         evicted(allocate(ids_, {n, 3})),
-        filled(allocate(ids_, {positions})),
+        key_slots(allocate(ids_, {positions})),
         key_status(allocate(ids_, {positions}, ScalarType::Byte)) {
     check_same_device(op, "ids", ids_, tensors[0]);
     check_num_keys(op, n);
@@ -396,13 +399,14 @@ struct InsertCall {
                     ": slots and groups must be passed together");
   }
 
-  // On the CPU only. A wrong `slots` is harmless: it is only copied.
+  // On the CPU only. `slots` needs no check, because its values are only copied.
   void check_contents() const {
     index.check_tables(op);
-    misses.check_ends(op);
+    misses.check_offsets(op);
     for (int64_t i = 0; i < misses.count(); ++i) {
-      STD_TORCH_CHECK(first[i] >= 0 && first[i] < n, op, ": first must be positions in ids, got ",
-                      first[i], " for ", n, " ids");
+      STD_TORCH_CHECK(first_positions[i] >= 0 && first_positions[i] < n, op,
+                      ": first must be positions in ids, got ", first_positions[i], " for ", n,
+                      " ids");
     }
     for (int64_t i = 0; i < positions; ++i) {
       STD_TORCH_CHECK(groups[i] < n, op, ": groups must be below the number of ids, ", n, ", got ",
@@ -411,19 +415,19 @@ struct InsertCall {
   }
 
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> results() const {
-    return {inserted, status, evicted, filled, key_status};
+    return {inserted, status, evicted, key_slots, key_status};
   }
 };
 
-// The row buffers of all tables on the CPU: P buffers with rows of values by slot, which move with
-// the entries. `row_layout` int64 [T, P, 2] has for each table and buffer the byte of the buffer at
+// The row buffers of all tables on the CPU: P buffers with rows by slot, which move with the
+// entries. `row_layout` is int64 [T, P, 2]: for each table and buffer the byte of the buffer at
 // which row 0 of the table begins, and the bytes per row.
 struct RowBuffers {
   int count;                       // P
   std::vector<RowBuffer> buffers;  // [T, P], pointing into the tensors
 
-  // On the CPU only, after index.check_tables. Checks the contents of `row_layout` too: the rows of
-  // every table must lie inside the buffer, for its maximum number of buckets.
+  // On the CPU only, after index.check_tables. Throws unless the rows of every table, for its
+  // maximum number of buckets, lie inside the buffers.
   RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& row_buffers,
              const Tensor& row_layout)
       : count(static_cast<int>(row_buffers.size())) {
@@ -431,7 +435,7 @@ struct RowBuffers {
     const int64_t* layout = row_layout.const_data_ptr<int64_t>();
     for (int64_t t = 0; t < index.num_tables; ++t) {
       for (int p = 0; p < count; ++p, layout += 2) {
-        const int64_t max_slots = index.field(t, HashTableColumn::kMaxBuckets) * kSlots;
+        const int64_t max_slots = index.field(t, HashTableColumn::kMaxBuckets) * kBucketSlots;
         const int64_t nbytes = row_buffers[p].numel() * row_buffers[p].element_size();
         STD_TORCH_CHECK(layout[0] >= 0 && layout[1] >= 0 && layout[0] <= nbytes &&
                             (layout[1] == 0 || max_slots <= (nbytes - layout[0]) / layout[1]),
@@ -460,11 +464,11 @@ struct RowBuffers {
   const RowBuffer* buffers_of(int64_t table) const { return buffers.data() + table * count; }
 };
 
-// The arguments of `hash_grow_`. The CUDA entry checks the devices of the row buffers itself; the
-// CPU entry checks `row_layout` by RowBuffers.
+// The arguments of `hash_grow_`. The CUDA entry also checks the devices of the row buffers, and the
+// CPU entry the contents of `row_layout` (RowBuffers).
 struct GrowCall : HashCall {
-  Misses misses;   // for which the tables grow
-  int64_t* slots;  // [n], by position: the slots in their tables, corrected when entries move
+  Misses misses;   // the misses for which the tables grow
+  int64_t* slots;  // [n], by position: the slot of the key, corrected when entries move
 
   GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& row_buffers,
            const Tensor& row_layout, const Tensor& ids, const Tensor& starts, const Tensor& tables,
@@ -478,16 +482,17 @@ struct GrowCall : HashCall {
 
   void check_contents() const {
     HashCall::check_contents();
-    misses.check_ends(op);
+    misses.check_offsets(op);
   }
 };
 
-// A matrix of values by slot, [count, dim], with contiguous rows that do not overlap, on the device
-// of `like`. Elements of 2, 4 or 8 bytes are allowed. Slots outside [0, count) have no row.
+// A matrix of rows by slot, [count, dim], with contiguous rows that do not overlap. Elements of 2,
+// 4 or 8 bytes are allowed. Slots outside [0, count) have no row.
 struct RowMatrix {
   const Tensor& values;  // of the caller; must outlive this struct
-  int64_t count, dim;    // rows, columns
+  int64_t count, dim;    // number of rows; of columns
 
+  // Throws unless `values_` is such a matrix on the device of `like`.
   RowMatrix(const char* op, const Tensor& values_, const Tensor& like)
       : values(values_),
         count(values_.dim() == 2 ? values_.size(0) : 0),
@@ -501,8 +506,8 @@ struct RowMatrix {
     check_same_device(op, "values", values, like);
   }
 
-  // Return the data of the argument `rows`, which must be a contiguous [n, dim] of the dtype and on
-  // the device of the matrix.
+  // Return the data of the argument `rows`. Throws unless it is a contiguous [n, dim] of the dtype
+  // of the matrix, on its device.
   const void* check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == dim &&
                         rows.is_contiguous() && rows.scalar_type() == values.scalar_type(),
@@ -512,8 +517,8 @@ struct RowMatrix {
     return rows.const_data_ptr();
   }
 
-  // Return the matrix as bytes, with the alignment that it has in common with `other_addresses`,
-  // from or to which rows are copied; an address may be null.
+  // Return the matrix as bytes. Its alignment is that of all rows and of `other_addresses`, to or
+  // from which rows are copied; an address may be null.
   RowBytes as_bytes(std::initializer_list<const void*> other_addresses) const {
     const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
     void* data = const_cast<void*>(values.const_data_ptr());
@@ -540,8 +545,9 @@ struct RowMatrix {
 
 // The ops on rows. Results are allocated but not written.
 
-// The arguments and results of `hash_find_rows`. Row s of the matrix belongs to slot s of all
-// tables together: the rows of table t begin with the row of the first slot of its first bucket.
+// The arguments and results of `hash_find_rows`. The rows of the matrix are numbered by the slots
+// of all tables together: the rows of table t begin with the row of the first slot of its first
+// bucket.
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
   uint32_t fill;  // the default value, see RowMatrix::fill
@@ -558,11 +564,10 @@ struct FindRowsCall : HashCall {
         found(allocate(ids, {batch.n}, ScalarType::Bool)) {}
 };
 
-// A matrix and a slot for each of n positions. Slots outside the matrix, such as -1, stand for no
-// row.
+// A matrix and a slot for each of n positions. Slots outside the matrix, such as -1, have no row.
 struct SlotRows {
   RowMatrix matrix;
-  const int64_t* slots;  // [n], of all tables together, as the rows of the matrix
+  const int64_t* slots;  // [n], numbered over all tables, as the rows of the matrix
   int64_t n;
 
   SlotRows(const char* op, const Tensor& values, const Tensor& slots_)
@@ -576,8 +581,8 @@ struct SlotRows {
 // The arguments and the result of `hash_read_rows`.
 struct ReadRowsCall : SlotRows {
   uint32_t fill;  // the default value, see RowMatrix::fill
-  Tensor rows;    // [n, dim]: the row in each slot, default values if there is none; [0, dim] if
-                  // not `returns_rows`
+  Tensor rows;    // [n, dim]: the row in each slot, default values if there is none; [0, dim]
+                  // unless `returns_rows`
 
   ReadRowsCall(const char* op, const Tensor& values, const Tensor& slots_, double default_value,
                bool returns_rows = true)
@@ -587,25 +592,26 @@ struct ReadRowsCall : SlotRows {
 };
 
 // The arguments and the result of `hash_start_rows_`, which also writes the rows of new keys: the
-// row of miss g starts as row first[g] of `starting`.
+// row of miss g starts as row first_positions[g] of `starting`.
 struct StartRowsCall : ReadRowsCall {
   const int32_t* groups;  // [n], by position: the miss of the key, negative if its row is not new
-  const int64_t* first;   // [n], by miss: the first position of the key
-  const void* starting;   // [n, dim], by position, of the dtype of the matrix
+  const int64_t* first_positions;  // [n], by miss: the first position of the key
+  const void* starting;            // [n, dim], by position, of the dtype of the matrix
 
   StartRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& groups_,
                 const Tensor& first_, const Tensor& starting_, double default_value,
                 bool returns_rows)
       : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
         groups(required_array<int32_t>(kOp, "groups", groups_, n, values)),
-        first(required_array<int64_t>(kOp, "first", first_, n, values)),
+        first_positions(required_array<int64_t>(kOp, "first", first_, n, values)),
         starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
 
   void check_contents() const {
     for (int64_t i = 0; i < n; ++i) {
-      STD_TORCH_CHECK(groups[i] < n && first[i] >= 0 && first[i] < n, kOp,
+      STD_TORCH_CHECK(groups[i] < n && first_positions[i] >= 0 && first_positions[i] < n, kOp,
                       ": groups must be below the number of positions, ", n,
-                      ", and first must be positions, got ", groups[i], " and ", first[i]);
+                      ", and first must be positions, got ", groups[i], " and ",
+                      first_positions[i]);
     }
   }
 
@@ -615,16 +621,16 @@ struct StartRowsCall : ReadRowsCall {
 
 // The arguments of `hash_write_rows_`.
 struct WriteRowsCall : SlotRows {
-  const void* rows;  // [n, dim], the row to write to each slot; the last one of a slot remains
+  const void*
+      rows;  // [n, dim], the row to write to each slot; for a repeated slot the last remains
 
   WriteRowsCall(const char* op, const Tensor& values, const Tensor& slots_, const Tensor& rows_)
       : SlotRows(op, values, slots_), rows(matrix.check_rows(op, "rows", rows_, n)) {}
 };
 
-// The arguments of `hash_add_rows_`. The positions of `rows` come in groups of equal slots, as the
-// op `group` returns them for the slots of positions: `slots` here are its result `unique`, by
-// group, of which the first `*count` are used. The rows of group g are those at permutation[j] for
-// j in [segments[g], segments[g + 1]).
+// The arguments of `hash_add_rows_`. The positions of `rows` are grouped by slot, as the op `group`
+// returns them: `slots` is its result `unique`, by group, of which the first `*count` entries are
+// used. Group g has the rows permutation[j] for j in [segments[g], segments[g + 1]).
 struct AddRowsCall : WriteRowsCall {
   Dtype dtype;                                    // of matrix and rows
   const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
@@ -653,16 +659,16 @@ struct AddRowsCall : WriteRowsCall {
   static constexpr const char* kOp = "hash_add_rows_";
 };
 
-// The arguments and results of `hash_evicted_rows`, which gathers the evicted keys of an insertion
-// in the order of their misses. It takes the results of `hash_insert_` and must run before the rows
-// of the new keys are written. The matrices, for example weights and optimizer states, have the
-// same slots.
+// The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
+// evicted, in the order of misses. It takes the results of `hash_insert_` and must run before the
+// rows of the new keys are written. All matrices, such as weights and optimizer states, are by
+// slot.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices
   const int64_t* evicted_words;     // [n, 3], by miss: the words of the evicted entry
   const uint8_t* status;            // [n], by miss: InsertStatus
-  int64_t n;                        // positions of the batch, at least as many as misses
+  int64_t n;                        // positions of the batch
   // int64 [n] each, of which the first `count` are written; `count` is int64 [1].
   Tensor keys, stamps, scores, count;
   std::vector<Tensor> rows;  // P matrices [n, dim], of which the first `count` rows are written
@@ -700,22 +706,22 @@ struct EvictedRowsCall {
 // All tensors are contiguous and on one device.
 struct InitialInputs {
   std::vector<Tensor>& row_buffers;  // P float tensors: weights and states of all tables
-  // layout int64 [T, P, 5], rows of InitialLayout; rules float64 [T, P, 7], rows of InitialRule;
-  // ids int64, the ids of the batch; first and slots int64, by miss: position in `ids`, and slot
-  // of its table, -1 for none; offsets int64 [T + 1], the misses of each table.
-  const Tensor &layout, &rules, &ids, &first, &offsets, &slots;
+  // layout is int64 [T, P, 5], of InitialLayout, and rules float64 [T, P, 7], of InitialRule. ids
+  // is int64, the keys of the batch. first_positions and slots are int64, by miss: a position of
+  // the key in `ids`, and the slot in its table, -1 for none. offsets is int64 [T + 1], see Misses.
+  const Tensor &layout, &rules, &ids, &first_positions, &offsets, &slots;
 
   int64_t num_tables() const { return offsets.numel() - 1; }
   int64_t num_buffers() const { return static_cast<int64_t>(row_buffers.size()); }
 
   // Check dtypes, shapes and devices, and no contents.
   void check(const char* op) const {
-    for (const Tensor* tensor : {&layout, &ids, &first, &offsets, &slots}) {
+    for (const Tensor* tensor : {&layout, &ids, &first_positions, &offsets, &slots}) {
       check_dtype(op, "each of layout, ids, first, offsets and slots", *tensor, ScalarType::Long,
                   "int64");
     }
     check_dtype(op, "rules", rules, ScalarType::Double, "float64");
-    for (const Tensor* tensor : {&layout, &rules, &ids, &first, &offsets, &slots}) {
+    for (const Tensor* tensor : {&layout, &rules, &ids, &first_positions, &offsets, &slots}) {
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": tensors must be contiguous");
       check_same_device(op, "each tensor", *tensor, ids);
     }
@@ -723,9 +729,9 @@ struct InitialInputs {
                     ": offsets must have tables + 1 entries, got ", offsets.numel());
     check_shape(op, "layout", layout, kInitialLayoutColumns);
     check_shape(op, "rules", rules, kInitialRuleColumns);
-    STD_TORCH_CHECK(first.numel() == slots.numel(), op,
-                    ": slots must have one entry per missing key, as first has, = ", first.numel(),
-                    ", got ", slots.numel());
+    STD_TORCH_CHECK(first_positions.numel() == slots.numel(), op,
+                    ": slots must have one entry per missing key, as first has, = ",
+                    first_positions.numel(), ", got ", slots.numel());
     for (const Tensor& buffer : row_buffers) {
       float_dtype(op, "each row buffer", buffer.scalar_type());
       STD_TORCH_CHECK(buffer.is_contiguous(), op, ": row_buffers must be contiguous");

@@ -1,10 +1,10 @@
-// The hash index as GPU kernels access it, and the tools that all of them share: search of a key,
+// The hash index as GPU kernels access it, and the tools that all of them share: search for a key,
 // loops over keys that are stored table by table, sums over a block, and counters per table.
 //
 // One thread searches for a key: the 32 tags of a bucket are one sector of memory, which the thread
-// compares with the key's tag in registers. Only the device knows how many keys and buckets there
-// are, so grids are sized by what the host knows, and kernels loop over what exists. Blocks have
-// kTileThreads threads throughout. All pointers are to device memory of the caller.
+// compares with the key's tag in registers. Only the device knows the numbers of keys and buckets.
+// So the host sizes grids by upper bounds, and kernels loop over what exists. All blocks have
+// kTileThreads threads. All pointers are to device memory of the caller.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -15,9 +15,9 @@
 namespace emb::cuda {
 
 inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;  // warps per block
-// Blocks per multiprocessor of grids with loops over keys: as many as it holds.
+// Blocks per multiprocessor of grids with loops over keys: as many as a multiprocessor holds.
 inline constexpr int kFullBlocks = kResidentThreads / kTileThreads;
-static_assert(kSlots == kWarpLanes, "where a warp works on a bucket, a lane has one slot");
+static_assert(kBucketSlots == kWarpLanes, "a warp that works on a bucket has one lane per slot");
 
 // The index in device memory; its contents are trusted.
 struct DeviceIndex {
@@ -34,7 +34,7 @@ struct DeviceIndex {
   }
   // Return a view of table t in [0, T).
   EMB_DEVICE HashTable table(int t) const {
-    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kSlots,
+    const int64_t first_slot = field(t, HashTableColumn::kFirstBucket) * kBucketSlots,
                   buckets = field(t, HashTableColumn::kBuckets);
     return {tags + first_slot,
             entries + first_slot * words,
@@ -46,12 +46,13 @@ struct DeviceIndex {
 };
 
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
-// `starts` should ascend from 0 to n, and `tables` name existing tables. If not, kernels still stay
-// inside their memory, and positions outside the segments of existing tables get no slot.
+// `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. Otherwise
+// kernels still stay inside their memory, and positions outside the segments of existing tables get
+// no slot.
 struct KeyBatch {
   const int64_t *ids, *starts, *tables;  // [n], [segments + 1], [segments]
-  int64_t n;
-  int segments;
+  int64_t n;                             // positions
+  int segments;                          // number of segments
 
   // Return the table of a position that is in a segment, by binary search.
   EMB_DEVICE int64_t table_at(int64_t position) const {
@@ -74,10 +75,9 @@ struct DeviceMisses {
   const bool* admitted;    // by miss; null if all are admitted
 };
 
-// Add n >= 0 uses to a sum in global memory that several threads change; the sum saturates. A
-// thread whose addition makes the sum wrap around sets it to the maximum afterwards. That
-// overwrites additions of other threads in between, which do not matter: the sum is at its maximum
-// anyway.
+// Add n >= 0 uses to a sum in global memory that several threads change. The sum saturates: a
+// thread whose addition makes it wrap around sets it to the maximum afterwards. That overwrites
+// additions of other threads in between, but these cannot exceed the maximum.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
   auto* words = reinterpret_cast<unsigned long long*>(sum);
   const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));
@@ -94,17 +94,17 @@ EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t equal = __vcmpeq4(halves[i / 4].word[i % 4], wanted) & 0x01010101u;
-    mask |= (equal * 0x01020408u >> 24 & 0xfu) << 4 * i;  // the product gathers the four bits
+    mask |= (((equal * 0x01020408u) >> 24) & 0xfu) << (4 * i);  // the product gathers four bits
   }
   return mask;
 }
 
-// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it is not there.
+// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it has none there.
 EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t tag,
                                   int64_t key) {
-  uint32_t candidates = match_tags(table.tags + bucket * kSlots, tag);
+  uint32_t candidates = match_tags(table.tags + bucket * kBucketSlots, tag);
   for (; candidates != 0; candidates &= candidates - 1) {
-    const int64_t slot = bucket * kSlots + __ffs(static_cast<int>(candidates)) - 1;
+    const int64_t slot = bucket * kBucketSlots + __ffs(static_cast<int>(candidates)) - 1;
     if (table.entry(slot)[HashEntry::kKey] == key) return slot;
   }
   return kNoSlot;
@@ -120,7 +120,7 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over
 // all threads to `*total`. `shared` is shared memory, [kBlockWarps], which may be used again when
-// this returns. Called by all threads of the block; contains barriers.
+// this returns. All threads of the block must call this; it contains barriers.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
   int64_t sum = value;
@@ -156,43 +156,43 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   return count;
 }
 
-// Divide n elements into one part per block of the grid, in the order of the blocks. Return where
+// Divide n positions into one part per block of the grid, in the order of the blocks. Return where
 // the part of `block` begins, a multiple of kTileThreads. If `block` is the number of blocks, the
 // result is at least n.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }
 
-// The share of a block in a loop over a grid, or over some blocks of it: block number `block` of
-// `blocks`.
-struct GridShare {
+// What a block does of a loop that some blocks of the grid, or all, divide among them: it is block
+// number `block` of `blocks`.
+struct GridSlice {
   int64_t block, blocks;
 };
 
-// Call `body(x, i)` for this block's share of the numbers x in [0, n), one per thread at a time,
-// where i is the interval that contains x: the last i in [0, intervals) with starts(i) <= x, or -1
-// if there is none. All threads of the block call this. Whole warps call `body`, so it may use
+// Call `body(x, i)` for this block's slice of the numbers x in [0, n), one per thread at a time. i
+// is the interval that contains x: the last i in [0, intervals) with starts(i) <= x, or -1 if there
+// is none. All threads of the block must call this. Whole warps call `body`, so it may use
 // collectives; the last threads of a loop get x >= n with i = -1. `shared` is shared memory for two
 // ints.
 template <class Starts, class Body>
-EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int intervals, int64_t n,
+EMB_DEVICE void for_each_of(const GridSlice& slice, const Starts& starts, int intervals, int64_t n,
                             int* shared, const Body& body) {
-  for (int64_t tile = share.block * kTileThreads; tile < n; tile += share.blocks * kTileThreads) {
+  for (int64_t tile = slice.block * kTileThreads; tile < n; tile += slice.blocks * kTileThreads) {
     const int64_t end = tile + kTileThreads < n ? tile + kTileThreads : n, x = tile + threadIdx.x;
     const TileSearch search(starts, intervals, tile, end, shared);
     body(x, x < end ? search.find(starts, x) : -1);
   }
 }
 
-// Do the same for the share of this block in a loop over the whole grid.
+// Do the same for the slice of this block in a loop over the whole grid.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
                             const Body& body) {
-  for_each_of(GridShare{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
+  for_each_of(GridSlice{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
-// Call `body(position, table)` for every position of a batch in the way of for_each_of. The table
-// is -1 if the position is in no segment, is beyond n, or if the index has no such table.
+// Call `body(position, table)` for every position of a batch, as for_each_of does. The table is -1
+// if the position is in no segment or beyond n, or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
@@ -203,33 +203,33 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
 }
 
 // A counter per table in global memory, to which a warp adds. The warp adds up in registers while
-// it works on one table, and adds the sum to memory when it comes to another table, or at `flush`.
-// A warp seldom changes the table, so few atomic additions remain. All 32 lanes call every
-// function, and must call `flush` at the end.
+// it works on one table, and adds the sum to memory when it changes to another table, or at
+// `flush`. That is rare, so there are few atomic additions. All 32 lanes must call every function,
+// and `flush` at the end.
 class TableTally {
  public:
   // `sums` is the address of the counter of table 0; the counter of the next table is `stride`
   // words later.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
-  // Add 1 to the counter of this lane's table if `counts`. Table -1 counts nothing.
+  // Add 1 to the counter of this lane's table if `counts`. A lane with table -1 adds nothing.
   EMB_DEVICE void add(int table, bool counts) {
-    unsigned left = __ballot_sync(simt::kFullMask, counts && table >= 0);
-    while (left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(left)) - 1);
+    unsigned lanes_left = __ballot_sync(simt::kFullMask, counts && table >= 0);
+    while (lanes_left != 0) {
+      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
       const unsigned same = __ballot_sync(simt::kFullMask, counts && table == next);
       add_all(next, __popc(same));
-      left &= ~same;
+      lanes_left &= ~same;
     }
   }
 
-  // Add `count` to the counter of this lane's table.
+  // Add `count` to the counter of this lane's table. A lane with table -1 adds nothing.
   EMB_DEVICE void add_each(int table, int count) {
-    unsigned left = __ballot_sync(simt::kFullMask, count != 0 && table >= 0);
-    while (left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(left)) - 1);
+    unsigned lanes_left = __ballot_sync(simt::kFullMask, count != 0 && table >= 0);
+    while (lanes_left != 0) {
+      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(lanes_left)) - 1);
       const bool same = count != 0 && table == next;
-      left &= ~__ballot_sync(simt::kFullMask, same);
+      lanes_left &= ~__ballot_sync(simt::kFullMask, same);
       add_all(next, simt::group_sum(same ? count : 0, kWarpLanes));
     }
   }

@@ -1,6 +1,6 @@
 // Parts of the hash ops on the CPU that hash_cpu.cpp and initial_cpu.cpp share with the insertion
 // of a whole batch (batch_cpu.cpp) and with the moves of rows to and from a store (tiers_cpu.cpp).
-// insert_misses and InitialRows::write check nothing: the caller must have checked the arguments.
+// insert_misses and InitialRows::write check nothing; the caller must check the arguments.
 #pragma once
 
 #include <algorithm>
@@ -16,37 +16,38 @@
 
 namespace emb {
 
-inline constexpr int64_t kKeysPerTask = 2048;  // grain of parallel_balanced for lookups of keys
+inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 
-// Call `body(segment, begin, end)` for ranges of positions that together are the whole batch; each
-// is a non-empty range of one segment. Several threads call it at once.
+// Call `body(segment, begin, end)` for ranges of positions that together are the whole batch. Each
+// is a non-empty range of one segment. Several threads call `body` at once, so it must not throw.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
-  parallel_balanced(batch.n, kKeysPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(batch.n, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
-    for (int64_t f = after - batch.starts - 1; begin < end; ++f) {
-      const int64_t stop = std::min(end, batch.starts[f + 1]);
-      if (begin < stop) body(f, begin, stop);
+    for (int64_t segment = after - batch.starts - 1; begin < end; ++segment) {
+      const int64_t stop = std::min(end, batch.starts[segment + 1]);
+      if (begin < stop) body(segment, begin, stop);
       begin = std::max(begin, stop);
     }
   });
 }
 
-// The arrays of the misses of all tables, in memory of the caller, which HashInsertion describes.
+// The arrays of the misses of all tables, in memory of the caller. HashInsertion describes them.
 struct MissArrays {
-  const int64_t* ids;             // by position
-  const int64_t *first, *totals;  // by miss
-  int64_t* slots;                 // output, by miss
-  uint8_t* status;                // output, by miss: InsertStatus
-  int64_t* evicted;               // output, by miss, three words each; null if not wanted
+  const int64_t* ids;                       // by position
+  const int64_t *first_positions, *totals;  // by miss
+  int64_t* slots;                           // output, by miss
+  uint8_t* status;                          // output, by miss: InsertStatus
+  int64_t* evicted;                         // output, by miss, three words each; null if not wanted
 };
 
-// Insert the admitted misses of every table, which changes the index and its counters. Writes slots
-// and status of all misses, and the evicted entries unless arrays.evicted is null.
+// Insert the admitted misses of every table: change the index and its counters, write the slot and
+// the status of every miss, and write the evicted entries unless arrays.evicted is null.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 
-// The ops of these names, which `tier_put_` calls.
+// The ops of these names, for `tier_put_`. hash_touch_ returns TouchCall::results(), hash_insert_
+// InsertCall::results() (check.h), and hash_erase_ the slots that it emptied (hash_cpu.cpp).
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> index, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order);
@@ -61,16 +62,17 @@ Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& s
 // The row buffers of all tables, and the initial values of new rows. The tensors own the memory.
 class InitialRows {
  public:
-  // Check, after in.check(op), that the rows in `layout` lie inside their row buffers.
+  // The caller must have called in.check(op). Throws unless the rows in `layout` lie inside their
+  // row buffers.
   InitialRows(const char* op, const InitialInputs& in);
 
-  // Write row slots[i] of each row buffer of table t for its misses i, [offsets[t],
-  // offsets[t + 1]), in parallel, unless the slot has no row, such as -1. The key of a miss is
-  // ids[first[i]].
-  void write(const int64_t* ids, const int64_t* first, const int64_t* offsets, const int64_t* slots,
-             int64_t seed) const;
+  // Write, in parallel, row slots[i] of each row buffer of table t for its misses i, which are
+  // offsets[t] to offsets[t + 1] - 1. The key of miss i is ids[first_positions[i]]. A miss whose
+  // slot has no row, such as -1, is skipped.
+  void write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
+             const int64_t* slots, int64_t seed) const;
 
-  // Return the rows of a table by slot, one matrix per row buffer.
+  // Return the rows of a table by slot, a matrix per row buffer. They are not copied.
   std::vector<RowBytes> rows_of(int64_t table) const;
 
  private:
@@ -86,19 +88,19 @@ class InitialRows {
   int64_t num_tables_;
 };
 
-// Rows as bytes. A packed row has its bytes in all row buffers, one after the other; see
-// emblib/ops/tiers.py.
+// Rows as bytes. A *packed* row has the bytes of a slot in all row buffers, one after the other;
+// see emblib/ops/tiers.py.
 
 inline constexpr int64_t kCacheLineBytes = 64;
 // Maximum number of bytes of a row that are prefetched; the hardware prefetches the rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
-inline constexpr int64_t kRowsAhead = 8;           // rows between a prefetch and the copy
-inline constexpr int64_t kBytesPerTask = 1 << 16;  // grain of parallel_balanced for copies
+inline constexpr int64_t kRowsAhead = 8;        // rows between a prefetch and the copy
+inline constexpr int64_t kCopyGrain = 1 << 16;  // grain of parallel_balanced for copies
 
 // Prefetch the lines of a row of `bytes` bytes, which may begin at any address.
 inline void prefetch_row(const char* row, int64_t bytes) {
   const int64_t prefetched = std::min(bytes, kMaxPrefetchBytes);
-  for (int64_t at = 0; at < prefetched; at += kCacheLineBytes) __builtin_prefetch(row + at);
+  for (int64_t i = 0; i < prefetched; i += kCacheLineBytes) __builtin_prefetch(row + i);
   if (bytes > 0) __builtin_prefetch(row + prefetched - 1);
 }
 
@@ -107,7 +109,7 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
   return allocate(like, sizes, ScalarType::Long);
 }
 
-// Return the data of the argument `name`; throw unless it is a contiguous uint8 [n, bytes].
+// Return the data of the argument `name`. Throws unless it is a contiguous uint8 [n, bytes].
 inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,
                        int64_t bytes) {
   check_dtype(op, name, rows, ScalarType::Byte, "uint8");
@@ -122,7 +124,7 @@ inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int
 struct PackedRows {
   std::vector<RowBytes> buffers;
   int64_t row_bytes = 0;       // bytes of a packed row
-  int64_t slots = kUnlimited;  // slots that all buffers have; kUnlimited without buffers
+  int64_t slots = kUnlimited;  // number of slots of the smallest buffer; kUnlimited without buffers
 
   explicit PackedRows(std::vector<RowBytes> rows) : buffers(std::move(rows)) {
     for (const RowBytes& buffer : buffers) {
@@ -134,6 +136,7 @@ struct PackedRows {
   PackedRows(const char* op, const std::vector<Tensor>& matrices, const Tensor& like)
       : PackedRows(matrices_as_bytes(op, matrices, like)) {}
 
+  // Prefetch the rows in a slot.
   void prefetch(int64_t slot) const {
     for (const RowBytes& buffer : buffers) prefetch_row(row(buffer, slot), buffer.bytes);
   }
@@ -167,8 +170,8 @@ struct PackedRows {
   }
 };
 
-// The records of a store, uint8 [count, stride]: some words of 64 bits, then the bytes of a row,
-// which may be none. They are in memory or in a mapped file; the tensor owns them.
+// The records of a store, uint8 [count, stride]. A record has some words of 64 bits, then a packed
+// row, which may have no bytes. Records are in memory or in a mapped file; the tensor owns them.
 struct Records {
   char* data;
   int64_t count;      // records, one per slot of the store
@@ -189,12 +192,12 @@ struct Records {
 
   static constexpr int64_t kWordBytes = sizeof(int64_t);
 
-  // Return the record in a slot of [0, count).
+  // Return the record in a slot in [0, count).
   char* at(int64_t slot) const { return data + slot * stride; }
   // Return the number of bytes before the row.
   int64_t head_bytes() const { return num_words * kWordBytes; }
 
-  // Throw unless a slot is in [-1, count).
+  // Throws unless a slot is in [-1, count).
   void check_slot(const char* op, int64_t slot) const {
     STD_TORCH_CHECK(slot >= -1 && slot < count, op, ": slots must be records in [0, ", count,
                     "), or -1 for none, got ", slot);

@@ -1,5 +1,5 @@
-// `hash_find` and `hash_touch_` on the GPU, with one thread per key. In `hash_touch_`, the thread
-// of a missing key also claims a scratch cell for it; misses.cuh numbers the misses by these cells.
+// `hash_find` and `hash_touch_` on the GPU, with one thread per position. In `hash_touch_`, the
+// thread of a missing key also claims a scratch cell; misses.cuh numbers the misses by these cells.
 // All pointers are to device memory of the caller.
 #pragma once
 
@@ -47,10 +47,10 @@ struct KeyTouch {
   });
 }
 
-// Update the entry of this lane's key, null for a lane without one; `stamp` is the clock,
-// `batch_score` the score of the key's table. Several lanes may have the same entry: all store the
-// same stamp, and counts add up in any order. Without explicit counts, one lane adds for all lanes
-// that share an entry. All 32 lanes must call this.
+// Update the entry of this lane's key; `entry` is null for a lane without one. `stamp` is the
+// clock, and `batch_score` the score of this batch in the key's table. Several lanes may have the
+// same entry: all store the same stamp, and counts add up in any order. If touch.counts is null,
+// one lane adds for all lanes with the same entry. All 32 lanes must call this.
 EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry, int64_t position,
                             int64_t batch_score) {
   if (entry != nullptr) entry[HashEntry::kStamp] = stamp;
@@ -67,7 +67,7 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
   }
 }
 
-// Find every key. Write its slot to `slots` [n] and update the entry of a hit; claim a cell for a
+// Find every key. Write its slot to `slots` [n], update the entry of a hit, and claim a cell for a
 // missing key. Count hits in the index, and distinct missing keys per table in `misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,

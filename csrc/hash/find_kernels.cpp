@@ -6,38 +6,38 @@
 //                  if there is none,
 //   probe_chosen   compares the tags of the chosen bucket and prefetches the candidate entry,
 //   compare        compares the key with that entry.
-// No step branches on its result. Keys that are neither found nor known to be missing after the
-// last step are collected, and resolved together once per chunk of keys.
+// No step branches on its result. Keys that the last step neither finds nor shows to be missing are
+// collected, and resolved together once per chunk of keys.
 //
-// HashFindKernels in args.h describes `find` and `refresh`. The position of a key is its index in
-// the ids of the call.
+// HashFindKernels in args.h describes `find` and `refresh`.
 #include "hash/match.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-// Chosen by hand; no measurement of other sizes is recorded.
-// Keys that are hashed at once, and after which unresolved keys are resolved.
-constexpr int kChunkKeys = 64;
-// Keys whose state is kept: more than the number of keys between the hash of a key and its end.
+// These sizes were chosen by hand; no measurement of others is recorded.
+constexpr int kChunkKeys = 64;  // keys per chunk, which are hashed together
+// The number of keys from prefetch_tags of a key to its later steps.
+constexpr int kKeysToFirst = 16;                           // to probe_first
+constexpr int kKeysToSecond = kKeysToFirst + 24;           // to probe_chosen
+constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;  // to compare
+// Keys whose state is kept, from the hash of their chunk until they are resolved: a key is resolved
+// at most two chunks after `compare`.
 constexpr int kRingKeys = 4 * kChunkKeys;
-// The number of keys between the first step of a key and each later one.
-constexpr int kKeysToFirst = 16;
-constexpr int kKeysToSecond = kKeysToFirst + 24;
-constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;
 
-// The state of the keys in flight; that of the key at position i is at index at(i). A *candidate*
-// is a slot of a bucket whose tag is that of the key.
+// The state of the keys in flight. The key at position i has the index ring_index(i). A *candidate*
+// is a slot of a bucket whose tag is the tag of the key.
 struct Probes {
   int64_t first[kRingKeys], second[kRingKeys];  // the two buckets of the key
   int64_t slot[kRingKeys];         // the lowest candidate of the chosen bucket, or any slot of it
-  uint32_t candidates[kRingKeys];  // the candidates of that bucket, a bit each
-  uint8_t tag[kRingKeys];
+  uint32_t candidates[kRingKeys];  // the candidates of the chosen bucket, a bit each
+  uint8_t tag[kRingKeys];          // the tag of the key
 
-  static int at(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
+  static int ring_index(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// The positions of keys that are not in their lowest candidate, but may be elsewhere.
+// The positions of the keys of a chunk that are not in their lowest candidate, but may be in
+// another slot.
 struct Unresolved {
   int64_t positions[kChunkKeys];
   int count = 0;
@@ -45,93 +45,93 @@ struct Unresolved {
 
 // Return the slot of the lowest bit of `candidates` in a bucket, its last slot if there is none.
 EMB_HD int64_t lowest_slot(int64_t bucket, uint32_t candidates) {
-  return bucket * kSlots + lowest(candidates | uint32_t{1} << (kSlots - 1));
+  return bucket * kBucketSlots + lowest(candidates | (uint32_t{1} << (kBucketSlots - 1)));
 }
 
-// Prefetch the tags of a bucket, which are read soon, into the L1 cache.
+// Prefetch the tags of a bucket into the L1 cache, because they are read soon.
 EMB_HD void prefetch_tags(const HashTable& table, int64_t bucket) {
-  __builtin_prefetch(table.tags + bucket * kSlots);
+  __builtin_prefetch(table.tags + bucket * kBucketSlots);
 }
 
-// Prefetch the entry in a slot, or the tags of a bucket unless `wants_entry`, into the L2 cache,
-// because too many entries are in flight for L1. The choice uses bit operations: the compiler would
-// turn
-// `?:` into a branch, and a misprediction takes as long as the remaining steps.
+// Prefetch the entry in a slot if `wants_entry`, otherwise the tags of a bucket, into the L2 cache,
+// because too many entries are in flight for L1. The choice uses bit operations, because the
+// compiler would turn `?:` into a branch, and a misprediction takes as long as the remaining steps.
 EMB_HD void prefetch_either(bool wants_entry, const HashTable& table, int64_t slot,
                             int64_t bucket) {
-  const auto line = reinterpret_cast<uintptr_t>(table.entry(slot));
-  const auto tags = reinterpret_cast<uintptr_t>(table.tags + bucket * kSlots);
-  const uintptr_t chosen = tags ^ ((line ^ tags) & -uintptr_t{wants_entry});
+  const auto entry = reinterpret_cast<uintptr_t>(table.entry(slot));
+  const auto tags = reinterpret_cast<uintptr_t>(table.tags + bucket * kBucketSlots);
+  const uintptr_t chosen = tags ^ ((entry ^ tags) & -uintptr_t{wants_entry});
   __builtin_prefetch(reinterpret_cast<const void*>(chosen), 0, 2);
 }
 
-// Write buckets and tags of the chunk of keys that begins at position `begin`, of n keys.
+// Write the buckets and tags of a chunk: the keys from position `begin` on, of n keys in all.
 EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin, int64_t n,
                       Probes* p) {
   const int64_t buckets = table.buckets;
   const uint64_t mask = table.mask;
   const int size = static_cast<int>(n - begin < kChunkKeys ? n - begin : kChunkKeys);
-  const int at = Probes::at(begin);  // chunks do not wrap around
+  const int base = Probes::ring_index(begin);  // a chunk does not wrap around in the ring
   for (int i = 0; i < size; ++i) {
     const uint64_t mixed = table.hash(ids[begin + i]);
-    p->first[at + i] = address(first_hash(mixed), buckets, mask);
-    p->second[at + i] = address(second_hash(mixed), buckets, mask);
-    p->tag[at + i] = tag_of(mixed);
+    p->first[base + i] = bucket_address(first_hash(mixed), buckets, mask);
+    p->second[base + i] = bucket_address(second_hash(mixed), buckets, mask);
+    p->tag[base + i] = tag_of(mixed);
   }
 }
 
 // Choose the first bucket of a key if it has a candidate, otherwise the second, and prefetch what
 // the next step reads.
 EMB_HD void probe_first(const HashTable& table, int64_t position, Probes* p) {
-  const int i = Probes::at(position);
-  const uint32_t candidates = match(table.tags + p->first[i] * kSlots, p->tag[i]);
+  const int i = Probes::ring_index(position);
+  const uint32_t candidates = match(table.tags + p->first[i] * kBucketSlots, p->tag[i]);
   const int64_t slot = lowest_slot(p->first[i], candidates);
-  const int64_t second = p->second[i] * kSlots;
+  const int64_t second = p->second[i] * kBucketSlots;
   p->slot[i] = second ^ ((slot ^ second) & -int64_t{candidates != 0});
   prefetch_either(candidates != 0, table, slot, p->second[i]);
 }
 
-// Return the slot whose entry is read: `slot` if there are candidates; otherwise slot 0, whose
-// entry is in the cache, because another entry would be a cache miss for nothing.
+// Return the slot whose entry is read: `slot` if there are candidates, otherwise slot 0. Its entry
+// is usually in the cache, and reading another entry would be a useless cache miss.
 EMB_HD int64_t read_slot(int64_t slot, uint32_t candidates) {
   return slot & -int64_t{candidates != 0};
 }
 
-// Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. For most
-// keys this is the first bucket, whose tags are in the cache and are compared again.
+// Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. Most keys
+// have chosen their first bucket, whose tags are still in the cache and are compared again.
 EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* p) {
-  const int i = Probes::at(position);
-  const int64_t bucket = p->slot[i] / kSlots;
-  p->candidates[i] = match(table.tags + bucket * kSlots, p->tag[i]);
+  const int i = Probes::ring_index(position);
+  const int64_t bucket = p->slot[i] / kBucketSlots;
+  p->candidates[i] = match(table.tags + bucket * kBucketSlots, p->tag[i]);
   p->slot[i] = lowest_slot(bucket, p->candidates[i]);
   __builtin_prefetch(table.entry(read_slot(p->slot[i], p->candidates[i])), 0, 2);
 }
 
-// Return the slot of the lowest candidate if it has the key, else -1. Add the key to `unresolved`
-// if it may be elsewhere: in another candidate, or in the second bucket if the first was chosen.
+// Return the slot of the lowest candidate if it has the key, else -1. In that case, add the
+// position to `unresolved` if the key may be elsewhere: in another candidate, or in the second
+// bucket if the first was chosen.
 EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& p,
                        Unresolved* unresolved) {
-  const int i = Probes::at(position);
+  const int i = Probes::ring_index(position);
   const int64_t slot = p.slot[i];
   const uint32_t candidates = p.candidates[i];
   const int64_t* entry = table.entry(read_slot(slot, candidates));
   const bool is_miss = (static_cast<uint64_t>(entry[HashEntry::kKey] ^ key) |
                         static_cast<uint64_t>(candidates == 0)) != 0;
-  const bool may_be_elsewhere =
-      ((candidates & (candidates - 1)) | static_cast<uint32_t>(slot / kSlots == p.first[i])) != 0;
+  const bool may_be_elsewhere = ((candidates & (candidates - 1)) |
+                                 static_cast<uint32_t>(slot / kBucketSlots == p.first[i])) != 0;
   unresolved->positions[unresolved->count & (kChunkKeys - 1)] = position;
   unresolved->count += static_cast<int>(is_miss) & static_cast<int>(may_be_elsewhere);
   return slot | -static_cast<int64_t>(is_miss);
 }
 
-// Empty the eviction queue of the bucket of a slot, because the rank of its entry falls.
+// Empty the eviction queue of the bucket of a slot, because the rank of the entry in it falls.
 EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
   if (touch.queues == nullptr) return;
-  __atomic_store_n(&touch.queues[slot / kSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
+  __atomic_store_n(&touch.queues[slot / kBucketSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
 }
 
-// Update the entry of a hit in a slot; `position` is an index into touch.counts. Other threads may
-// update the same entry: all store the same stamp, and counts add up in any order.
+// Update the entry of a hit. Other threads may update the same entry: all store the same stamp, and
+// counts add up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + HashEntry::kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -143,36 +143,36 @@ EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, in
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
   if (count < 0) empty_queue(touch, slot);
-  // A thread that makes the sum wrap sets it to the maximum afterwards, so it ends there.
+  // The thread whose addition makes the sum wrap around sets it to the maximum afterwards.
   const int64_t before = __atomic_fetch_add(entry + HashEntry::kScore, count, __ATOMIC_RELAXED);
   if (count_overflows(before, count)) {
     __atomic_store_n(entry + HashEntry::kScore, INT64_MAX, __ATOMIC_RELAXED);
   }
 }
 
-// Prefetch the line at which the lookup of each unresolved key continues.
+// Prefetch the line that `resolve` reads first for each unresolved key.
 EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unresolved,
                                 const Probes& p) {
   for (int k = 0; k < unresolved.count; ++k) {
-    const int i = Probes::at(unresolved.positions[k]);
+    const int i = Probes::ring_index(unresolved.positions[k]);
     const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
-    prefetch_either(rest != 0, table, lowest_slot(p.slot[i] / kSlots, rest), p.second[i]);
+    prefetch_either(rest != 0, table, lowest_slot(p.slot[i] / kBucketSlots, rest), p.second[i]);
   }
 }
 
-// Return the slot of an unresolved key, -1 if it has none: compare its other candidates, then look
-// in its second bucket if the first was chosen.
+// Return the slot of an unresolved key, -1 if it has none: compare its other candidates, then
+// search its second bucket if the first was chosen.
 EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key, const Probes& p) {
-  const int i = Probes::at(position);
-  const int64_t bucket = p.slot[i] / kSlots;
+  const int i = Probes::ring_index(position);
+  const int64_t bucket = p.slot[i] / kBucketSlots;
   const uint32_t rest = p.candidates[i] & (p.candidates[i] - 1);
   const int64_t slot = find_among(table, bucket, rest, key);
   if (slot != kNoSlot || bucket != p.first[i]) return slot;
   return find_in(table, p.second[i], p.tag[i], key);
 }
 
-// `find`, where kTouches says whether `touch` is passed. Keys that remain unresolved after a chunk
-// are resolved after the next one, when what they need has been prefetched.
+// `find`; kTouches says whether `touch` is not null. Keys that are unresolved after a chunk are
+// resolved after the next chunk, when the lines that they need have been prefetched.
 template <bool kTouches>
 int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {
@@ -187,22 +187,22 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
   };
   const auto in_range = [&](int64_t position) { return position >= 0 && position < n; };
   for (int64_t begin = 0; begin < n + kKeysToCompare + kChunkKeys; begin += kChunkKeys) {
-    Unresolved& now = unresolved[begin / kChunkKeys % 2];
-    now.count = 0;
+    Unresolved& current = unresolved[begin / kChunkKeys % 2];
+    current.count = 0;
     if (begin < n) hash_keys(table, ids, begin, n, &p);
-    const bool all_steps =
-        begin >= kKeysToCompare && begin + kChunkKeys <= n;  // all four steps apply to all keys
+    // Whether no step of this chunk goes beyond the n keys, so that positions need no check.
+    const bool all_steps = begin >= kKeysToCompare && begin + kChunkKeys <= n;
     for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
-      if (all_steps || in_range(i)) prefetch_tags(table, p.first[Probes::at(i)]);
+      if (all_steps || in_range(i)) prefetch_tags(table, p.first[Probes::ring_index(i)]);
       if (all_steps || in_range(i - kKeysToFirst)) probe_first(table, i - kKeysToFirst, &p);
       if (all_steps || in_range(i - kKeysToSecond)) probe_chosen(table, i - kKeysToSecond, &p);
       const int64_t last = i - kKeysToCompare;
-      if (all_steps || in_range(last)) report(last, compare(table, last, ids[last], p, &now));
+      if (all_steps || in_range(last)) report(last, compare(table, last, ids[last], p, &current));
     }
-    prefetch_unresolved(table, now, p);
-    const Unresolved& before = unresolved[(begin / kChunkKeys + 1) % 2];
-    for (int k = 0; k < before.count; ++k) {
-      const int64_t position = before.positions[k];
+    prefetch_unresolved(table, current, p);
+    const Unresolved& previous = unresolved[(begin / kChunkKeys + 1) % 2];
+    for (int k = 0; k < previous.count; ++k) {
+      const int64_t position = previous.positions[k];
       report(position, resolve(table, position, ids[position], p));
     }
   }
@@ -218,7 +218,7 @@ int64_t find(const HashTable& table, const int64_t* ids, int64_t n, const HashTo
 void refresh(const HashTable& table, const int64_t* ids, int64_t n, int64_t* slots) {
   for (int64_t i = 0; i < n; ++i) {
     if (slots[i] < 0) continue;
-    const bool is_in_slot = slots[i] < table.buckets * kSlots &&
+    const bool is_in_slot = slots[i] < table.buckets * kBucketSlots &&
                             table.tags[slots[i]] != kEmptyTag &&
                             table.entry(slots[i])[HashEntry::kKey] == ids[i];
     if (!is_in_slot) slots[i] = find_key(table, ids[i]);

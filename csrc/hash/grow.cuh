@@ -1,17 +1,17 @@
 // `hash_grow_` on the GPU, in four steps: count the admitted misses of each table, plan how many
-// buckets each table gets, split buckets, and find keys of the batch that have moved again. A new
-// bucket (child) receives entries of one old bucket (parent) only, so one warp fills a child, with
-// one lane per slot of the parent. All pointers are to device memory of the caller.
+// buckets each table gets, split buckets, and correct the slots of keys of the batch that moved. A
+// new bucket (child) receives entries of one old bucket (parent) only, so one warp fills a child,
+// with one lane per slot of the parent. All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/device_index.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kMaxRowBuffers = 16;  // the weights and states of an optimizer are at most 8
+// Maximum number of row buffers. Weights and the states of an optimizer take at most 8.
+inline constexpr int kMaxRowBuffers = 16;
 
-// The row buffers of all tables: P buffers with rows of values by slot, which move with the
-// entries.
+// The row buffers of all tables: P buffers with rows by slot, which move with the entries.
 struct DeviceRowBuffers {
   uint8_t* data[kMaxRowBuffers];  // in device memory or mapped host memory
   int count;                      // P
@@ -23,10 +23,11 @@ struct DeviceRowBuffers {
 struct Growth {
   DeviceIndex index;
   DeviceRowBuffers buffers;
-  DeviceMisses misses;  // for which the tables grow
-  // Scratch by table: [T] admitted misses, used if not all are admitted; [T] buckets before; and
-  // [T + 1] new buckets: table t has the new buckets [first_new[t], first_new[t + 1]) of all.
-  int64_t *admitted_misses, *old_buckets, *first_new;
+  DeviceMisses misses;  // the misses for which the tables grow
+  // Scratch.
+  int64_t* admitted_misses;  // [T], the number of admitted misses; unused if all are admitted
+  int64_t* old_buckets;      // [T], the number of buckets before
+  int64_t* first_new;        // [T + 1], the number of new buckets of the tables before, then of all
 };
 
 // Add the admitted misses of every table to `admitted_misses`, which must be 0 before.
@@ -52,8 +53,8 @@ struct Growth {
   }
 }
 
-// Set the new number of buckets of every table; save the old one in `old_buckets`, and write
-// `first_new`. The grid is one block.
+// Set the new number of buckets of every table, save the old number in `old_buckets`, and write
+// `first_new`. The grid must be one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_plan_kernel(Growth growth) {
   __shared__ int64_t sums[kBlockWarps];
@@ -65,9 +66,9 @@ struct Growth {
     if (t < index.num_tables) {
       const int64_t old = index.field(t, HashTableColumn::kBuckets);
       const int64_t* offsets = growth.misses.offsets;
-      const int64_t more = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
-                                                             : growth.admitted_misses[t];
-      const int64_t wanted = wanted_buckets(index.field(t, HashTableColumn::kSize) + more, old,
+      const int64_t new_keys = growth.misses.admitted == nullptr ? offsets[t + 1] - offsets[t]
+                                                                 : growth.admitted_misses[t];
+      const int64_t wanted = wanted_buckets(index.field(t, HashTableColumn::kSize) + new_keys, old,
                                             index.field(t, HashTableColumn::kMaxBuckets),
                                             index.field(t, HashTableColumn::kMaxLoad));
       growth.old_buckets[t] = old;
@@ -82,8 +83,8 @@ struct Growth {
   if (threadIdx.x == 0) growth.first_new[index.num_tables] = before;
 }
 
-// Copy `bytes` bytes by the whole warp, in units of T. Both addresses and `bytes` are multiples of
-// its size.
+// Copy `bytes` bytes by the whole warp, in units of T. Both addresses and `bytes` must be multiples
+// of the size of T.
 template <class T>
 EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto units = bytes / static_cast<int64_t>(sizeof(T));
@@ -108,8 +109,8 @@ EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-// Copy the rows in slot `from` of table t to slot `to`, in all row buffers. Called by the whole
-// warp.
+// Copy the rows in slot `from` of table t to slot `to`, in all row buffers. All 32 lanes must call
+// this.
 EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, int64_t from) {
   for (int p = 0; p < buffers.count; ++p) {
     const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.count + p);
@@ -119,29 +120,30 @@ EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, in
 }
 
 // Fill `child`, a new bucket of table t, which had `old` buckets: move the entries of its parent
-// that belong there, with their rows. Called by the whole warp. Other warps may fill other children
-// of the same parent and empty other slots of it at the same time. It does not matter whether this
-// lane still sees the tag of such a slot, because the key does not belong to this child.
+// that belong in the child, with their rows. All 32 lanes must call this. Other warps may fill
+// other children of the same parent at the same time, and empty slots of the parent. It does not
+// matter whether this lane still sees the tag of such a slot, because its key does not belong in
+// this child.
 EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old) {
   const HashTable table = growth.index.table(t);
   const uint64_t old_mask = address_mask(old);
-  const int64_t parent = address(static_cast<uint64_t>(child), old, old_mask);
-  const int64_t from = parent * kSlots + lane_in_warp();
+  const int64_t parent = bucket_address(static_cast<uint64_t>(child), old, old_mask);
+  const int64_t from = parent * kBucketSlots + lane_in_warp();
   const uint8_t tag = table.tags[from];
   const uint64_t mixed = table.hash(table.entry(from)[HashEntry::kKey]);
-  const bool is_first = address(first_hash(mixed), old, old_mask) == parent;
+  const bool is_first = bucket_address(first_hash(mixed), old, old_mask) == parent;
   const bool moves = tag != kEmptyTag &&
                      (is_first ? table.first_bucket(mixed) : table.second_bucket(mixed)) == child;
   unsigned movers = __ballot_sync(simt::kFullMask, moves);
   if (moves) {
-    const unsigned lesser = movers & ((1u << lane_in_warp()) - 1);
-    const int64_t to = child * kSlots + __popc(lesser);
+    const unsigned lower_movers = movers & ((1u << lane_in_warp()) - 1);
+    const int64_t to = child * kBucketSlots + __popc(lower_movers);
     table.tags[to] = tag;
     table.tags[from] = kEmptyTag;
     for (int64_t w = 0; w < table.words; ++w) table.entry(to)[w] = table.entry(from)[w];
   }
-  for (int64_t to = child * kSlots; movers != 0; movers &= movers - 1, ++to) {
-    copy_rows(growth.buffers, t, to, parent * kSlots + __ffs(static_cast<int>(movers)) - 1);
+  for (int64_t to = child * kBucketSlots; movers != 0; movers &= movers - 1, ++to) {
+    copy_rows(growth.buffers, t, to, parent * kBucketSlots + __ffs(static_cast<int>(movers)) - 1);
   }
 }
 
@@ -158,8 +160,8 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   }
 }
 
-// Correct `slots` [n], the slots of the batch: find each key again that is no longer in its slot.
-// Slots of -1 stay.
+// Correct `slots` [n], the slots of the batch's keys: find each key again that is no longer in its
+// slot. Slots of -1 stay.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_refresh_kernel(Growth growth, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
@@ -170,15 +172,14 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     if (slot < 0) return;
     const HashTable table = growth.index.table(t);
     const int64_t key = batch.ids[position];
-    const bool is_in_slot = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
+    const bool is_in_slot = slot < table.buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
                             table.entry(slot)[HashEntry::kKey] == key;
     if (!is_in_slot) slots[position] = find_slot(table, key);
   });
 }
 
-// Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. The scratch of
-// `growth` is allocated here; `buckets` is the number of buckets in the memory of the index, for
-// which the grid is sized.
+// Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. This allocates the
+// scratch of `growth`. `buckets`, the number of buckets in the memory of the index, sizes the grid.
 template <class Work>
 void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slots,
                  int64_t buckets) {

@@ -1,8 +1,8 @@
 // The ops of the hash index on the CPU: find and touch keys, list the misses of a batch, grow
-// tables, insert new keys, erase and expire keys, and rows of values by slot. Every op checks its
-// arguments before it changes anything (check.h, which also describes arguments and results), and
-// its result does not depend on the number of threads. The kernels are in find_kernels.cpp and
-// insert_kernels.cpp.
+// tables, insert new keys, erase and expire keys, and read, write and add rows by slot. Every op
+// checks its arguments before it changes anything (check.h, which also describes the arguments and
+// results). No result depends on the number of threads. find_kernels.cpp and insert_kernels.cpp
+// have the kernels.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -42,16 +42,14 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-// A scratch hash table that finds the number of a missing key among the distinct missing keys of
-// one table: open addressing, with the numbers of misses as contents. The keys themselves are read
-// from the batch: miss m has the key ids[first[m]].
+// A scratch hash table, with open addressing, of the misses of one table. A cell has the number of
+// a miss, or -1; the key of miss m is ids[first_positions[m]].
 class MissSet {
  public:
-  // The caller must write first[next] before it passes `next` to find_or_add, and may add at most
-  // `max_keys` keys.
-  MissSet(const int64_t* ids, const int64_t* first, int64_t max_keys)
+  // The caller may add at most `max_keys` keys.
+  MissSet(const int64_t* ids, const int64_t* first_positions, int64_t max_keys)
       : ids_(ids),
-        first_(first),
+        first_positions_(first_positions),
         mask_(std::bit_ceil(static_cast<uint64_t>(2 * max_keys + 1)) - 1),
         hash_key_(batch_hash_key()),
         numbers_(new int32_t[mask_ + 1]) {
@@ -60,11 +58,12 @@ class MissSet {
 
   void prefetch(int64_t key) const { __builtin_prefetch(&numbers_[cell_of(key)], 1); }
 
-  // Return the number of `key`; a new key gets number `next`.
+  // Return the number of `key`. A new key gets the number `next`, whose first position the caller
+  // must have written.
   int32_t find_or_add(int64_t key, int32_t next) {
     for (uint64_t i = cell_of(key);; i = (i + 1) & mask_) {
       if (numbers_[i] < 0) return numbers_[i] = next;
-      if (ids_[first_[numbers_[i]]] == key) return numbers_[i];
+      if (ids_[first_positions_[numbers_[i]]] == key) return numbers_[i];
     }
   }
 
@@ -74,20 +73,21 @@ class MissSet {
   }
 
   const int64_t* ids_;
-  const int64_t* first_;
+  const int64_t* first_positions_;
   uint64_t mask_, hash_key_;
   std::unique_ptr<int32_t[]> numbers_;
 };
 
-// The data of these results of hash_touch_, see TouchCall.
+// The data of three results of hash_touch_, see TouchCall.
 struct MissOutput {
-  int64_t* first;
+  int64_t* first_positions;
   int32_t* groups;
   int64_t* totals;
 };
 
-// Add the misses of a segment to `out`, which has `count` misses; return the new number of misses.
-// `slots` and `counts` are by position; `set` has the misses of the segment's table so far.
+// Add the misses of a segment to `out`, which has `count` misses so far. Return the new number of
+// misses. `slots` and `counts` are by position; `set` has the earlier misses of the segment's
+// table.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
                    const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
   constexpr int64_t kKeysAhead = 16;  // keys between a prefetch and the read
@@ -98,8 +98,7 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
       out.groups[i] = -1;
       continue;
     }
-    // Before the call below, which reads the key of number `count` if it compares with it.
-    out.first[count] = i;
+    out.first_positions[count] = i;  // replaced later unless the key is new
     const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
     if (number == count) out.totals[count++] = 0;
     out.groups[i] = number;
@@ -108,38 +107,37 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
   return count;
 }
 
-// Write the misses of a batch, numbered by table and first position, to the results of `call`.
-// `slots` [n] are the slots of its positions.
+// Write the misses of a batch to the results of `call`. `slots` [n] has the slot of each position.
 void list_misses(const TouchCall& call, const int64_t* slots) {
   const HashBatch& batch = call.batch;
   const int64_t num_tables = call.index.num_tables;
-  const MissOutput out{call.first.mutable_data_ptr<int64_t>(),
+  const MissOutput out{call.first_positions.mutable_data_ptr<int64_t>(),
                        call.groups.mutable_data_ptr<int32_t>(),
                        call.totals.mutable_data_ptr<int64_t>()};
-  int64_t* end = call.offsets.mutable_data_ptr<int64_t>();
-  std::vector<int64_t> missing(num_tables, 0);  // positions with a miss, by table
+  int64_t* offsets = call.offsets.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> missing(num_tables, 0);  // by table: positions whose key is missing
   for (int64_t f = 0; f < batch.segments; ++f) {
     missing[batch.tables[f]] += std::count_if(slots + batch.starts[f], slots + batch.starts[f + 1],
                                               [](int64_t slot) { return slot < 0; });
   }
-  int64_t count = end[0] = 0;
+  int64_t count = offsets[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
-    MissSet set(batch.ids, out.first, missing[t]);
-    // All segments for every table: there are about as many as features, few compared with the
-    // keys.
+    MissSet set(batch.ids, out.first_positions, missing[t]);
+    // This visits all segments for every table. A batch has about as many segments as features, few
+    // compared with the keys.
     for (int64_t f = 0; f < batch.segments; ++f) {
       if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
     }
-    end[t + 1] = count;
+    offsets[t + 1] = count;
   }
-  std::fill(out.first + count, out.first + batch.n, 0);
+  std::fill(out.first_positions + count, out.first_positions + batch.n, 0);
   std::fill(out.totals + count, out.totals + batch.n, 0);
 }
 
 }  // namespace
 
 // Begin a training step: advance the clock, find the keys, update the entries of hits, count
-// lookups and hits, and list the misses. See TouchCall for arguments and results.
+// lookups and hits, and list the misses. TouchCall describes the arguments and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
@@ -166,31 +164,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
 
 namespace {
 
-// The minimum number of misses that pick a bucket in a round of an insertion, and of buckets that a
-// table grows by, per thread.
-constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;
+// Grains of parallel_balanced, for misses that choose in a round and for new buckets.
+constexpr int64_t kChooserGrain = 1024, kBucketGrain = 256;
 
-// Fill the new buckets of table t, which had `old` buckets, from the old buckets that are split.
+// Fill the new buckets of table t, which had `old` buckets, from the old buckets that are split,
+// and empty the eviction queues of both.
 void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
                 int num_buffers) {
   const HashTable table = index.table(t);
   const HashInsertKernels& kernels = hash_insert_kernels();
-  parallel_balanced(table.buckets - old, kBucketsPerTask, kUnitCost,
-                    [&](int64_t begin, int64_t end) {
-                      kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
-                    });
+  parallel_balanced(table.buckets - old, kBucketGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
+  });
   EvictionQueue* queues = index.queues_of(t);
   if (queues == nullptr) return;
   const uint64_t old_mask = address_mask(old);
   for (int64_t bucket = old; bucket < table.buckets; ++bucket) {
     queues[bucket] = {};
-    queues[address(static_cast<uint64_t>(bucket), old, old_mask)] = {};
+    queues[bucket_address(static_cast<uint64_t>(bucket), old, old_mask)] = {};
   }
 }
 
 // Split as many buckets of every table as it needs for its keys and its admitted misses
-// (wanted_buckets), move rows with their entries, and correct `slots` of the batch. The arguments
-// after `tables` are the slots, offsets and admissions of its misses: see GrowCall.
+// (wanted_buckets), move rows with their entries, and correct the `slots` of the batch's positions.
+// GrowCall describes the arguments.
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                 const Tensor& row_layout, const Tensor& ids, const Tensor& starts,
                 const Tensor& tables, Tensor slots, const Tensor& offsets,
@@ -206,7 +203,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t old = index.field(t, HashTableColumn::kBuckets);
     const int64_t wanted = wanted_buckets(
-        index.field(t, HashTableColumn::kSize) + misses.admitted_of(t), old,
+        index.field(t, HashTableColumn::kSize) + misses.num_admitted(t), old,
         index.field(t, HashTableColumn::kMaxBuckets), index.field(t, HashTableColumn::kMaxLoad));
     if (wanted == old) continue;
     grown[t] = true;
@@ -221,63 +218,65 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   }
 }
 
-// Run one round of an insertion: the n misses in `pending` choose buckets, then the choices are
-// executed, both in parallel. Writes `choices` [n] and the results in `insertion`.
+// Run one round of an insertion: the n misses in `pending` choose, then the choices are executed,
+// both in parallel. Write `choices` [n] and the results in `insertion`.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const int64_t buckets = insertion.table.buckets;
-  parallel_balanced(n, kChoosersPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kChooserGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     const bool is_shared = end - begin < n;  // other threads choose too
     kernels.choose(insertion, is_shared, pending + begin, end - begin, choices + begin);
   });
-  const int64_t parts = std::clamp<int64_t>(n / kChoosersPerTask, 1, num_threads());
+  const int64_t parts = std::clamp<int64_t>(n / kChooserGrain, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
     kernels.commit(insertion, pending, n, choices, buckets * part / parts,
                    buckets * (part + 1) / parts);
   });
 }
 
-// Insert the admitted misses of a table, which has misses [begin, end). In every round more of them
-// may choose (`choosers`), and misses that got no slot in earlier rounds choose again. The rounds
-// end when every admitted miss has a slot or is refused.
+// Insert the admitted misses of a table, which has the misses [begin, end). In every round more of
+// them may choose (max_choosers), and misses that got no slot in earlier rounds choose again. The
+// rounds end when every admitted miss has a slot or is refused.
 void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
   std::vector<int64_t> pending;
   std::vector<Choice> choices;
   int64_t next = begin;
   for (int round = 0; next < end || !pending.empty(); ++round) {
-    const int64_t choose = std::min(choosers(insertion.table.buckets, round), end - begin);
-    for (; next < begin + choose; ++next) {
+    const int64_t num_choosers =
+        std::min(max_choosers(insertion.table.buckets, round), end - begin);
+    for (; next < begin + num_choosers; ++next) {
       if (misses.is_admitted(next)) pending.push_back(next);
     }
     const auto n = static_cast<int64_t>(pending.size());
     choices.resize(n);
     run_round(insertion, pending.data(), n, choices.data());
-    size_t left = 0;
+    size_t num_pending = 0;
     for (int64_t i = 0; i < n; ++i) {
       const int64_t miss = pending[i];
       if (choices[i].mode == Choice::kRefused) {
         insertion.status[miss] = static_cast<uint8_t>(InsertStatus::kRefused);
       } else if (insertion.slots[miss] == kNoSlot) {
-        pending[left++] = miss;
+        pending[num_pending++] = miss;
       }
     }
-    pending.resize(left);
+    pending.resize(num_pending);
   }
 }
 
-// Add the results of an insertion, the n statuses of the misses of table t, to the counters and to
-// the size of the table.
+// Add the results of an insertion to the counters and the size of table t. `status` has the
+// statuses of its n misses.
 void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, int64_t n) {
-  constexpr int kStatuses = 8;  // a power of two: masked, any byte is an index
+  constexpr int kStatuses = 8;  // a power of two, so that any masked byte is an index
   static_assert(static_cast<int>(InsertStatus::kNotAdmitted) < kStatuses);
   int64_t counts[kStatuses] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[status[i] & (kStatuses - 1)];
-  const auto of = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
-  index.counter(t, HashCounter::kInserted) += of(InsertStatus::kNew) + of(InsertStatus::kEvicting);
-  index.counter(t, HashCounter::kEvicted) += of(InsertStatus::kEvicting);
-  index.counter(t, HashCounter::kRefused) += of(InsertStatus::kRefused);
-  index.counter(t, HashCounter::kNotAdmitted) += of(InsertStatus::kNotAdmitted);
-  index.field(t, HashTableColumn::kSize) += of(InsertStatus::kNew);
+  const auto num = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
+  index.counter(t, HashCounter::kInserted) +=
+      num(InsertStatus::kNew) + num(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kEvicted) += num(InsertStatus::kEvicting);
+  index.counter(t, HashCounter::kRefused) += num(InsertStatus::kRefused);
+  index.counter(t, HashCounter::kNotAdmitted) += num(InsertStatus::kNotAdmitted);
+  index.field(t, HashTableColumn::kSize) += num(InsertStatus::kNew);
 }
 
 }  // namespace
@@ -288,14 +287,14 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
   std::fill(arrays.slots, arrays.slots + misses.count(), kNoSlot);
   std::fill(arrays.status, arrays.status + misses.count(),
             static_cast<uint8_t>(InsertStatus::kMiss));
-  std::vector<EvictionQueue> own_queues;  // for an index without queues
+  std::vector<EvictionQueue> scratch_queues;  // for an index without queues
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t begin = misses.begin(t), end = misses.end(t);
     if (begin == end) continue;
     EvictionQueue* queues = index.queues_of(t);
     if (queues == nullptr) {
-      own_queues.assign(index.field(t, HashTableColumn::kBuckets), {});
-      queues = own_queues.data();
+      scratch_queues.assign(index.field(t, HashTableColumn::kBuckets), {});
+      queues = scratch_queues.data();
     }
     for (int64_t i = begin; i < end; ++i) {
       if (!misses.is_admitted(i)) {
@@ -308,7 +307,7 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
                                   .stamp = *index.clock,
                                   .batch_score = scoring.score_of(t),
                                   .ids = arrays.ids,
-                                  .first = arrays.first,
+                                  .first_positions = arrays.first_positions,
                                   .totals = arrays.totals,
                                   .slots = arrays.slots,
                                   .status = arrays.status,
@@ -321,17 +320,17 @@ void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must
 
 namespace {
 
-// Write the slot and the status of every position of the batch, if these results are wanted: the
-// slot and status of its miss if it has one, otherwise its slot before the insertion and kHit.
+// Write the slot and the status of every position of the batch if the caller wants them: those of
+// its miss if its key was missing, otherwise its slot before the insertion and kHit.
 void fill_positions(const InsertCall& call) {
   const auto* inserted = call.inserted.const_data_ptr<int64_t>();
   const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
-  int64_t* filled = call.filled.mutable_data_ptr<int64_t>();
+  int64_t* key_slots = call.key_slots.mutable_data_ptr<int64_t>();
   auto* key_status = static_cast<uint8_t*>(call.key_status.mutable_data_ptr());
-  parallel_balanced(call.positions, kKeysPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(call.positions, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int32_t group = call.groups[i];
-      filled[i] = group < 0 ? call.slots[i] : inserted[group];
+      key_slots[i] = group < 0 ? call.slots[i] : inserted[group];
       key_status[i] = group < 0 ? static_cast<uint8_t>(InsertStatus::kHit) : status[group];
     }
   });
@@ -339,10 +338,9 @@ void fill_positions(const InsertCall& call) {
 
 }  // namespace
 
-// Insert the admitted misses of a batch: into an empty slot, or by eviction of an entry that the
-// batch does not use; a miss that gets neither is refused. See InsertCall for arguments and
-// results. `ids` are the ids of the batch; `first`, `totals` and `offsets` are results of
-// hash_touch_.
+// Insert the admitted misses of a batch. A miss gets an empty slot or the slot of an entry that the
+// batch does not use, which is evicted; otherwise it is refused. InsertCall describes the arguments
+// and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
@@ -353,21 +351,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   call.check_contents();
   const HashIndex& index = call.index;
   const Misses& misses = call.misses;
-  int64_t* slot_data = call.inserted.mutable_data_ptr<int64_t>();
-  auto* statuses = static_cast<uint8_t*>(call.status.mutable_data_ptr());
-  std::fill(slot_data + misses.count(), slot_data + call.n, kNoSlot);
-  std::fill(statuses + misses.count(), statuses + call.n,
-            static_cast<uint8_t>(InsertStatus::kMiss));
+  int64_t* inserted = call.inserted.mutable_data_ptr<int64_t>();
+  auto* status = static_cast<uint8_t*>(call.status.mutable_data_ptr());
+  std::fill(inserted + misses.count(), inserted + call.n, kNoSlot);
+  std::fill(status + misses.count(), status + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
   int64_t* evicted = call.evicted.mutable_data_ptr<int64_t>();
-  std::fill(evicted, evicted + 3 * call.n, 0);  // zeroed only to be reproducible
+  std::fill(evicted, evicted + 3 * call.n, 0);  // makes unspecified entries reproducible
   insert_misses(index, call.scoring, call.must_compete, misses,
-                {call.ids, call.first, call.totals, slot_data, statuses, evicted});
+                {call.ids, call.first_positions, call.totals, inserted, status, evicted});
   fill_positions(call);
   return call.results();
 }
 
-// Remove keys. Return the slot that each position emptied, int64 [n]; -1 if its key is missing or
-// an earlier position removed it.
+// Remove keys. Return the slot that each position emptied, int64 [n], or -1 if its key is missing
+// or an earlier position removed it.
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
@@ -389,7 +386,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
         continue;
       }
       table.tags[out[i]] = kEmptyTag;
-      if (queues != nullptr) queues[out[i] / kSlots].size = 0;
+      if (queues != nullptr) queues[out[i] / kBucketSlots].size = 0;
       ++erased;
     }
     index.field(t, HashTableColumn::kSize) -= erased;
@@ -400,9 +397,9 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
 
 namespace {
 
-// Remove the keys of table t that were last used before the clock was `before`, from its buckets
-// [first_bucket, first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these
-// buckets were emptied.
+// Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
+// first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these buckets were
+// emptied.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -410,17 +407,17 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   index.check_tables(op);
   index.check_table(op, t);
   check_window(op, index.field(t, HashTableColumn::kMaxBuckets), first_bucket, num_buckets);
-  Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  Tensor removed = allocate_zeros(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
   bool* out = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);
   EvictionQueue* queues = index.queues_of(t);
-  const int64_t begin = first_bucket * kSlots;
-  const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kSlots;
+  const int64_t begin = first_bucket * kBucketSlots;
+  const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kBucketSlots;
   int64_t expired = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
     if (table.tags[slot] == kEmptyTag || table.entry(slot)[HashEntry::kStamp] >= before) continue;
     table.tags[slot] = kEmptyTag;
-    if (queues != nullptr) queues[slot / kSlots].size = 0;
+    if (queues != nullptr) queues[slot / kBucketSlots].size = 0;
     out[slot - begin] = true;
     ++expired;
   }
@@ -429,8 +426,8 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-// Copy a row of `bytes` bytes from `from`; if that is null, fill it with the word `fill`, see
-// RowMatrix::fill.
+// Copy a row of `bytes` bytes from `from`. If that is null, write the word `fill` repeatedly (see
+// RowMatrix::fill).
 void copy_row(char* to, const char* from, int64_t bytes, uint32_t fill) {
   if (from != nullptr) {
     std::memcpy(to, from, bytes);
@@ -446,19 +443,18 @@ char* row_in(const RowBytes& rows, int64_t slot) {
   return static_cast<char*>(rows.data) + slot * rows.stride;
 }
 
-constexpr int64_t kRowBytesPerTask = 1 << 15;  // minimum number of bytes that a thread copies
-constexpr int64_t kBytesPerCopy = 16;          // fixed cost of the copy of a row, in bytes
+constexpr int64_t kRowGrain = 1 << 15;  // grain of parallel_balanced for rows, in bytes
+constexpr int64_t kCopyCost = 16;       // fixed cost of the copy of a row, in bytes
 
-// Call `body(begin, end)` for ranges that together are [0, n), in parallel, where every number
-// stands for the copy of one row.
+// Call `body(begin, end)` in parallel for ranges that together are [0, n); each number is the copy
+// of one row.
 template <class Body>
 void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
-  parallel_balanced(
-      n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + kBytesPerCopy); }, body);
+  parallel_balanced(n, kRowGrain, [&](int64_t i) { return i * (rows.bytes + kCopyCost); }, body);
 }
 
-// Copy the rows in slots[begin] to slots[end - 1] to rows [begin, end) of `out`; rows that do not
-// exist are filled with `fill`.
+// Copy the rows in slots[begin] to slots[end - 1] to rows [begin, end) of `out`. For slots without
+// a row write `fill` (see copy_row).
 void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
                 uint32_t fill, char* out) {
   for (int64_t i = begin; i < end; ++i) {
@@ -467,7 +463,7 @@ void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64
   }
 }
 
-// Find keys and read their rows. See FindRowsCall.
+// Find keys and read their rows. FindRowsCall describes the arguments and results.
 std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
                                           const Tensor& starts, const Tensor& tables,
                                           const Tensor& values, double default_value) {
@@ -483,13 +479,13 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
     constexpr int64_t kBlock = 512;  // keys whose slots are on the stack
     int64_t slots[kBlock];
     const int64_t t = batch.tables[f],
-                  first = index.field(t, HashTableColumn::kFirstBucket) * kSlots;
+                  first_slot = index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots;
     for (; begin < end; begin += kBlock) {
       const int64_t n = std::min(kBlock, end - begin);
       kernels.find(index.table(t), batch.ids + begin, n, nullptr, slots);
       for (int64_t i = 0; i < n; ++i) {
         is_found[begin + i] = slots[i] >= 0;
-        if (slots[i] >= 0) slots[i] += first;
+        if (slots[i] >= 0) slots[i] += first_slot;
       }
       read_range(source, slots, 0, n, call.fill, out + begin * source.bytes);
     }
@@ -497,7 +493,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   return {call.rows, call.found};
 }
 
-// Read the row in each slot. See ReadRowsCall.
+// Read the row in each slot. ReadRowsCall describes the arguments and the result.
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   const RowBytes source = call.matrix.as_bytes({});
@@ -508,14 +504,15 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   return call.rows;
 }
 
-// Write the first rows of new keys, and read the row of every position. See StartRowsCall.
+// Write the starting rows of new keys, and read the row of every position if `returns_rows`.
+// StartRowsCall describes the arguments and the result.
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
                         bool returns_rows) {
   const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   call.check_contents();
   const RowBytes target = call.matrix.as_bytes({});
-  const auto* from = static_cast<const char*>(call.starting);
+  const auto* starting_rows = static_cast<const char*>(call.starting);
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   parallel_rows(call.n, target, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -523,9 +520,9 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
       char* row = row_in(target, call.slots[i]);
       const char* source = row;
       if (row != nullptr && call.groups[i] >= 0) {
-        const int64_t origin = call.first[call.groups[i]];
-        source = from + origin * target.bytes;
-        if (origin == i) copy_row(row, source, target.bytes, 0);
+        const int64_t first_position = call.first_positions[call.groups[i]];
+        source = starting_rows + first_position * target.bytes;
+        if (first_position == i) copy_row(row, source, target.bytes, 0);
       }
       if (returns_rows) copy_row(out + i * target.bytes, source, target.bytes, call.fill);
     }
@@ -533,15 +530,15 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   return call.rows;
 }
 
-// Write a row to each slot; if a slot is repeated, its last row remains. Slots outside the matrix
-// are skipped. Slots are distributed over threads by their hash, and every thread goes through all
-// positions in order.
+// Write a row to each slot. If a slot is repeated, its last row remains. Slots outside the matrix
+// are skipped. A hash assigns every slot to one thread, and every thread visits all positions in
+// order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   const RowBytes target = call.matrix.as_bytes({});
   const auto* from = static_cast<const char*>(call.rows);
-  const int64_t parts = std::clamp<int64_t>(
-      call.n * (target.bytes + kBytesPerCopy) / kRowBytesPerTask, 1, num_threads());
+  const int64_t parts =
+      std::clamp<int64_t>(call.n * (target.bytes + kCopyCost) / kRowGrain, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t i = 0; i < call.n; ++i) {
       char* row = row_in(target, call.slots[i]);
@@ -553,29 +550,27 @@ void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   });
 }
 
-// Add the rows of group g to the row in its slot, one after the other. Every sum is rounded to T.
+// Add the rows of group g to the row in its slot, one after the other. Round every sum to T.
 template <class T>
 void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
   auto* row = reinterpret_cast<T*>(row_in(target, call.slots[g]));
   if (row == nullptr) return;
   for (int64_t j = call.segments[g]; j < call.segments[g + 1]; ++j) {
-    const T* more = static_cast<const T*>(call.rows) + call.permutation[j] * call.matrix.dim;
+    const T* addend = static_cast<const T*>(call.rows) + call.permutation[j] * call.matrix.dim;
     for (int64_t k = 0; k < call.matrix.dim; ++k) {
-      row[k] = from_float<T>(to_float(row[k]) + to_float(more[k]));
+      row[k] = from_float<T>(to_float(row[k]) + to_float(addend[k]));
     }
   }
 }
 
-// Add rows to the rows in slots. See AddRowsCall.
+// Add rows to the rows in slots. AddRowsCall describes the arguments.
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
   call.check_contents();
   const RowBytes target = call.matrix.as_bytes({});
-  const auto cost = [&](int64_t g) {
-    return (call.segments[g] + g) * (target.bytes + kBytesPerCopy);
-  };
-  parallel_balanced(*call.count, kRowBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  const auto cost = [&](int64_t g) { return (call.segments[g] + g) * (target.bytes + kCopyCost); };
+  parallel_balanced(*call.count, kRowGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) {
       with_dtype(call.dtype,
                  [&](auto tag) { add_group<typename decltype(tag)::type>(call, target, g); });
@@ -584,7 +579,7 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
 }
 
 // Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
-// See EvictedRowsCall. Entries after the last one are 0.
+// Entries after the last evicted key are 0. EvictedRowsCall describes the arguments and results.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   EvictedRowsCall call(values, slots, status, evicted);

@@ -1,7 +1,7 @@
-// The ops of the hash index on the GPU: checks and launches. hash_cpu.cpp says what each op does,
-// check.h describes arguments and results, and the `*.cuh` files have the kernels. The contents of
-// tensors stay on the device and are not checked: `tables` and segments must come from the module
-// that owns the index. Nothing here waits for the device.
+// The ops of the hash index on the GPU: checks and launches. hash_cpu.cpp and initial_cpu.cpp say
+// what each op does, check.h describes arguments and results, and the `*.cuh` files have the
+// kernels. The contents of tensors stay on the device and are not checked: `tables` and segments
+// must come from the module that owns the index. Nothing here waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -22,8 +22,8 @@
 
 namespace emb::cuda {
 
-// The maximum number of slots of all tables: kernels number buckets with 32 bits.
-inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kSlots;
+// The maximum number of slots of all tables, because kernels number buckets with 32 bits.
+inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kBucketSlots;
 
 // Return the index in the form that kernels take. Throws if the tags are not aligned to 16 bytes,
 // or if there are too many buckets or tables for 32 bits.
@@ -31,8 +31,8 @@ inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
   STD_TORCH_CHECK(index.num_slots <= kMaxSlots && index.num_tables <= kMaxLookups, op,
-                  ": at most 2^31 - 1 buckets and tables, got ", index.num_slots / kSlots, " and ",
-                  index.num_tables);
+                  ": at most 2^31 - 1 buckets and tables, got ", index.num_slots / kBucketSlots,
+                  " and ", index.num_tables);
   return {index.tags,
           index.entries,
           index.tables,
@@ -69,7 +69,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   const TouchCall call(tensors, ids, starts, tables, counts, batch_scores, order);
   const KeyTouch touch{call.scoring.order, call.counts, call.scoring.batch_scores};
   const MissOutput out{
-      call.first.mutable_data_ptr<int64_t>(), call.totals.mutable_data_ptr<int64_t>(),
+      call.first_positions.mutable_data_ptr<int64_t>(), call.totals.mutable_data_ptr<int64_t>(),
       call.offsets.mutable_data_ptr<int64_t>(), call.groups.mutable_data_ptr<int32_t>()};
   DeviceWork work(ids);
   launch_hash_touch(work, device_index(call), key_batch(call), touch,
@@ -103,7 +103,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   growth.index = device_index(call);
   growth.buffers = device_buffers(call.op, row_buffers, row_layout, ids);
   growth.misses = {call.misses.offsets(), call.misses.admitted()};
-  launch_grow(work, growth, key_batch(call), call.slots, call.index.num_slots / kSlots);
+  launch_grow(work, growth, key_batch(call), call.slots, call.index.num_slots / kBucketSlots);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
@@ -119,17 +119,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   insertion.batch_scores = call.scoring.batch_scores;
   insertion.must_compete = call.must_compete;
   insertion.ids = call.ids;
-  insertion.first = call.first;
+  insertion.first_positions = call.first_positions;
   insertion.totals = call.totals;
   insertion.misses = {call.misses.offsets(), call.misses.admitted()};
   insertion.slots = call.inserted.mutable_data_ptr<int64_t>();
   insertion.status = static_cast<uint8_t*>(call.status.mutable_data_ptr());
   insertion.evicted = call.evicted.mutable_data_ptr<int64_t>();
   const BatchSlots batch{call.slots, call.groups, call.positions,
-                         call.filled.mutable_data_ptr<int64_t>(),
+                         call.key_slots.mutable_data_ptr<int64_t>(),
                          static_cast<uint8_t*>(call.key_status.mutable_data_ptr())};
   DeviceWork work(ids);
-  launch_insert(work, insertion, batch, call.n, call.index.num_slots / kSlots);
+  launch_insert(work, insertion, batch, call.n, call.index.num_slots / kBucketSlots);
   return call.results();
 }
 
@@ -147,9 +147,9 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const char* op = "hash_expire_";
   const HashIndex index(op, tensors);
   index.check_table(op, t);
-  // The number of buckets of the table is known on the device only.
-  check_window(op, index.num_slots / kSlots, first_bucket, num_buckets);
-  Tensor removed = allocate(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
+  // Only the device knows the number of buckets of the table.
+  check_window(op, index.num_slots / kBucketSlots, first_bucket, num_buckets);
+  Tensor removed = allocate(tensors[0], {num_buckets * kBucketSlots}, ScalarType::Bool);
   const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
   launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
                 static_cast<bool*>(removed.mutable_data_ptr()));
@@ -173,7 +173,7 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
   rows.layout = static_cast<const InitialLayout*>(layout.const_data_ptr());
   rows.rules = static_cast<const InitialRule*>(rules.const_data_ptr());
   rows.ids = ids.const_data_ptr<int64_t>();
-  rows.first = first.const_data_ptr<int64_t>();
+  rows.first_positions = first.const_data_ptr<int64_t>();
   rows.offsets = offsets.const_data_ptr<int64_t>();
   rows.slots = slots.const_data_ptr<int64_t>();
   rows.seed = static_cast<uint64_t>(seed);
@@ -205,7 +205,7 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   void* out = returns_rows ? call.rows.mutable_data_ptr() : nullptr;
   launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out, call.starting}), call.slots,
-                   call.n, {call.starting, call.groups, call.first}, call.fill, out);
+                   call.n, {call.starting, call.groups, call.first_positions}, call.fill, out);
   return call.rows;
 }
 

@@ -1,7 +1,7 @@
 // `hash_initial_rows_` on the GPU: writes the initial rows of new keys. A warp takes up to 32 new
 // rows of one table, in one row buffer after the other. A lane computes four neighbouring elements
-// of a row at a time, the values of one Philox counter. All pointers are to device memory of the
-// caller; their contents are not checked.
+// of a row at a time, which random distributions take from one Philox counter. All pointers are to
+// device memory of the caller; their contents are not checked.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -13,7 +13,7 @@ namespace emb::cuda {
 
 inline constexpr int kMaxInitialBuffers = 16;  // maximum P
 
-// A row buffer: weights or states of all tables, flat.
+// A row buffer: the weights, or one state, of all tables in one array.
 struct InitialBuffer {
   void* data;
   Dtype type;
@@ -26,13 +26,13 @@ struct DeviceInitialRows {
   const InitialLayout* layout;                // [T, P]
   const InitialRule* rules;                   // [T, P]
   const int64_t* ids;                         // by position: ids of the batch
-  const int64_t* first;                       // by miss: a position of its key in `ids`
+  const int64_t* first_positions;             // by miss: a position of its key in `ids`
   const int64_t* offsets;  // [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
   const int64_t* slots;    // by miss: slot of its table; outside [0, InitialLayout::rows): no row
   uint64_t seed;
 };
 
-// Compute elements [4 * block, 4 * block + 4) of the initial row of `key`.
+// Write to `values` the elements [4 * block, 4 * block + 4) of the initial row of `key`.
 EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& layout, int64_t key,
                                uint64_t seed, uint32_t block, float (&values)[4]) {
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
@@ -51,9 +51,9 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
   }
 }
 
-// Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer, by
-// the whole warp. Rows have far fewer than 2^29 elements, so 32 bits can number the Philox counters
-// of 32 rows.
+// Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer. All
+// 32 lanes must call this. Rows must have fewer than 2^29 elements, so that 32 bits can number the
+// Philox counters of 32 rows; not checked.
 EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, int64_t begin,
                               int num_rows) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
@@ -64,11 +64,12 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
     const uint32_t row = i / blocks, block = i - row * blocks;
     const int64_t slot = rows.slots[begin + row];
     if (slot < 0 || slot >= layout.rows) continue;
-    const int64_t column = int64_t{4} * block, left = layout.dim - column;
+    const int64_t column = int64_t{4} * block, num_columns = layout.dim - column;
     float values[4];
-    initial_values(rule, layout, rows.ids[rows.first[begin + row]], rows.seed, block, values);
+    initial_values(rule, layout, rows.ids[rows.first_positions[begin + row]], rows.seed, block,
+                   values);
     write_columns(out.data, out.type, layout.offset + slot * layout.stride + column,
-                  left < 4 ? static_cast<int>(left) : 4, values);
+                  num_columns < 4 ? static_cast<int>(num_columns) : 4, values);
   }
 }
 
@@ -92,8 +93,8 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
   }
 }
 
-// Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid: the host does not
-// know their number.
+// Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid, because the host
+// does not know their number.
 template <class Launcher>
 void launch_initial_rows(const Launcher& launcher, const DeviceInitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;

@@ -1,7 +1,7 @@
-// The initial values of the rows of new keys. A value depends only on seed, stream (a number of the
-// table), key and element, so a row has the same bits on any device, on any rank and for any order
-// of batches. The arithmetic is in double with explicit fused operations, which leaves compilers no
-// freedom.
+// The initial values of the rows of new keys. A value depends only on the seed, the table's rule
+// and stream, the key and the element. So a row has the same bits on any device, on any rank and
+// for any order of batches. The arithmetic is in double with explicit fused operations, so that no
+// compiler can round differently.
 #pragma once
 
 #include <cmath>
@@ -18,14 +18,14 @@ namespace emb {
 enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
 inline constexpr uint64_t kKeyModulus = 100000;  // as in DynamicEmb's DEBUG initialiser
 
-// How the rows of a table in a row buffer are initialised: a row of the tensor `rules`, float64
-// [T, P, 7].
+// How the rows of a table in a row buffer are initialised: a row of the tensor `rules`, float64 [T,
+// P, 7]. emblib.columns.InitialRuleColumn has the same columns.
 struct InitialRule {
-  double kind;  // an InitialKind
-  // kUniform: lower bound and span; kNormal: mean and standard deviation; kConstant: the value.
-  double base, scale;
-  // kNormal: the distribution is truncated to the probabilities [first, first + span], which are
-  // the values [low, high].
+  double kind;   // an InitialKind
+  double base;   // kUniform: lower bound; kNormal: mean; kConstant: the value
+  double scale;  // kUniform: upper minus lower bound; kNormal: standard deviation
+  // kNormal: the distribution is truncated to the probabilities [first, first + span], which belong
+  // to the values [low, high].
   double first, span;
   double low, high;
 };
@@ -37,16 +37,16 @@ static_assert(sizeof(InitialRule) == kInitialRuleColumns * sizeof(double));
 struct InitialLayout {
   int64_t offset;  // elements before row 0
   int64_t stride;  // elements from one row to the next
-  int64_t rows;    // rows of the table; slots beyond them are ignored
+  int64_t rows;    // number of rows of the table; slots from there on are ignored
   int64_t dim;     // elements to initialise per row
-  int64_t stream;  // distinguishes tables that have keys in common; the low 32 bits count
+  int64_t stream;  // distinguishes tables that have keys in common; only the low 32 bits are used
 };
 
 inline constexpr int kInitialLayoutColumns = 5;
 static_assert(sizeof(InitialLayout) == kInitialLayoutColumns * sizeof(int64_t));
 
-// Return the counter of the random words of elements [4 * block, 4 * block + 4) of the row of a
-// key.
+// Return the Philox counter of the random words of elements [4 * block, 4 * block + 4) of the row
+// of a key.
 EMB_HD Counter4 row_counter(int64_t stream, int64_t key, uint32_t block) {
   const auto bits = static_cast<uint64_t>(key);
   return {{static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
@@ -63,8 +63,8 @@ EMB_HD double log_of(double x) {
   bits = (bits & 0xfffffffffffffu) | uint64_t{1023} << 52;
   double m;
   memcpy(&m, &bits, sizeof(m));
-  const bool is_large =
-      m > 1.4142135623730951;  // sqrt(2): the series below converges fast around 1
+  // The series below converges fast around 1, so m goes from sqrt(1/2) to sqrt(2).
+  const bool is_large = m > 1.4142135623730951;
   m = is_large ? m * 0.5 : m;
   exponent = is_large ? exponent + 1.0 : exponent;
   // log(m) = 2 artanh(s), an odd power series.
@@ -100,19 +100,20 @@ EMB_HD double normal_quantile(double p) {
       fma(fma(fma(0.017337203997, far, 0.42868294337), far, 3.0812263860), far, 6.6579051150) /
       fma(fma(0.012258202635, far, 0.24197894225), far, 1.0);
   const double outer = t <= 5.0 ? near_value : far_value;
-  return r >= 0.0 ? central : q < 0.0 ? -outer : outer;
+  return r >= 0.0 ? central : (q < 0.0 ? -outer : outer);
 }
 
-// Return the value of an element with the random word `word`, for kUniform and for kNormal.
+// Return the value of an element with the random word `word`, for kUniform.
 EMB_HD float uniform_value(const InitialRule& rule, uint32_t word) {
   const double u = static_cast<double>(word >> 8) * 0x1p-24;
   return static_cast<float>(fma(rule.scale, u, rule.base));
 }
 
+// Return the value of an element with the random word `word`, for kNormal.
 EMB_HD float normal_value(const InitialRule& rule, uint32_t word) {
   const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
   const double x = fma(rule.scale, normal_quantile(fma(rule.span, u, rule.first)), rule.base);
-  return static_cast<float>(x < rule.low ? rule.low : x > rule.high ? rule.high : x);
+  return static_cast<float>(x < rule.low ? rule.low : (x > rule.high ? rule.high : x));
 }
 
 // Return the value of every element of the row of a key, for kConstant and kKeyModulo.
@@ -131,11 +132,12 @@ struct InitialRow {
   uint64_t seed;
 };
 
-// The CPU kernel writes the initial values of one row.
+// A CPU kernel, which writes the initial values of one row.
 using InitialFn = void (*)(const InitialRow& row, const InitialRule& rule);
 
+// The CPU kernels for one instruction set.
 struct InitialTable {
-  InitialFn at[kDtypes];  // the kernel for each Dtype
+  InitialFn at[kDtypes];  // by Dtype of the row buffer
 };
 
 }  // namespace emb

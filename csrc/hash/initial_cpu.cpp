@@ -13,18 +13,18 @@ EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
 
 namespace {
 
-constexpr int64_t kElementsPerTask = 4096;  // approximate minimum number of elements per thread
+constexpr int64_t kElementGrain = 4096;  // grain of parallel_balanced, in elements
 
-// Check that `offsets` ascend, and that `first` are positions in `ids`. Slots need no check: slots
-// without a row are ignored.
+// Check that `offsets` ascend, and that first_positions are positions in `ids`. Slots need no
+// check, because slots without a row are ignored.
 void check_misses(const char* op, const InitialInputs& in) {
   const auto* offsets = in.offsets.const_data_ptr<int64_t>();
-  bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first.numel();
+  bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first_positions.numel();
   for (int64_t t = 0; t < in.num_tables(); ++t)
     ascending = ascending && offsets[t] <= offsets[t + 1];
-  STD_TORCH_CHECK(ascending, op, ": offsets must ascend and lie in [0, ", in.first.numel(),
-                  "], as hash_touch_ returns them");
-  const auto* first = in.first.const_data_ptr<int64_t>();
+  STD_TORCH_CHECK(ascending, op, ": offsets must ascend and lie in [0, ",
+                  in.first_positions.numel(), "], as hash_touch_ returns them");
+  const auto* first = in.first_positions.const_data_ptr<int64_t>();
   for (int64_t i = offsets[0]; i < offsets[in.num_tables()]; ++i) {
     STD_TORCH_CHECK(first[i] >= 0 && first[i] < in.ids.numel(), op,
                     ": first must hold positions of ids, in [0, ", in.ids.numel(), "), got ",
@@ -33,7 +33,7 @@ void check_misses(const char* op, const InitialInputs& in) {
 }
 
 // Write row slots[i] of each row buffer for every miss i, unless the slot has no row, such as -1.
-// See InitialInputs for the tensors; `seed` selects the random numbers.
+// InitialInputs describes the tensors; `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
@@ -82,7 +82,7 @@ std::vector<RowBytes> InitialRows::rows_of(int64_t table) const {
   return rows;
 }
 
-void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t* offsets,
+void InitialRows::write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
                         const int64_t* slots, int64_t seed) const {
   const InitialTable& table = initial_table();
   const auto num_buffers = static_cast<int64_t>(buffers_.size());
@@ -99,9 +99,9 @@ void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t*
     const InitialLayout& x = layout_[p];
     const Dtype type = buffers_[p % num_buffers].type;
     table.at[static_cast<int>(type)](
-        {row, x.dim, ids[first[i]], x.stream, static_cast<uint64_t>(seed)}, rules_[p]);
+        {row, x.dim, ids[first_positions[i]], x.stream, static_cast<uint64_t>(seed)}, rules_[p]);
   };
-  // The slots of new keys are in no order, so without a prefetch each row waits for its lines.
+  // The slots of new keys are in no order, so the lines of each row are prefetched.
   const auto prefetch = [&](int64_t p, int64_t i) {
     const char* const row = row_of(p, i);
     if (row != nullptr) prefetch_row(row, layout_[p].dim * size_of(buffers_[p % num_buffers].type));
@@ -110,7 +110,7 @@ void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t*
     int64_t elements = 1;
     for (int64_t p = 0; p < num_buffers; ++p) elements += layout_[t * num_buffers + p].dim;
     parallel_balanced(
-        offsets[t + 1] - offsets[t], kElementsPerTask, [&](int64_t i) { return i * elements; },
+        offsets[t + 1] - offsets[t], kElementGrain, [&](int64_t i) { return i * elements; },
         [&](int64_t begin, int64_t end) {
           const int64_t last = offsets[t] + end;
           for (int64_t i = offsets[t] + begin; i < last; ++i) {

@@ -2,19 +2,20 @@
 // describes the rounds, args.h the statuses and ranks.
 //
 // A round has two kernels. In the first, pending misses choose buckets, one lane per miss. The
-// misses that choose a bucket form a chain in scratch memory, in any order; the miss that comes
-// first in time is the founder of the chain. In the second kernel the warp of the founder serves
-// the bucket: it assigns the bucket's share of slots to the members of the chain in the order of
-// misses. There are three cases:
-//   - a member that is alone gets the slot that it saw when it chose;
-//   - one lane assigns empty slots to a few members;
-//   - for more members, or if entries are evicted for several, the whole warp works on the bucket,
-//     one lane per slot, and loads the entries of the next bucket at the same time.
+// misses that choose a bucket form a chain in scratch memory, in any order; the miss whose thread
+// is the first to choose the bucket is the founder of the chain. In the second kernel the warp of
+// the founder serves the bucket: it assigns up to slots_per_round slots to the members of the
+// chain, in the order of misses. There are three cases:
+//   - a chain of one member: it gets the slot that it saw when it chose;
+//   - a bucket with empty slots and a few members: one lane assigns the slots;
+//   - more members, or evictions for several: the whole warp works on the bucket, one lane per
+//   slot,
+//     and for evictions loads the entries of the next bucket at the same time.
 //
-// Only the device knows how many rounds are needed, and nothing waits for it. The first rounds, in
-// which almost all misses get a slot, use all multiprocessors; the host estimates their number. A
-// last kernel finishes the tables with one block per table, from a list of the misses that are
-// still pending, in any order. Its other blocks wait for that and write the results.
+// Only the device knows how many rounds are needed, and the host does not wait for it. The first
+// rounds, in which almost all misses get a slot, use all multiprocessors; the host estimates their
+// number. A last kernel finishes the tables with one block per table at a time, from a list of the
+// misses that are still pending. Its other blocks wait for that and write the results.
 //
 // Buckets are numbered over all tables here, and misses over all tables of the batch. All pointers
 // are to device memory of the caller.
@@ -30,23 +31,23 @@ enum ChainState : int32_t {
   kExhaustedBucket = -2,  // no chain, and no entry that this batch may still evict
 };
 
-// The slot of its bucket that a miss gets if no other miss chose the bucket.
+// The slot of the bucket that a miss chose, which it gets if no other miss chose the bucket.
 struct ChosenSlot {
   uint8_t way : 5;    // number of the slot in its bucket
   bool evicts : 1;    // whether the slot has an entry, which is evicted
-  bool exhausts : 1;  // whether no entry of the bucket may be evicted afterwards
+  bool exhausts : 1;  // whether this batch may evict no entry of the bucket afterwards
 };
 
-// The arguments of the kernels. n is the number of positions of the batch; arrays by miss have n
-// entries, of which those of existing misses are used.
+// The arguments of the kernels. n is the number of positions of the batch. Arrays by miss have n
+// entries; only entries of existing misses are used.
 struct Insertion {
   DeviceIndex index;
   HashOrder order;
-  bool must_compete;            // whether a new key must rank as high as the entry that it evicts
-  const int64_t* ids;           // [n], by position: ids of the batch
-  const int64_t* first;         // by miss: the first position of the key
-  const int64_t* totals;        // by miss: uses of the key in the batch
-  const int64_t* batch_scores;  // [T], the score of the batch in each table; null for 0
+  bool must_compete;   // whether a new key must rank as high as the entry that it evicts
+  const int64_t* ids;  // [n], by position: ids of the batch
+  const int64_t* first_positions;  // by miss: the first position of the key
+  const int64_t* totals;           // by miss: uses of the key in the batch
+  const int64_t* batch_scores;     // [T], the score of the batch in each table; null for 0
   DeviceMisses misses;
   // Results, see InsertCall in check.h.
   int64_t* slots;    // by miss
@@ -75,7 +76,7 @@ struct NewEntry {
 // Return the entry of a miss of table t.
 EMB_DEVICE NewEntry new_entry(const Insertion& insertion, int64_t miss, int t) {
   const int64_t batch_score = insertion.batch_scores == nullptr ? 0 : insertion.batch_scores[t];
-  return {miss, insertion.ids[insertion.first[miss]], *insertion.index.clock,
+  return {miss, insertion.ids[insertion.first_positions[miss]], *insertion.index.clock,
           order_counts_uses(insertion.order) ? insertion.totals[miss] : batch_score};
 }
 
@@ -88,7 +89,7 @@ struct Candidate {
 // Return the entry in this lane's slot of a full bucket, no entry if it may not be evicted: the
 // batch, whose clock is `stamp`, uses it, or the order evicts nothing.
 EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
-  const int64_t slot = bucket * kSlots + lane_in_warp();
+  const int64_t slot = bucket * kBucketSlots + lane_in_warp();
   const int64_t* entry = insertion.index.entries + slot * insertion.index.words;
   const int64_t score = has_scores(insertion.order) ? entry[HashEntry::kScore] : 0;
   const bool can_evict = insertion.order != HashOrder::kNone && entry[HashEntry::kStamp] < stamp;
@@ -96,9 +97,9 @@ EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int6
           can_evict ? lane_in_warp() : -1};
 }
 
-// Return whether `a` is evicted before `b`.
+// Return whether `a` is evicted before `b`; false if `a` is no entry.
 EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
-  return a.way >= 0 && (b.way < 0 || less(a.rank, b.rank));
+  return a.way >= 0 && (b.way < 0 || ranks_below(a.rank, b.rank));
 }
 
 // Return the minimum of `value` over the lanes that take part, at least one. All 32 lanes must call
@@ -112,8 +113,8 @@ EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
   return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(min_high)) << 32 | low);
 }
 
-// Return the candidate of the lowest rank of all lanes, in every lane; no entry if no lane has one.
-// The way of a lane's candidate must be the lane. All 32 lanes must call this.
+// Return, in every lane, the candidate of the lowest rank of all lanes, or no entry if no lane has
+// one. The way of a lane's candidate must be the lane. All 32 lanes must call this.
 EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) {
   bool is_lowest = candidate.way >= 0;
   if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
@@ -136,7 +137,8 @@ EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) 
 EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate,
                           const NewEntry& entry) {
   if (candidate.way < 0 || !insertion.must_compete) return candidate.way >= 0;
-  return !less(entry_rank(insertion.order, entry.key, entry.stamp, entry.score), candidate.rank);
+  return !ranks_below(entry_rank(insertion.order, entry.key, entry.stamp, entry.score),
+                      candidate.rank);
 }
 
 // Return whether a full bucket is known to have no entry that this batch may evict.
@@ -161,8 +163,8 @@ struct DeviceChoice {
   ChosenSlot slot;
 };
 
-// Choose between two full buckets for the key of one lane. The whole warp calls this, but only that
-// lane passes its `entry` and uses the result.
+// Choose between two full buckets for the key of one lane. All 32 lanes must call this, but only
+// that lane passes its `entry` and uses the result.
 EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair& buckets,
                                     const NewEntry& entry) {
   Candidate lowest = min_over_warp(insertion.order, buckets.in_first);
@@ -178,12 +180,12 @@ EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair
 
 // Return a mask of the empty slots of a bucket.
 EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
-  return match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
+  return match_tags(insertion.index.tags + bucket * kBucketSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss of table t, if `is_active`. Afterwards the miss is in the
-// chain of a bucket, or has the status kRefused; return whether it is in a chain. The table is not
-// changed. All 32 lanes must call this.
+// Choose a bucket for this lane's miss of table t if `is_active`. Add the miss to the chain of the
+// bucket and return true, or set its status to kRefused and return false. The table does not
+// change. All 32 lanes must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
@@ -196,10 +198,10 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     const uint64_t mixed = table.hash(entry.key);
     first = static_cast<int32_t>(base + table.first_bucket(mixed));
     second = static_cast<int32_t>(base + table.second_bucket(mixed));
-    uint32_t empty = empty_slots(insertion, first), in_second = 0;
-    if (__popc(empty) <= kPreferredFreeSlots) in_second = empty_slots(insertion, second);
-    const bool takes_second = __popc(in_second) > __popc(empty);
-    if (takes_second) empty = in_second;
+    uint32_t empty = empty_slots(insertion, first), empty_in_second = 0;
+    if (__popc(empty) <= kPreferredFreeSlots) empty_in_second = empty_slots(insertion, second);
+    const bool takes_second = __popc(empty_in_second) > __popc(empty);
+    if (takes_second) empty = empty_in_second;
     if (empty != 0) {
       const auto way = static_cast<uint8_t>(__ffs(static_cast<int>(empty)) - 1);
       choice = {takes_second ? second : first, {way, false, false}};
@@ -208,18 +210,18 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
   }
   unsigned lanes_left = __ballot_sync(simt::kFullMask, searches);
   const int64_t stamp = *insertion.index.clock;
-  const auto pair_of_first = [&](unsigned lanes) {
+  const auto pair_of_lowest = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
     return load_pair(insertion, __shfl_sync(simt::kFullMask, first, lane),
                      __shfl_sync(simt::kFullMask, second, lane), stamp);
   };
   BucketPair next{};
-  if (lanes_left != 0) next = pair_of_first(lanes_left);
+  if (lanes_left != 0) next = pair_of_lowest(lanes_left);
   while (lanes_left != 0) {
     const BucketPair pair = next;
     const int lane = __ffs(static_cast<int>(lanes_left)) - 1;
     lanes_left &= lanes_left - 1;
-    if (lanes_left != 0) next = pair_of_first(lanes_left);  // in flight during the search
+    if (lanes_left != 0) next = pair_of_lowest(lanes_left);  // in flight during the search
     const DeviceChoice choice_of_lane = full_choice(insertion, pair, entry);
     if (lane_in_warp() == lane) choice = choice_of_lane;
   }
@@ -236,25 +238,25 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
 }
 
 // Return the 32 lowest misses greater than `last` in the chain of a bucket, one per lane in
-// ascending order; INT32_MAX in the lanes beyond them. All 32 lanes must call this.
+// ascending order; lanes without a miss get INT32_MAX. All 32 lanes must call this.
 EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
-  int32_t of_lane = INT32_MAX;
+  int32_t lane_member = INT32_MAX;
   for (int32_t member = insertion.last_in_chain[bucket]; member >= 0;
        member = insertion.previous_in_chain[member]) {
     if (member <= last) continue;
-    const int lower = __popc(__ballot_sync(simt::kFullMask, of_lane < member));
-    const int32_t previous = __shfl_up_sync(simt::kFullMask, of_lane, 1u);
-    if (lane_in_warp() > lower) of_lane = previous;
-    if (lane_in_warp() == lower) of_lane = member;
+    const int num_lower = __popc(__ballot_sync(simt::kFullMask, lane_member < member));
+    const int32_t previous = __shfl_up_sync(simt::kFullMask, lane_member, 1u);
+    if (lane_in_warp() > num_lower) lane_member = previous;
+    if (lane_in_warp() == num_lower) lane_member = member;
   }
-  return of_lane;
+  return lane_member;
 }
 
 // Write a new entry of table t into slot `way` of a bucket, and the results of its miss. For the
 // status kEvicting, first copy the entry that is in the slot to `insertion.evicted`.
 EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, int way,
                             const NewEntry& entry, InsertStatus status) {
-  const int64_t slot = bucket * kSlots + way;
+  const int64_t slot = bucket * kBucketSlots + way;
   int64_t* words = insertion.index.entries + slot * insertion.index.words;
   if (status == InsertStatus::kEvicting) {
     int64_t* evicted = insertion.evicted + 3 * entry.miss;
@@ -267,16 +269,16 @@ EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, i
   words[HashEntry::kStamp] = entry.stamp;
   if (has_scores(insertion.order)) words[HashEntry::kScore] = entry.score;
   insertion.slots[entry.miss] =
-      slot - insertion.index.field(t, HashTableColumn::kFirstBucket) * kSlots;
+      slot - insertion.index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots;
   insertion.status[entry.miss] = static_cast<uint8_t>(status);
 }
 
-// Assign a bucket's share of its empty slots, the mask `empty`, to the first members of its chain.
-// All 32 lanes must call this.
+// Assign empty slots of a bucket, the mask `empty`, to the first members of its chain, up to
+// slots_per_round. All 32 lanes must call this.
 EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   const int32_t member = next_members(insertion, bucket, -1);
-  const int share = slots_of_round(__popc(empty));
-  const bool gets_slot = lane_in_warp() < share && member != INT32_MAX;
+  const int assignable = slots_per_round(__popc(empty));
+  const bool gets_slot = lane_in_warp() < assignable && member != INT32_MAX;
   for (int k = lane_in_warp(); gets_slot && k > 0; --k) empty &= empty - 1;
   if (gets_slot) {
     const int way = __ffs(static_cast<int>(empty)) - 1;  // the lane-th empty slot
@@ -300,10 +302,10 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
     }
     if (member != INT32_MAX) return false;
   }
-  const int share = slots_of_round(__popc(empty));
+  const int assignable = slots_per_round(__popc(empty));
 #pragma unroll
   for (int k = 0; k < kLaneMembers; ++k) {
-    if (k >= share && members[k] != INT32_MAX) return false;
+    if (k >= assignable && members[k] != INT32_MAX) return false;
   }
 #pragma unroll
   for (int k = 0; k < kLaneMembers; ++k) {
@@ -315,27 +317,27 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// Replace a full bucket's share of its entries by the members of its chain in order, the entry of
-// the lowest rank first. `self` is the entry in this lane's slot. Return whether the bucket has no
-// entry left that this batch may evict. All 32 lanes must call this.
+// Replace entries of a full bucket by the members of its chain in order, up to slots_per_round, the
+// entry of the lowest rank first. `self` is the entry in this lane's slot. Return whether the
+// bucket has no entry left that this batch may evict. All 32 lanes must call this.
 EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket,
                                   Candidate self) {
   Candidate candidate = min_over_warp(insertion.order, self);
-  int share = slots_of_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
-  for (int32_t last = -1; share > 0;) {
+  int assignable = slots_per_round(__popc(__ballot_sync(simt::kFullMask, self.way >= 0)));
+  for (int32_t last = -1; assignable > 0;) {
     const int32_t member = next_members(insertion, bucket, last);
-    const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
-    for (int k = 0; k < members && share > 0; ++k) {
+    const int num_members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
+    for (int k = 0; k < num_members && assignable > 0; ++k) {
       const NewEntry entry = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
       if (!can_evict(insertion, candidate, entry)) continue;
       if (lane_in_warp() == candidate.way) {
         write_entry(insertion, t, bucket, candidate.way, entry, InsertStatus::kEvicting);
         self.way = -1;  // the slot belongs to this batch now
       }
-      --share;
+      --assignable;
       candidate = min_over_warp(insertion.order, self);
     }
-    if (members < kWarpLanes) break;
+    if (num_members < kWarpLanes) break;
     last = __shfl_sync(simt::kFullMask, member, kWarpLanes - 1);
   }
   return candidate.way < 0;
@@ -349,7 +351,7 @@ EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, in
   insertion.last_in_chain[bucket] = slot.exhausts ? kExhaustedBucket : kEmptyChain;
 }
 
-// Serve the chains that were founded by this warp's misses, and leave them empty: write tags,
+// Serve the chains whose founders are misses of this warp, and empty the chains: write tags,
 // entries, and the results of the misses that get a slot. `miss`, of table t, is this lane's miss
 // if `is_active`. All 32 lanes must call this.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool is_active) {
@@ -381,20 +383,20 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
   }
   unsigned replacing = __ballot_sync(simt::kFullMask, replaces);
   const int64_t stamp = *insertion.index.clock;
-  const auto entry_of_first = [&](unsigned lanes) {
+  const auto entry_of_lowest = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
     return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen, lane), stamp);
   };
   Candidate next{};
-  if (replacing != 0) next = entry_of_first(replacing);
+  if (replacing != 0) next = entry_of_lowest(replacing);
   while (replacing != 0) {
     const Candidate self = next;
     const int lane = __ffs(static_cast<int>(replacing)) - 1;
     const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
     replacing &= replacing - 1;
-    // In flight during the work on this bucket. No other warp changes these buckets.
-    if (replacing != 0) next = entry_of_first(replacing);
+    // In flight during the work on this bucket. No other warp changes the next bucket.
+    if (replacing != 0) next = entry_of_lowest(replacing);
     const bool exhausts = replace_in_bucket(insertion, table, bucket, self);
     __syncwarp();
     if (lane_in_warp() == 0) {
@@ -405,11 +407,12 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
 
 inline constexpr int kMaxWideRounds = 5;  // rounds on all multiprocessors
 // If there are more buckets per position of the batch than this, only the chains of buckets that a
-// miss may choose are cleared: two sectors of 32 bytes per miss instead of 4 bytes per bucket.
+// miss may choose are cleared: two sectors of 32 bytes per miss instead of 4 bytes per bucket. The
+// two costs are equal for 16 buckets per miss.
 inline constexpr int64_t kSparseBucketsPerKey = 16;
 
-// Clear the chains of all `buckets` buckets, or of those that misses may choose. Called by the
-// whole grid; `shared` is shared memory for two ints.
+// Clear the chains of all `buckets` buckets if `clears_all`, otherwise of the buckets that misses
+// may choose. All threads of the grid must call this. `shared` is shared memory for two ints.
 EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool clears_all,
                              int* shared) {
   if (clears_all) {
@@ -425,13 +428,13 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
     const HashTable table = insertion.index.table(t);
     int32_t* chains =
         insertion.last_in_chain + insertion.index.field(t, HashTableColumn::kFirstBucket);
-    const uint64_t mixed = table.hash(insertion.ids[insertion.first[miss]]);
+    const uint64_t mixed = table.hash(insertion.ids[insertion.first_positions[miss]]);
     chains[table.first_bucket(mixed)] = chains[table.second_bucket(mixed)] = kEmptyChain;
   });
 }
 
-// Initialise slots and statuses [n], and the scratch memory, for `buckets` buckets of all tables.
-// `evicted` stays uninitialised: it is unspecified for keys that evict nothing.
+// Initialise slots and statuses [n], and the scratch memory for `buckets` buckets of all tables.
+// `evicted` stays uninitialised, because it is unspecified for misses that evict nothing.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets, bool clears_all) {
   __shared__ int range[2];
@@ -451,10 +454,10 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   }
 }
 
-// Call `body(miss, table, is_active)` for the misses of the batch, by the whole grid; `is_active`
-// says whether the miss may choose in this round. Whole warps call `body`; lanes without a miss get
-// table -1 and are not active. A bucket may occupy a warp for the miss of one lane, so if there are
-// few misses, all warps get a few of them. `shared` is shared memory for two ints.
+// Call `body(miss, table, is_active)` for the misses of the batch; `is_active` says whether the
+// miss may choose in this round. All threads of the grid must call this. Whole warps call `body`;
+// lanes without a miss get table -1 and are not active. A bucket may occupy a warp for the miss of
+// one lane, so few misses are distributed over all warps. `shared` is shared memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* shared,
                                  const Body& body) {
@@ -474,7 +477,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
     const int t = lane_in_warp() < lanes && miss < end ? search.find(start, miss) : -1;
     body(miss, t,
          t >= 0 && miss - offsets[t] <
-                       choosers(insertion.index.field(t, HashTableColumn::kBuckets), round));
+                       max_choosers(insertion.index.field(t, HashTableColumn::kBuckets), round));
   }
 }
 
@@ -501,9 +504,8 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   }
 }
 
-// The first kernel of a round: pending misses choose buckets. In the last round that uses all
-// multiprocessors, `lists_pending` is set: the misses that are in a chain are listed for the last
-// kernel.
+// The first kernel of a round: pending misses choose buckets. If `lists_pending`, in the last round
+// that uses all multiprocessors, also list the misses that are in a chain, for the last kernel.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_choose_kernel(Insertion insertion, int round, bool lists_pending) {
   __shared__ int range[2];
@@ -515,8 +517,9 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// Blocks per multiprocessor, which bound the registers. Three blocks of hash_outcome_kernel spill
-// registers on sm_80. Four of hash_serve_kernel spill none (nvcc 13.0) and have not been measured.
+// Blocks per multiprocessor, which bound the registers. With three, hash_outcome_kernel spills
+// registers on sm_80. With four, hash_serve_kernel does not spill (nvcc 13.0), but its speed has
+// not been measured.
 inline constexpr int kServeBlocks = 3, kOutcomeBlocks = 2;
 
 // The second kernel of a round: serve all chains.
@@ -533,29 +536,29 @@ struct PendingList {
   int32_t* misses;  // in scratch memory, with room for all misses of the table
   int size;         // misses on the list, the same in every thread
 
-  // Return entry i, -1 beyond the end.
+  // Return miss number i of the list, -1 beyond its end.
   EMB_DEVICE int64_t at(int i) const { return i < size ? misses[i] : -1; }
 
-  // Remove misses that are not pending any more; the order of the others may change. Called by all
-  // threads of the block; `size_of_block` is shared memory for one int.
-  EMB_DEVICE void compact(const Insertion& insertion, int* size_of_block) {
-    if (threadIdx.x == 0) *size_of_block = 0;
+  // Remove misses that are no longer pending; the order of the others may change. All threads of
+  // the block must call this. `new_size` is shared memory for one int.
+  EMB_DEVICE void compact(const Insertion& insertion, int* new_size) {
+    if (threadIdx.x == 0) *new_size = 0;
     for (int tile = 0; tile < size; tile += kTileThreads) {
       const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
       const bool stays = miss >= 0 && insertion.is_pending(miss);
-      __syncthreads();  // the new list is not longer than what has been read when it is written
-      if (stays) misses[atomicAdd(size_of_block, 1)] = static_cast<int32_t>(miss);
+      __syncthreads();  // writes reach only the part of the list that all threads have read
+      if (stays) misses[atomicAdd(new_size, 1)] = static_cast<int32_t>(miss);
     }
     __syncthreads();
-    size = *size_of_block;
+    size = *new_size;
     __syncthreads();
   }
 };
 
-// Run the remaining rounds, from `first_round` on, for tables block, block + blocks, ..., until no
-// miss of them is pending: neither a listed miss nor a miss that may choose in later rounds only.
-// Neighbours on a list go to different warps. Called by all threads of the block; `list_size` is
-// shared memory for one int. It has barriers.
+// Run the remaining rounds, from `first_round` on, for the tables block, block + blocks, and so on,
+// until none of their misses is pending, including misses that may choose in later rounds only.
+// Neighbours on a list go to different warps. All threads of the block must call this; it contains
+// barriers. `list_size` is shared memory for one int.
 EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
                               int* list_size) {
   const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kBlockWarps;
@@ -565,14 +568,14 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
     const int num_misses = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, HashTableColumn::kBuckets);
     PendingList list{insertion.pending + first, insertion.num_pending[t]};
-    const auto choosers_of = [&](int round) {
-      const int64_t choose = choosers(buckets, round);
-      return choose < num_misses ? static_cast<int>(choose) : num_misses;
+    const auto choosers_in_round = [&](int round) {
+      const int64_t limit = max_choosers(buckets, round);
+      return limit < num_misses ? static_cast<int>(limit) : num_misses;
     };
-    int num_choosers = choosers_of(first_round - 1);  // misses that may have chosen so far
+    int num_choosers = choosers_in_round(first_round - 1);  // misses that may have chosen so far
     list.compact(insertion, list_size);
     for (int round = first_round; list.size > 0 || num_choosers < num_misses; ++round) {
-      const int end = choosers_of(round);
+      const int end = choosers_in_round(round);
       for (int i = num_choosers + static_cast<int>(threadIdx.x); i < end; i += kTileThreads) {
         list.misses[list.size + i - num_choosers] = first + i;
       }
@@ -596,23 +599,23 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
   }
 }
 
-// The slots of the positions of a batch, before and after the insertion.
+// The slots of the positions of a batch before and after the insertion, and the statuses.
 struct BatchSlots {
   const int64_t* slots;   // [n], the slot before the insertion
   const int32_t* groups;  // [n], the miss of the position, -1 for a hit
   int64_t n;              // positions; 0 if these results are not wanted
-  int64_t* filled;        // [n] output: the slot after the insertion, -1 for none
+  int64_t* new_slots;     // [n] output: the slot after the insertion, -1 for none
   uint8_t* status;        // [n] output: InsertStatus
 };
 
-// Write the slot and the status of each position in this block's share: the slot and status of its
-// miss if the position has one, otherwise its slot before the insertion and kHit. The loads of
-// kLoads positions are in flight at once.
+// Write the slot and the status of each position in this block's slice: those of its miss if its
+// key was missing, otherwise its slot before the insertion and kHit. The loads of kLoads positions
+// are in flight at once.
 EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch,
-                               const GridShare& share) {
+                               const GridSlice& slice) {
   constexpr int kLoads = 4;
-  const int64_t step = share.blocks * kTileThreads;
-  for (int64_t i = share.block * kTileThreads + threadIdx.x; i < batch.n; i += kLoads * step) {
+  const int64_t step = slice.blocks * kTileThreads;
+  for (int64_t i = slice.block * kTileThreads + threadIdx.x; i < batch.n; i += kLoads * step) {
     int32_t group[kLoads];
     int64_t slot[kLoads];
     uint8_t status[kLoads];
@@ -631,15 +634,15 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       if (i + k * step >= batch.n) break;
-      batch.filled[i + k * step] = slot[k];
+      batch.new_slots[i + k * step] = slot[k];
       batch.status[i + k * step] = status[k];
     }
   }
 }
 
-// Add the results of this block's share of the misses to the counters and the sizes of the tables.
+// Add the results of this block's slice of the misses to the counters and the sizes of the tables.
 // `shared` is shared memory for two ints.
-EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share, int* shared) {
+EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice, int* shared) {
   const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, HashCounter::kInserted),
              evicted = counter_tally(index, HashCounter::kEvicted);
@@ -648,7 +651,7 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
   TableTally sizes = size_tally(index);
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
   const int64_t num_misses = insertion.misses.offsets[index.num_tables];
-  for_each_of(share, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {
+  for_each_of(slice, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {
     const auto status =
         t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
     inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
@@ -660,10 +663,10 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
 }
 
-// The last kernel, after `rounds` rounds. The first `finishers` blocks that begin finish the
-// tables. The other blocks, of which there must be at least one, wait for them, count the results
+// The last kernel, after `rounds` rounds. The first `finishers` blocks to begin finish the tables.
+// The other blocks, of which there must be at least one, wait for the finishers, count the results
 // of the misses in the index, and write the results of all positions. A block waits only for blocks
-// that have begun before it.
+// that began before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocks)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
   __shared__ int range[2];
@@ -686,23 +689,24 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
     __threadfence();
   }
   __syncthreads();
-  const GridShare share{block - finishers, static_cast<int>(gridDim.x) - finishers};
-  count_outcome(insertion, share, range);
-  fill_positions(insertion, batch, share);
+  const GridSlice slice{block - finishers, static_cast<int>(gridDim.x) - finishers};
+  count_outcome(insertion, slice, range);
+  fill_positions(insertion, batch, slice);
 }
 
-// Return the number of rounds on all multiprocessors for a batch of n positions; `buckets` is the
+// Return the number of rounds on all multiprocessors for a batch of n positions. `buckets` is the
 // number of buckets in the memory of all tables. These are the rounds until all misses may choose,
-// if all tables use all their buckets and the misses are distributed evenly, and one more for
-// misses whose bucket had no slot left.
+// supposed that all tables use all their buckets and that misses are distributed evenly, and one
+// more round for misses whose bucket had no slot left; at most kMaxWideRounds.
 inline int wide_rounds(int64_t n, int64_t buckets) {
   int rounds = 1;
-  while (rounds < kMaxWideRounds - 1 && choosers(buckets, rounds - 1) < n) ++rounds;
+  while (rounds < kMaxWideRounds - 1 && max_choosers(buckets, rounds - 1) < n) ++rounds;
   return rounds + 1;
 }
 
-// Launch `hash_insert_` for a batch of n positions. The scratch of `insertion` is allocated here;
-// `buckets` is the number of buckets in the memory of the index.
+// Launch `hash_insert_` for a batch of n positions. `buckets` is the number of buckets in the
+// memory of the index. This allocates the scratch of `insertion` at once: its size must be the sum
+// of the sizes of the arrays below.
 template <class Work>
 void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
                    int64_t buckets) {

@@ -1,14 +1,14 @@
 // Inserts missing keys and splits buckets on one CPU thread: the steps of a round of `hash_insert_`
-// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket, and all see
-// the same state of the table. Then the choices are executed in the order of misses. A bucket
-// assigns at most its share of slots (`slots_of_round`); a miss that comes too late stays pending.
+// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket, and all
+// misses see the same state of the table. Then the choices are executed in the order of misses. A
+// bucket assigns at most slots_per_round slots; the later misses that chose it stay pending.
 // HashInsertKernels in args.h describes the functions and their arguments.
 //
-// The entry that a full bucket evicts first is read from its eviction queue (args.h); usually it is
-// the first element. If that entry was used since it became an element, the element moves to the
-// position of its present rank; if the queue is empty or its elements do not decide, the bucket is
-// sorted again. The result is always the entry of the lowest rank that the batch does not use,
-// whatever the queue contained before.
+// The eviction queue of a full bucket (args.h) tells which entry the bucket evicts first, usually
+// the entry of the first element. If that entry was used since it became an element, the element
+// moves to where its present rank belongs. If the queue is empty or its elements do not decide, all
+// entries of the bucket are sorted again. The result is always the entry of the lowest rank that
+// the batch does not use, whatever the queue contained before.
 
 #include <cstring>
 
@@ -17,34 +17,36 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// The source of the next sizes is not recorded; they hide the latency of memory.
-// The number of keys between the hash of a key and each later step of its choice.
+// These distances hide the latency of memory. No measurement of others is recorded. The number of
+// keys from the hash of a key to the later steps of its choice (ChoosingBucket).
 constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
 constexpr int kKeysToFinish = kKeysToSettle + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
-// The number of keys between the prefetches for a choice and its execution.
-constexpr int kKeysAhead = 12, kKeysToNeighbours = 6;
-constexpr int kMaxSteps = 8;  // elements that a new one is compared with
-constexpr int kWayBits = 5;   // bits of the number of a slot in its bucket
-constexpr int kWayMask = kSlots - 1;
+// The number of choices from two prefetches for a choice to its execution: of the chosen entry, and
+// of the entries that `add_element` compares.
+constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
+constexpr int kMaxSteps = 8;  // elements that a new element is compared with
+constexpr int kWayBits = 5;   // bits of `way`, the number of a slot in its bucket
+constexpr int kWayMask = kBucketSlots - 1;
 
+// Return the rank of the entry with the words `entry`.
 EMB_HD EntryRank rank_of(HashOrder order, const int64_t* entry) {
   return entry_rank(order, entry[HashEntry::kKey], entry[HashEntry::kStamp],
                     has_scores(order) ? entry[HashEntry::kScore] : 0);
 }
 
-// A bucket and an eviction queue for it, which this thread may use (see EvictionQueue): the
-// argument of most functions on queues in this file.
+// A bucket with an eviction queue for it, which this thread may use (see EvictionQueue). Most
+// functions on queues in this file take it.
 struct QueuedBucket {
   const HashInsertion& insertion;
   EvictionQueue* queue;
-  int64_t first_slot;      // in the table
-  const int64_t* entries;  // [kSlots, words], those of the bucket
+  int64_t first_slot;      // number of the bucket's first slot in the table
+  const int64_t* entries;  // [kBucketSlots, words], the entries of the bucket
 
   QueuedBucket(const HashInsertion& insertion_, int64_t bucket, EvictionQueue* queue_)
       : insertion(insertion_),
         queue(queue_),
-        first_slot(bucket * kSlots),
+        first_slot(bucket * kBucketSlots),
         entries(insertion_.table.entry(first_slot)) {}
 
   const int64_t* entry(uint8_t element) const {
@@ -59,49 +61,53 @@ struct QueuedBucket {
   }
 };
 
-// Sort all entries of a bucket into its queue; for LRU the queue then keeps only the entries that
-// the batch does not use. Entries are ordered by the first word that the order compares, as far as
-// its distance from the minimum fits 26 bits, by counting for each entry how many are less. Then
-// entries that are equal in this are ordered by their whole rank.
+// Sort all entries of a bucket into its queue; for LRU the queue keeps only the entries that the
+// batch does not use. The sort key of an entry is the first word that the order compares, as the
+// distance from the minimum, clipped to 26 bits, and then the number of the slot. The index of an
+// entry in the queue is the number of entries with lesser sort keys. Then entries with equal
+// distances are sorted by their ranks.
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;
   EvictionQueue& queue = *bucket.queue;
   const int64_t words = insertion.table.words;
   const int word = has_scores(insertion.order) ? HashEntry::kScore : HashEntry::kStamp;
   constexpr uint64_t kMaxDistance = (uint64_t{1} << (31 - kWayBits)) - 1;
-  int64_t values[kSlots], min_value = INT64_MAX;
-  for (int way = 0; way < kSlots; ++way) {
+  int64_t values[kBucketSlots], min_value = INT64_MAX;
+  for (int way = 0; way < kBucketSlots; ++way) {
     values[way] = bucket.entries[way * words + word];
     min_value = values[way] < min_value ? values[way] : min_value;
   }
-  int32_t keys[kSlots], positions[kSlots] = {};
-  for (int way = 0; way < kSlots; ++way) {
+  int32_t sort_keys[kBucketSlots], num_lesser[kBucketSlots] = {};
+  for (int way = 0; way < kBucketSlots; ++way) {
     const uint64_t distance = static_cast<uint64_t>(values[way]) - static_cast<uint64_t>(min_value);
     const uint64_t clipped = distance < kMaxDistance ? distance : kMaxDistance;
-    keys[way] = static_cast<int32_t>(clipped << kWayBits) | way;
+    sort_keys[way] = static_cast<int32_t>(clipped << kWayBits) | way;
   }
-  for (int other = 0; other < kSlots; ++other) {
-    for (int way = 0; way < kSlots; ++way) positions[way] += keys[other] < keys[way] ? 1 : 0;
+  for (int other = 0; other < kBucketSlots; ++other) {
+    for (int way = 0; way < kBucketSlots; ++way)
+      num_lesser[way] += sort_keys[other] < sort_keys[way] ? 1 : 0;
   }
-  int32_t sorted[kSlots];
-  for (int way = 0; way < kSlots; ++way) sorted[positions[way]] = keys[way];
+  int32_t sorted[kBucketSlots];
+  for (int way = 0; way < kBucketSlots; ++way) sorted[num_lesser[way]] = sort_keys[way];
   queue.elements[0] = static_cast<uint8_t>(sorted[0] & kWayMask);
-  for (int i = 1; i < kSlots; ++i) {
+  for (int i = 1; i < kBucketSlots; ++i) {
     const auto element = static_cast<uint8_t>(sorted[i] & kWayMask);
-    int at = i;
-    while (at > 0 && sorted[at - 1] >> kWayBits == sorted[i] >> kWayBits &&
-           less(bucket.rank(element), bucket.rank(queue.elements[at - 1]))) {
-      queue.elements[at] = queue.elements[at - 1];
-      --at;
+    int index = i;
+    while (index > 0 && sorted[index - 1] >> kWayBits == sorted[i] >> kWayBits &&
+           ranks_below(bucket.rank(element), bucket.rank(queue.elements[index - 1]))) {
+      queue.elements[index] = queue.elements[index - 1];
+      --index;
     }
-    queue.elements[at] = element;
+    queue.elements[index] = element;
   }
   queue.sorted_at = insertion.stamp;
-  // By LRU a new key of this batch may rank below an entry that the batch uses, so the queue has
-  // only entries that the batch does not use.
+  // In the order LRU a new key of this batch may rank below an entry that the batch uses, so the
+  // queue must not have such entries.
   int num_evictable = 0;
-  for (int way = 0; way < kSlots; ++way) num_evictable += values[way] < insertion.stamp ? 1 : 0;
-  queue.size = static_cast<uint8_t>(insertion.order == HashOrder::kLru ? num_evictable : kSlots);
+  for (int way = 0; way < kBucketSlots; ++way)
+    num_evictable += values[way] < insertion.stamp ? 1 : 0;
+  queue.size =
+      static_cast<uint8_t>(insertion.order == HashOrder::kLru ? num_evictable : kBucketSlots);
   queue.order = static_cast<uint8_t>(insertion.order);
   for (int i = 0; i < kAgeCodes; ++i) queue.ages[i] = 0;
 }
@@ -112,9 +118,9 @@ EMB_HD void remove_element(EvictionQueue* queue, int i) {
   for (; i < queue->size; ++i) queue->elements[i] = queue->elements[i + 1];
 }
 
-// Return an element for slot number `way`, whose entry has the stamp `stamp`; it may take a free
-// age code of the queue. Return -1 if no code can stand for that stamp.
-EMB_HD int element_at(EvictionQueue* queue, int way, int64_t stamp) {
+// Return an element for the entry in slot `way` of the bucket, which has the stamp `stamp`. This
+// may take a free age code of the queue. Return -1 if no code can stand for the stamp.
+EMB_HD int make_element(EvictionQueue* queue, int way, int64_t stamp) {
   const int64_t age = stamp - queue->sorted_at;
   if (age <= 0) return way;
   if (age > UINT16_MAX) return -1;
@@ -135,64 +141,68 @@ EMB_HD int element_at(EvictionQueue* queue, int way, int64_t stamp) {
   return -1;
 }
 
-// Return whether the entry of an element surely has a lower rank than `rank`.
+// Return true only if the entry of an element has its known rank, and that is lower than `rank`.
 EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRank& rank) {
-  return bucket.is_current(element) && less(bucket.rank(element), rank);
+  return bucket.is_current(element) && ranks_below(bucket.rank(element), rank);
 }
 
-// Add the entry in a slot that is no element, because it is new or its rank rose. If its position
-// is not found within kMaxSteps, the queue is cut there: entries that are no elements rank higher
-// than the last known rank. An empty queue, and the queue of LRU, stay as they are.
+// Add the entry in slot `way`, which is no element because it is new or its rank rose. If its index
+// is not found within kMaxSteps, drop the elements from there on, because entries that are no
+// elements must rank above the last known rank. An empty queue and the queue of LRU do not change.
 EMB_HD void add_element(const QueuedBucket& bucket, int way) {
   EvictionQueue& queue = *bucket.queue;
   const HashOrder order = bucket.insertion.order;
-  // By LRU all elements have stamps below the stamp of this batch and of every batch since the
-  // sort.
+  // In the order LRU all elements have stamps below the stamps of all batches since the sort, so
+  // this entry ranks above them.
   if (queue.size == 0 || order == HashOrder::kLru) return;
   const EntryRank rank = bucket.rank(static_cast<uint8_t>(way));
   // A new key mostly ranks above entries that are used as often, unless times are not compared.
   if (order != HashOrder::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
-  int at = 0;
-  while (at < queue.size && at < kMaxSteps && is_below(bucket, queue.elements[at], rank)) ++at;
+  int index = 0;
+  while (index < queue.size && index < kMaxSteps && is_below(bucket, queue.elements[index], rank)) {
+    ++index;
+  }
   int element = -1;
-  if (at < queue.size && bucket.is_current(queue.elements[at]) &&
-      less(rank, bucket.rank(queue.elements[at]))) {
-    element = element_at(&queue, way, bucket.entry(static_cast<uint8_t>(way))[HashEntry::kStamp]);
+  if (index < queue.size && bucket.is_current(queue.elements[index]) &&
+      ranks_below(rank, bucket.rank(queue.elements[index]))) {
+    element = make_element(&queue, way, bucket.entry(static_cast<uint8_t>(way))[HashEntry::kStamp]);
   }
   if (element < 0) {
-    queue.size = static_cast<uint8_t>(at);
+    queue.size = static_cast<uint8_t>(index);
     return;
   }
-  if (queue.size < kSlots) ++queue.size;
-  for (int i = queue.size - 1; i > at; --i) queue.elements[i] = queue.elements[i - 1];
-  queue.elements[at] = static_cast<uint8_t>(element);
+  if (queue.size < kBucketSlots) ++queue.size;
+  for (int i = queue.size - 1; i > index; --i) queue.elements[i] = queue.elements[i - 1];
+  queue.elements[index] = static_cast<uint8_t>(element);
 }
 
-// Find the entry of the lowest rank that this batch does not use. Return whether the queue decides
-// which entry that is. Only if it does, `candidate` is that entry, or has kNoSlot if there is none.
+// Find the entry of the lowest rank that this batch does not use. Return whether the elements of
+// the queue decide which entry that is. If so, `candidate` is that entry, or has kNoSlot if the
+// batch uses all entries; otherwise `candidate` is unspecified.
 EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate) {
   const EvictionQueue& queue = *bucket.queue;
   *candidate = {};
   for (int i = 0; i < queue.size; ++i) {
     const uint8_t element = queue.elements[i];
     const EntryRank rank = bucket.rank(element);
-    const bool is_first = candidate->slot == kNoSlot || less(rank, candidate->rank);
-    if (is_first && bucket.entry(element)[HashEntry::kStamp] < bucket.insertion.stamp) {
+    const bool is_lowest = candidate->slot == kNoSlot || ranks_below(rank, candidate->rank);
+    if (is_lowest && bucket.entry(element)[HashEntry::kStamp] < bucket.insertion.stamp) {
       *candidate = {bucket.first_slot + (element & kWayMask), rank};
     }
-    // All later ones rank above an element that has its known rank.
-    if (bucket.is_current(element) && candidate->slot != kNoSlot && !less(rank, candidate->rank)) {
+    // If this entry has its known rank, the entries of all later elements rank above it.
+    if (bucket.is_current(element) && candidate->slot != kNoSlot &&
+        !ranks_below(rank, candidate->rank)) {
       return true;
     }
   }
-  return queue.size == kSlots;
+  return queue.size == kBucketSlots;
 }
 
-// Empty a queue of another order. If the first element does not have its known rank, move it to the
-// position of its present rank, or drop it, and return true.
+// Empty the queue if it is of another order. If the entry of the first element may not have its
+// known rank, move the element to where the present rank belongs, or drop it, and return true.
 EMB_HD bool settle_first(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
-  if (queue.order != static_cast<uint8_t>(bucket.insertion.order) || queue.size > kSlots) {
+  if (queue.order != static_cast<uint8_t>(bucket.insertion.order) || queue.size > kBucketSlots) {
     queue.size = 0;
   }
   if (queue.size == 0 || bucket.is_current(queue.elements[0])) return false;
@@ -202,8 +212,8 @@ EMB_HD bool settle_first(const QueuedBucket& bucket) {
   return true;
 }
 
-// Return whether no entry of a full bucket may be evicted, as far as its queue knows. Within a
-// batch no entry becomes older, so this stays true until the next one.
+// Return whether the queue of a full bucket knows that no entry may be evicted. Within a batch no
+// entry becomes older, so this stays true until the next batch.
 EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& queue) {
   return queue.exhausted_at == insertion.stamp;
 }
@@ -225,8 +235,9 @@ EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   return candidate;
 }
 
-// Call `body` with the queue of a bucket while no other thread uses it, or not at all if another
-// thread does; return whether it was called. `is_shared` says whether there may be other threads.
+// Call `body()` while this thread alone uses the queue of a bucket, and return true; if another
+// thread uses the queue, return false without the call. `is_shared` says whether there may be other
+// threads.
 template <class Body>
 EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
   if (is_shared && __atomic_exchange_n(&queue->locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
@@ -239,55 +250,56 @@ EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
 
 // Return how many entries of a bucket may be evicted.
 EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
-  const int64_t* entries = insertion.table.entry(bucket * kSlots);
+  const int64_t* entries = insertion.table.entry(bucket * kBucketSlots);
   int count = 0;
-  for (int way = 0; way < kSlots; ++way) {
+  for (int way = 0; way < kBucketSlots; ++way) {
     count += entries[way * insertion.table.words + HashEntry::kStamp] < insertion.stamp ? 1 : 0;
   }
   return count;
 }
 
-// Return whether a miss may replace an entry, of which there may be none.
+// Return whether a miss may replace a candidate; false if there is no candidate.
 EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
                       const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
   if (!insertion.must_compete) return true;
-  return !less(
+  return !ranks_below(
       entry_rank(insertion.order, insertion.key(miss), insertion.stamp, insertion.score(miss)),
       candidate.rank);
 }
 
-// One of the two buckets of a key, while the key passes through these steps, between which many
-// other keys are processed:
+// One of the two buckets of a key, while the key passes through these steps. Other keys are
+// processed between two steps of a key.
 //   begin   prefetches the queue,
 //   peek    prefetches the entry of the first element or, if there is none, the tags,
-//   settle  reads that entry: mostly it is the candidate. Otherwise it prefetches the entry of the
-//           next element, or all entries of a full bucket,
+//   settle  reads that entry, which is usually the candidate. Otherwise it prefetches the entry of
+//           the next element, or all entries of a full bucket,
 //   finish  determines the candidate of a full bucket, or the number of empty slots.
-// A queue that is not empty says that the bucket is full, so its tags are not read.
+// A bucket whose queue is not empty is full, so its tags are not read.
 struct ChoosingBucket {
-  int64_t bucket;
-  EvictionCandidate candidate;  // of a full bucket, if there is one
-  int free;                     // empty slots, known after `finish`
+  int64_t bucket;               // its number
+  EvictionCandidate candidate;  // of a full bucket
+  int num_empty;                // empty slots, known after `finish`
   bool is_decided;              // whether `candidate` is known
 
-  EMB_HD void begin(const HashInsertion& insertion, int64_t number) {
-    bucket = number;
+  EMB_HD void begin(const HashInsertion& insertion, int64_t bucket_) {
+    bucket = bucket_;
     is_decided = false;
-    free = 0;
+    num_empty = 0;
     candidate = {};
-    __builtin_prefetch(insertion.queues + number);
+    __builtin_prefetch(insertion.queues + bucket);
   }
 
   EMB_HD void prefetch_tags(const HashInsertion& insertion) const {
-    __builtin_prefetch(insertion.table.tags + bucket * kSlots);
+    __builtin_prefetch(insertion.table.tags + bucket * kBucketSlots);
   }
-  EMB_HD int count_free(const HashInsertion& insertion) const {
-    const uint8_t* tags = insertion.table.tags + bucket * kSlots;
+  EMB_HD int count_empty(const HashInsertion& insertion) const {
+    const uint8_t* tags = insertion.table.tags + bucket * kBucketSlots;
     return __builtin_popcount(match(tags, kEmptyTag));
   }
 
-  // The prefetches are not in the lambdas: the compiler would remove one that only prefetches.
+  // The prefetches are not in the lambdas, because the compiler would remove a lambda that only
+  // prefetches.
   EMB_HD void peek(const HashInsertion& insertion, bool is_shared) const {
     EvictionQueue* queue = insertion.queues + bucket;
     int way = -1;
@@ -295,7 +307,7 @@ struct ChoosingBucket {
       if (queue->size > 0) way = queue->elements[0] & kWayMask;
     });
     if (way < 0) return prefetch_tags(insertion);
-    __builtin_prefetch(insertion.table.entry(bucket * kSlots + way));
+    __builtin_prefetch(insertion.table.entry(bucket * kBucketSlots + way));
   }
 
   EMB_HD void settle(const HashInsertion& insertion, bool is_shared) {
@@ -311,51 +323,53 @@ struct ChoosingBucket {
       const uint8_t first = queue->elements[0];
       way = first & kWayMask;
       if (has_moved || queued.entry(first)[HashEntry::kStamp] >= insertion.stamp) return;
-      candidate = {bucket * kSlots + way, queued.rank(first)};
+      candidate = {bucket * kBucketSlots + way, queued.rank(first)};
       is_decided = true;
     });
     if (is_decided) return;
     if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.words);
-    if (exhausted || insertion.order == HashOrder::kNone || count_free(insertion) > 0) return;
+    if (exhausted || insertion.order == HashOrder::kNone || count_empty(insertion) > 0) return;
     constexpr int64_t kLine = 64 / sizeof(int64_t);
-    for (int64_t w = 0; w < kSlots * insertion.table.words; w += kLine) {
+    for (int64_t w = 0; w < kBucketSlots * insertion.table.words; w += kLine) {
       __builtin_prefetch(queued.entries + w);
     }
   }
 
-  // If another thread uses the queue of the bucket, this one works with an empty queue on its
+  // If another thread uses the queue of the bucket, this thread works with an empty queue on its
   // stack, which gives the same result.
   EMB_HD void finish(const HashInsertion& insertion, bool is_shared) {
     if (is_decided) return;
-    free = count_free(insertion);
-    if (free > 0) return;
+    num_empty = count_empty(insertion);
+    if (num_empty > 0) return;
     EvictionQueue* queue = insertion.queues + bucket;
     is_decided = with_queue(queue, is_shared, [&] {
       candidate = candidate_of(QueuedBucket(insertion, bucket, queue));
     });
     if (is_decided) return;
-    EvictionQueue own_queue = {};
-    candidate = candidate_of(QueuedBucket(insertion, bucket, &own_queue));
+    EvictionQueue scratch_queue = {};
+    candidate = candidate_of(QueuedBucket(insertion, bucket, &scratch_queue));
   }
 };
 
-// Return the choice of an empty slot in a bucket.
+// Return the choice of a bucket with empty slots.
 EMB_HD Choice free_choice(const ChoosingBucket& bucket) {
-  return {bucket.bucket * kSlots, Choice::kFree, bucket.free - slots_of_round(bucket.free)};
+  return {bucket.bucket * kBucketSlots, Choice::kFree,
+          bucket.num_empty - slots_per_round(bucket.num_empty)};
 }
 
-// Return the choice of a miss: the bucket with more empty slots (the first one if it has more than
-// kPreferredFreeSlots, or as many), or in two full buckets the entry of the lowest rank.
+// Return the choice of a miss: the bucket with more empty slots, or the first bucket if it has as
+// many as the second or more than kPreferredFreeSlots. If both are full, the choice is the entry of
+// the lowest rank in them, or kRefused if the miss may not evict that entry.
 EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t miss,
                          ChoosingBucket* first, ChoosingBucket* second) {
   first->finish(insertion, is_shared);
-  if (first->free > kPreferredFreeSlots) return free_choice(*first);
+  if (first->num_empty > kPreferredFreeSlots) return free_choice(*first);
   second->finish(insertion, is_shared);
-  if (first->free + second->free > 0) {
-    return free_choice(first->free >= second->free ? *first : *second);
+  if (first->num_empty + second->num_empty > 0) {
+    return free_choice(first->num_empty >= second->num_empty ? *first : *second);
   }
   const EvictionCandidate &a = first->candidate, &b = second->candidate;
-  const bool takes_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
+  const bool takes_second = b.slot != kNoSlot && (a.slot == kNoSlot || ranks_below(b.rank, a.rank));
   const EvictionCandidate& candidate = takes_second ? b : a;
   if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
   return {candidate.slot, Choice::kEvict, 0};
@@ -386,8 +400,8 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
   }
 }
 
-// Write the entry of a miss into a slot, with its results. For the status kEvicting, first copy the
-// entry that is in the slot to `insertion.evicted`, if there is such an array.
+// Write the entry of a miss into a slot, and the results of the miss. For the status kEvicting,
+// first copy the entry that is in the slot to `insertion.evicted` unless that is null.
 EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
   const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
@@ -416,61 +430,62 @@ EMB_HD void replace(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
   add_element(bucket, way);
 }
 
-// Execute a choice that is not kRefused, unless the bucket has assigned its share of the round.
+// Execute a choice that is not kRefused, unless the bucket has assigned all slots of the round.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
-  const int64_t number = choice.slot / kSlots;
+  const int64_t bucket = choice.slot / kBucketSlots;
   if (choice.mode == Choice::kFree) {
-    const uint32_t empty = match(table.tags + number * kSlots, kEmptyTag);
-    if (__builtin_popcount(empty) > choice.left) {
-      fill(insertion, miss, number * kSlots + lowest(empty), InsertStatus::kNew);
+    const uint32_t empty = match(table.tags + bucket * kBucketSlots, kEmptyTag);
+    if (__builtin_popcount(empty) > choice.min_empty) {
+      fill(insertion, miss, bucket * kBucketSlots + lowest(empty), InsertStatus::kNew);
     }
     return;
   }
-  const QueuedBucket bucket(insertion, number, insertion.queues + number);
-  EvictionQueue& queue = *bucket.queue;
-  // If the chosen entry has not been replaced in this round, it is still the one of lowest rank,
-  // and this is the first miss that the bucket serves.
+  const QueuedBucket queued(insertion, bucket, insertion.queues + bucket);
+  EvictionQueue& queue = *queued.queue;
+  // If the chosen entry has not been replaced in this round, it still has the lowest rank, and this
+  // is the first miss that the bucket serves.
   if (table.entry(choice.slot)[HashEntry::kStamp] < insertion.stamp) {
-    queue.share = kUnknownShare;
-    return replace(bucket, miss, choice.slot);
+    queue.assignable = kUnknownAssignable;
+    return replace(queued, miss, choice.slot);
   }
-  if (queue.share == kUnknownShare) {
-    queue.share = static_cast<uint8_t>(slots_of_round(count_evictable(insertion, number) + 1) - 1);
+  if (queue.assignable == kUnknownAssignable) {
+    queue.assignable =
+        static_cast<uint8_t>(slots_per_round(count_evictable(insertion, bucket) + 1) - 1);
   }
-  if (queue.share == 0) return;
-  const EvictionCandidate candidate = candidate_of(bucket);
+  if (queue.assignable == 0) return;
+  const EvictionCandidate candidate = candidate_of(queued);
   if (!can_evict(insertion, miss, candidate)) return;
-  --queue.share;
-  replace(bucket, miss, candidate.slot);
+  --queue.assignable;
+  replace(queued, miss, candidate.slot);
 }
 
 // Prefetch the entries that `add_element` compares first after element 0 has been replaced.
-EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t number) {
-  const EvictionQueue& queue = insertion.queues[number];
-  if (queue.size < 2 || queue.size > kSlots || insertion.order == HashOrder::kLru) return;
-  const QueuedBucket bucket(insertion, number, insertion.queues + number);
-  for (int i = 1; i < 3; ++i) __builtin_prefetch(bucket.entry(queue.elements[i]));
+EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t bucket) {
+  const EvictionQueue& queue = insertion.queues[bucket];
+  if (queue.size < 2 || queue.size > kBucketSlots || insertion.order == HashOrder::kLru) return;
+  const QueuedBucket queued(insertion, bucket, insertion.queues + bucket);
+  for (int i = 1; i < 3; ++i) __builtin_prefetch(queued.entry(queue.elements[i]));
   if (insertion.order != HashOrder::kLfu) {
-    __builtin_prefetch(bucket.entry(queue.elements[queue.size - 1]));
+    __builtin_prefetch(queued.entry(queue.elements[queue.size - 1]));
   }
 }
 
 void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
   const auto is_in_range = [&](const Choice& choice) {
-    return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
-           choice.slot < end * kSlots;
+    return choice.mode != Choice::kRefused && choice.slot >= begin * kBucketSlots &&
+           choice.slot < end * kBucketSlots;
   };
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kKeysAhead < n && is_in_range(choices[i + kKeysAhead])) {
-      const int64_t slot = choices[i + kKeysAhead].slot;
+    if (i + kChoicesAhead < n && is_in_range(choices[i + kChoicesAhead])) {
+      const int64_t slot = choices[i + kChoicesAhead].slot;
       __builtin_prefetch(insertion.table.entry(slot), 1);
       __builtin_prefetch(insertion.table.tags + slot, 1);
-      __builtin_prefetch(insertion.queues + slot / kSlots, 1);
+      __builtin_prefetch(insertion.queues + slot / kBucketSlots, 1);
     }
-    if (i + kKeysToNeighbours < n && is_in_range(choices[i + kKeysToNeighbours])) {
-      prefetch_neighbours(insertion, choices[i + kKeysToNeighbours].slot / kSlots);
+    if (i + kChoicesToNeighbours < n && is_in_range(choices[i + kChoicesToNeighbours])) {
+      prefetch_neighbours(insertion, choices[i + kChoicesToNeighbours].slot / kBucketSlots);
     }
     if (is_in_range(choices[i])) commit_one(insertion, pending[i], choices[i]);
   }
@@ -496,33 +511,33 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
   }
 }
 
-// Move the entries of a bucket that no longer belong there, with their rows, now that the table
-// `before` has become `table`.
+// Move the entries that no longer belong in a bucket, with their rows, after the table `before` has
+// grown to `table`.
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
-  uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
+  uint32_t used = ~match(table.tags + bucket * kBucketSlots, kEmptyTag);
   for (; used != 0; used &= used - 1) {
-    const int64_t slot = bucket * kSlots + lowest(used);
+    const int64_t slot = bucket * kBucketSlots + lowest(used);
     const uint64_t mixed = table.hash(table.entry(slot)[HashEntry::kKey]);
     const bool is_first = before.first_bucket(mixed) == bucket;
     const int64_t target = is_first ? table.first_bucket(mixed) : table.second_bucket(mixed);
     if (target == bucket) continue;
-    const uint32_t empty = match(table.tags + target * kSlots, kEmptyTag);
-    // New buckets are empty unless the caller erred; even then, never write beyond the bucket.
+    const uint32_t empty = match(table.tags + target * kBucketSlots, kEmptyTag);
+    // The caller must pass empty new buckets. If they are not, still never write beyond the bucket.
     if (empty == 0) continue;
-    move_entry(table, slot, target * kSlots + lowest(empty), buffers, num_buffers);
+    move_entry(table, slot, target * kBucketSlots + lowest(empty), buffers, num_buffers);
   }
 }
 
-// A parent may have several children, also in other ranges. The call that has the first child moves
-// all entries of the parent, so that no two threads work on one parent.
+// A parent may have several children, also in the ranges of other calls. The call with the first
+// child moves all entries of the parent, so that no two threads work on one parent.
 void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {
   HashTable before = table;
   before.buckets = old;
   before.mask = address_mask(old);
   for (int64_t child = begin; child < end; ++child) {
-    const int64_t parent = address(static_cast<uint64_t>(child), old, before.mask);
+    const int64_t parent = bucket_address(static_cast<uint64_t>(child), old, before.mask);
     if (is_first_child(child, parent, old, before.mask)) {
       split_bucket(table, before, parent, buffers, num_buffers);
     }

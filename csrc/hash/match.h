@@ -1,4 +1,4 @@
-// Finds a key in a bucket or a table on the CPU: the tags of a bucket are compared at once, and
+// Finds a key in a bucket or a table on the CPU. All tags of a bucket are compared at once, and
 // only entries with the tag of the key are read. Only `*_kernels.cpp` may include this header.
 #pragma once
 
@@ -20,19 +20,19 @@ namespace emb::EMB_ISA {
 // 32 tags of the bucket, at any address.
 EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 #if defined(__AVX2__)
-  const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
+  const __m256i tags32 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
   return static_cast<uint32_t>(
-      _mm256_movemask_epi8(_mm256_cmpeq_epi8(all, _mm256_set1_epi8(static_cast<char>(tag)))));
+      _mm256_movemask_epi8(_mm256_cmpeq_epi8(tags32, _mm256_set1_epi8(static_cast<char>(tag)))));
 #elif defined(__SSE2__)
   const __m128i wanted = _mm_set1_epi8(static_cast<char>(tag));
   const auto half = [&](int i) {
     const __m128i tags16 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(tags + 16 * i));
     return static_cast<uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(tags16, wanted)));
   };
-  return half(0) | half(1) << 16;
+  return half(0) | (half(1) << 16);
 #else
   uint32_t mask = 0;
-  for (int way = 0; way < kSlots; ++way) mask |= uint32_t{tags[way] == tag} << way;
+  for (int way = 0; way < kBucketSlots; ++way) mask |= uint32_t{tags[way] == tag} << way;
   return mask;
 #endif
 }
@@ -40,20 +40,20 @@ EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 // Return the number of the lowest set bit; `mask` is not 0.
 EMB_HD int lowest(uint32_t mask) { return __builtin_ctz(mask); }
 
-// Return the slot of `key` among the slots of a bucket whose bit is set in `candidates`, kNoSlot if
-// it is in none of them.
+// Return the slot of `key` if it is in a slot of the bucket whose bit is set in `candidates`, else
+// kNoSlot.
 EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candidates,
                           int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {
-    const int64_t slot = bucket * kSlots + lowest(candidates);
+    const int64_t slot = bucket * kBucketSlots + lowest(candidates);
     if (table.entry(slot)[HashEntry::kKey] == key) return slot;
   }
   return kNoSlot;
 }
 
-// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it is not there.
+// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it has none there.
 EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int64_t key) {
-  return find_among(table, bucket, match(table.tags + bucket * kSlots, tag), key);
+  return find_among(table, bucket, match(table.tags + bucket * kBucketSlots, tag), key);
 }
 
 // Return the slot of `key` in a table, kNoSlot if it has none.

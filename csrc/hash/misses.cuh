@@ -1,16 +1,17 @@
 // Finds and numbers the misses of a batch on the GPU, its distinct missing keys, for `hash_touch_`.
 //
-// A scratch table of open addressing has a cell for every distinct missing key, which holds the
-// first of its positions: whichever thread claims a cell, the lowest position remains, so the
-// result does not depend on the order of threads.
+// A scratch table with open addressing has a cell for every distinct missing key. The cell ends
+// with the first position of the key: whichever thread claims it, the lowest position remains, so
+// the result does not depend on the order of threads.
 //
 // Misses are numbered by table and first position, without a sort. A plan of the batch lists its
-// segments in the order of their tables; this is the order of the plan. In it, the number of a miss
-// is the number of first positions before its own. One kernel (hash_number_kernel) does this: the
-// batch is divided into parts in the order of the plan, and blocks take parts in order. A block
-// publishes how many first positions its part has, waits for the numbers of the parts before, and
-// writes the number of each of its misses into the cell, where later positions of the key find it.
-// It waits only for parts that were taken before its own, hence by blocks that are running.
+// segments in the order of their tables, which gives the positions an order. In this order, the
+// number of a miss is the number of first positions before its own. One kernel (hash_number_kernel)
+// counts them: the batch is divided into parts in the order of the plan, and blocks take parts in
+// order. A block publishes how many first positions its part has, waits for the counts of the
+// earlier parts, and writes the number of each of its misses into the cell, where later positions
+// of the key read it. A block waits only for parts that were taken before its own, hence by blocks
+// that are running.
 #pragma once
 
 #include "hash/args.h"
@@ -18,11 +19,11 @@
 
 namespace emb::cuda {
 
-inline constexpr uint32_t kNoCell = UINT32_MAX;               // of a position without a cell
+inline constexpr uint32_t kNoCell = UINT32_MAX;               // the cell of a position without one
 inline constexpr uint32_t kEmptyCell = UINT32_MAX;            // the value of an unclaimed cell
-inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;  // the bit of a numbered cell
+inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;  // the bit that marks a numbered cell
 
-// The cell of a key, and whether this thread claimed it first.
+// The cell of a key, and whether this thread was the first to claim it.
 struct CellClaim {
   uint32_t cell;
   bool is_new;
@@ -37,8 +38,8 @@ struct KeyCells {
   uint64_t hash_key;  // random number that the hash of keys depends on
 
   // Claim the cell of the key at `position`, which belongs to table t. The value of a claimed cell
-  // only decreases, and all its values are positions of one key, so it is harmless to read an old
-  // one.
+  // only decreases, and all its values are positions of one key, so reading an old value is
+  // harmless.
   EMB_DEVICE CellClaim claim(const KeyBatch& batch, int64_t position, int t) const {
     const auto self = static_cast<uint32_t>(position);
     const int64_t key = batch.ids[position];
@@ -70,20 +71,20 @@ struct KeyCells {
   }
 };
 
-// The results of `hash_touch_` but for the slots; check.h describes them (TouchCall).
+// The results of `hash_touch_` except the slots; TouchCall in check.h describes them.
 struct MissOutput {
-  int64_t *first, *totals, *offsets;  // [n], [n], [T + 1]
-  int32_t* groups;                    // [n]
+  int64_t *first_positions, *totals, *offsets;  // [n], [n], [T + 1]
+  int32_t* groups;                              // [n]
 };
 
 // The plan of a batch, in scratch memory. F is the number of segments.
 struct BatchPlan {
-  int32_t* segments;  // [F], the segments in the order of their tables; those of no table last
-  int64_t* starts;    // [F + 1], where each segment starts in the order of the plan, and their end
-  int32_t* next;      // [T + 1], while the segments are ordered: where the next segment of each
-                      // table goes, and of no table
+  int32_t* segments;  // [F], the segments in the order of their tables; segments of no table last
+  int64_t* starts;    // [F + 1], where each segment starts in the order of the plan, then the end
+  int32_t* next;      // [T + 1], used by plan_batch: the index in `segments` at which the next
+                      // segment of each table is written, then the next segment of no table
   int64_t* misses;    // [T], the number of misses of each table
-  // [parts], the number of first positions of each part of the batch plus 1; 0 until it is
+  // [parts], 1 plus the number of first positions in each part of the batch; 0 until the part is
   // published.
   int32_t* part_firsts;
   int32_t* taken_parts;  // [1], the number of parts that blocks have taken
@@ -98,7 +99,7 @@ inline int64_t num_cells(int64_t n) {
   return cells;
 }
 
-// Empty all cells, by the whole grid.
+// Empty all cells. All threads of the grid must call this.
 EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   for (int64_t i = simt::global_thread(); i <= mask; i += simt::threads_in_grid()) {
     cells[i] = kEmptyCell;
@@ -114,8 +115,8 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
 
 // Write the plan of a batch: order its segments by table, stable (a counting sort). Positions
 // before the first segment come after all segments in the order of the plan. If the segments do not
-// cover the rest of the batch in order, the plan is invalid, and the batch has no misses. Called by
-// all threads of one block.
+// cover the rest of the batch in order, the plan is invalid, and the batch has no misses. All
+// threads of one block must call this.
 EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
   __shared__ int64_t sums[kBlockWarps];
   __shared__ int tile_tables[kTileThreads];
@@ -134,7 +135,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (batch.starts[f] > batch.starts[f + 1]) is_valid = 0;
   }
   __syncthreads();
-  // Turn the counts into the number of each table's first segment.
+  // Replace each count by the number of segments of the tables before.
   int64_t before = 0, total;
   for (int tile = 0; tile <= num_tables; tile += kTileThreads) {
     const int t = tile + self;
@@ -142,8 +143,8 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (t <= num_tables) plan.next[t] = static_cast<int32_t>(first);
     before += total;
   }
-  // Number the segments, a tile at a time: after those of their table in earlier tiles and in
-  // earlier threads.
+  // Number the segments, a tile at a time: a segment comes after the segments of its table in
+  // earlier tiles and in earlier threads.
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
     const int f = tile + self, t = f < batch.segments ? table_of(f) : -1;
     tile_tables[self] = t;
@@ -155,7 +156,7 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
     if (t >= 0) atomicAdd(plan.next + t, 1);
   }
   __syncthreads();
-  // Add up their lengths.
+  // Add up the lengths of the segments.
   before = 0;
   for (int tile = 0; tile < batch.segments; tile += kTileThreads) {
     const int i = tile + self, f = i < batch.segments ? plan.segments[i] : -1;
@@ -169,10 +170,10 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   *plan.is_valid = is_valid;
 }
 
-// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile: position i
-// in the order of the plan is position `position` of the batch; -1 beyond the end of the batch. If
-// the plan is invalid, both orders are the same. Called by all threads of the block; `shared` is
-// shared memory for two ints.
+// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile: number i in
+// the order of the plan is position `position` of the batch, -1 beyond the end of the batch. If the
+// plan is invalid, i is the position. All threads of the block must call this. `shared` is shared
+// memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
                                  int* shared, const Body& body) {
@@ -186,15 +187,15 @@ EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, u
     int64_t position = i < end ? i : -1;
     if (is_valid) {
       const TileSearch search(start, batch.segments, tile, end, shared);
-      const int at = i < num_in_segments ? search.find(start, i) : -1;
-      if (at >= 0) position = batch.starts[plan.segments[at]] + i - plan.starts[at];
+      const int s = i < num_in_segments ? search.find(start, i) : -1;
+      if (s >= 0) position = batch.starts[plan.segments[s]] + i - plan.starts[s];
       if (i >= num_in_segments && i < end) position = i - num_in_segments;
     }
     body(i, position);
   }
 }
 
-// Write `offsets` [T + 1], the misses of each table. Called by all threads of one block; `sums` is
+// Write `offsets` [T + 1], see DeviceMisses. All threads of one block must call this. `sums` is
 // shared memory, [kBlockWarps].
 EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* offsets,
                               int64_t* sums) {
@@ -211,8 +212,8 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
 }
 
 // Publish the number of first positions of a part, the sum of `firsts` over the block. Wait for the
-// earlier parts and return the sum of their numbers. Called by all threads of the block; `sums` is
-// shared memory, [kBlockWarps].
+// earlier parts and return the sum of their numbers. All threads of the block must call this.
+// `sums` is shared memory, [kBlockWarps].
 EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t firsts,
                                  int64_t* sums) {
   int64_t total;
@@ -246,13 +247,13 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
   if (group >= 0 && leads) add_uses_to(totals + group, __popc(same));
 }
 
-// Blocks per multiprocessor of the next kernel: up to 40 registers per thread. Without this bound
-// the compiler takes 32 on sm_90 and spills.
+// Blocks per multiprocessor of the next kernel, which allows up to 40 registers per thread. Without
+// this bound the compiler uses 32 on sm_90 and spills.
 inline constexpr int kNumberBlocks = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
-// each. The grid must have one block per part, and all cells must have been claimed. `first` and
-// `totals` have n entries; entries after the last miss become 0: each position that is not the
+// each. The grid must have one block per part, and all cells must have been claimed. Entries of
+// out.first_positions and out.totals after the last miss become 0: each position that is not the
 // first position of a miss writes one of them, counted from the end.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocks)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
@@ -280,13 +281,13 @@ inline constexpr int kNumberBlocks = 6;
     int total;
     const int64_t number = before + exclusive_count(is_first, counts, &total);
     before += total;
-    const int64_t entry = is_first ? number : batch.n - 1 - (i - number);
+    const int64_t target = is_first ? number : batch.n - 1 - (i - number);
     if (position >= 0) {
-      out.first[entry] = is_first ? position : 0;
-      out.totals[entry] = !is_first ? 0 : uses == nullptr ? 1 : uses[position];
+      out.first_positions[target] = is_first ? position : 0;
+      out.totals[target] = !is_first ? 0 : (uses == nullptr ? 1 : uses[position]);
     }
     if (is_first) {
-      __threadfence();  // a thread that sees the number adds to the uses: write these first
+      __threadfence();  // a thread that sees the number adds to the uses, so these come first
       atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
     }
     __syncthreads();  // the numbers of this tile are written before its threads wait for them
@@ -305,6 +306,7 @@ KeyCells key_cells(Work& work, int64_t n) {
 }
 
 // Return a plan for a batch in `parts` parts, in scratch memory of `work`; it is not written yet.
+// All arrays share one allocation: its size must be the sum of their sizes below.
 template <class Work>
 BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
   const int64_t longs = batch.segments + 1 + int64_t{num_tables};

@@ -1,6 +1,6 @@
-// `hash_erase_` and `hash_expire_` on the GPU. Both remove a key by emptying its tag. A batch may
-// name a key several times: its positions claim a scratch cell (misses.cuh), and the first position
-// removes it. All pointers are to device memory of the caller.
+// `hash_erase_` and `hash_expire_` on the GPU. Both remove a key by writing kEmptyTag to its slot.
+// A batch may have a key several times: its positions claim a scratch cell (misses.cuh), and the
+// first position removes the key. All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/find.cuh"
@@ -8,8 +8,8 @@
 
 namespace emb::cuda {
 
-// Write the slot of every key to `slots` [n], kNoSlot for a missing key; claim a cell for each key
-// that has a slot. The cells must be empty before.
+// Write the slot of every key to `slots` [n], kNoSlot for a missing key, and claim a cell for each
+// key that has a slot. The cells must be empty before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
@@ -21,47 +21,48 @@ namespace emb::cuda {
   });
 }
 
-// Empty the slot of every key that was found, by its first position. In `slots`, replace the slot
-// by kNoSlot for all other positions. Count the keys.
+// Empty the slot of every key that has one. In `slots`, only the first position of the key keeps
+// the slot; the others get kNoSlot. Count the erased keys.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
   TableTally erased = counter_tally(index, HashCounter::kErased);
   TableTally sizes = size_tally(index);
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
-    const bool frees = t >= 0 && keys.is_first(keys.cell_of[position], position);
-    if (frees) {
-      index.tags[index.field(t, HashTableColumn::kFirstBucket) * kSlots + slots[position]] =
+    const bool erases = t >= 0 && keys.is_first(keys.cell_of[position], position);
+    if (erases) {
+      index.tags[index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slots[position]] =
           kEmptyTag;
     } else if (position < batch.n) {
       slots[position] = kNoSlot;
     }
-    erased.add(t, frees);
-    sizes.add_each(t, frees ? -1 : 0);
+    erased.add(t, erases);
+    sizes.add_each(t, erases ? -1 : 0);
   });
   erased.flush();
   sizes.flush();
 }
 
-// The keys that `hash_expire_` removes: the keys in buckets [first_bucket, first_bucket +
-// num_buckets) of a table whose stamp is less than `before`.
+// `hash_expire_` removes the keys whose stamp is less than `before` from the buckets [first_bucket,
+// first_bucket + num_buckets) of a table.
 struct ExpireWindow {
   int table;
   int64_t first_bucket, num_buckets;
   int64_t before;
 };
 
-// Empty the slots of expired keys, one thread per slot. Write to `removed` [num_buckets * kSlots]
-// which slots of the window were emptied; buckets that the table does not use have none.
+// Empty the slots of expired keys, one thread per slot. Write to `removed`, [num_buckets *
+// kBucketSlots], which slots of the window were emptied: none in buckets that the table does not
+// use.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_expire_kernel(DeviceIndex index, ExpireWindow window, bool* removed) {
   const HashTable table = index.table(window.table);
-  const int64_t begin = window.first_bucket * kSlots, n = window.num_buckets * kSlots;
+  const int64_t begin = window.first_bucket * kBucketSlots, n = window.num_buckets * kBucketSlots;
   TableTally expired = counter_tally(index, HashCounter::kExpired);
   TableTally sizes = size_tally(index);
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
-    const bool expires = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
+    const bool expires = slot < table.buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&
                          table.entry(slot)[HashEntry::kStamp] < window.before;
     if (expires) table.tags[slot] = kEmptyTag;
     removed[i] = expires;
@@ -85,13 +86,13 @@ void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, i
   launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, keys, slots);
 }
 
-// Launch `hash_expire_`.
+// Launch `hash_expire_`: write `removed` and change the index.
 template <class Launcher>
 void launch_expire(const Launcher& launcher, const DeviceIndex& index, const ExpireWindow& window,
                    bool* removed) {
   if (window.num_buckets == 0) return;
-  launcher(hash_expire_kernel, key_blocks(launcher, window.num_buckets * kSlots), kTileThreads,
-           index, window, removed);
+  launcher(hash_expire_kernel, key_blocks(launcher, window.num_buckets * kBucketSlots),
+           kTileThreads, index, window, removed);
 }
 
 }  // namespace emb::cuda

@@ -1,18 +1,18 @@
-// Rows of values by slot on the GPU: finds keys and reads their rows, reads rows by slot, starts
-// new rows, writes rows, adds to rows, and gathers the rows of evicted keys. check.h describes the
-// arguments of the ops. All pointers are to device memory of the caller.
+// Rows by slot on the GPU: finds keys and reads their rows, reads rows by slot, starts new rows,
+// writes rows, adds to rows, and gathers the rows of evicted keys. check.h describes the arguments
+// of the ops. All pointers are to device memory of the caller.
 //
-// Copies: a warp takes 32 positions. Each lane computes, once, where the row of its position comes
-// from and where it goes. Then groups of lanes copy the rows and get the addresses by shuffles; a
+// Copies: a warp takes 32 positions. Each lane computes, once, the source and the target address of
+// the row of its position. Then groups of lanes copy the rows and get the addresses by shuffles. A
 // group has kRowsInFlight rows in registers before it stores the first. Rows are copied as bytes,
 // in units of 16 bytes if all addresses allow it, otherwise of 8, 4 or 2.
 //
 // Writes: if a batch repeats a slot, the last of its rows is written. Positions claim cells of a
-// scratch table by slot, and whatever the order of threads, a cell ends with the last position of
-// its slot.
+// scratch table by slot. Whatever the order of threads, a cell ends with the last position of its
+// slot.
 //
-// Additions: the rows come in groups of equal slots. A group of lanes adds up the rows of a slot in
-// order, with kRowsInFlight rows in registers.
+// Additions: the rows are grouped by slot. A group of lanes adds the rows of a slot in order, with
+// kRowsInFlight rows in registers.
 //
 // Evicted rows are gathered in the order of misses without a sort: every block counts the evicted
 // keys in its range of misses, and then writes from the sum of the counts before it. Each matrix
@@ -28,21 +28,22 @@
 
 namespace emb::cuda {
 
-// The units that rows are copied in; uint32_t and uint16_t are two more.
+// The units in which rows are copied are these two, uint32_t and uint16_t.
 using Unit16 = simt::Pack16;
 using Unit8 = simt::Pack8;
 
 // How a row is copied.
 struct RowUnits {
   int64_t units;  // units per row
-  int lanes;      // lanes of a group that copies a row, see LaneGroup
+  int lanes;      // lanes of the group that copies a row, see LaneGroup
 };
 
 // A matrix of rows by slot.
 template <class Unit>
 struct RowArray {
-  Unit* data;            // row 0
-  int64_t stride, rows;  // units from one row to the next; number of rows
+  Unit* data;      // row 0
+  int64_t stride;  // units from one row to the next
+  int64_t rows;    // number of rows
 
   EMB_DEVICE Unit* row(int64_t number) const { return data + number * stride; }
   // Return the row in a slot, null if the matrix has no such slot.
@@ -54,14 +55,14 @@ struct RowArray {
 // The copy of a lane's row.
 template <class Unit>
 struct RowMove {
-  const Unit* from = nullptr;  // null for default values
-  // The target, null to copy nothing; and a second target, null for none.
-  Unit *to = nullptr, *also = nullptr;
+  const Unit* from = nullptr;     // the source; null for default values
+  Unit* to = nullptr;             // the target; null to copy nothing
+  Unit* second_target = nullptr;  // null for none
 };
 
-// Return a unit of a row of default values; `word` is RowMatrix::fill.
+// Return a unit of a row of default values. `word` is the result of RowMatrix::fill.
 template <class Unit>
-EMB_DEVICE Unit filled_unit(uint32_t word) {
+EMB_DEVICE Unit default_unit(uint32_t word) {
   if constexpr (std::is_integral_v<Unit>) {
     return static_cast<Unit>(word);
   } else {
@@ -73,11 +74,11 @@ EMB_DEVICE Unit filled_unit(uint32_t word) {
 
 // Store a unit that no kernel reads soon.
 template <class Unit>
-EMB_DEVICE void store_unit(Unit* address, const Unit& value) {
+EMB_DEVICE void store_unit(Unit* target, const Unit& value) {
   if constexpr (std::is_integral_v<Unit>) {
-    *address = value;
+    *target = value;
   } else {
-    simt::store_streaming(address, value);
+    simt::store_streaming(target, value);
   }
 }
 
@@ -88,13 +89,13 @@ EMB_DEVICE T* from_lane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(simt::kFullMask, bits, lane));
 }
 
-// Return the position of set bit number n, from 0, of a mask; some position if the mask has no more
-// than n bits.
+// Return the position of set bit number n, from 0, of a mask. If the mask has at most n set bits,
+// the result is in [0, 32) but otherwise unspecified.
 EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   int bit = 0;
 #pragma unroll
   for (int width = kWarpLanes / 2; width > 0; width /= 2) {
-    const int lower = __popc(mask >> bit & ((1u << width) - 1));
+    const int lower = __popc((mask >> bit) & ((1u << width) - 1));
     if (n >= lower) {
       n -= lower;
       bit += width;
@@ -103,9 +104,9 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   return bit;
 }
 
-// Copy the rows of the warp's lanes; `move` is the copy of this lane's row. kTwice: `also` may be
-// set. kStreams: no kernel reads the first targets soon. `fill` is the word of default values, see
-// RowMatrix::fill. All 32 lanes must call this.
+// Copy the rows of the warp's lanes; `move` is the copy of this lane's row. kTwice says whether
+// second_target may be set, kStreams that no kernel reads the targets `to` soon. `fill` is the word
+// of default values, see RowMatrix::fill. All 32 lanes must call this.
 template <bool kTwice, bool kStreams, class Unit>
 EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fill) {
   const unsigned moves = __ballot_sync(simt::kFullMask, move.to != nullptr);
@@ -114,10 +115,10 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
     const int lane = nth_set_bit(moves, lane_in_warp());
     move.from = from_lane(move.from, lane);
     move.to = from_lane(move.to, lane);
-    if constexpr (kTwice) move.also = from_lane(move.also, lane);
+    if constexpr (kTwice) move.second_target = from_lane(move.second_target, lane);
   }
   const LaneGroup group(shape.lanes);
-  const Unit empty = filled_unit<Unit>(fill);
+  const Unit empty = default_unit<Unit>(fill);
   for (int first = 0; first < num_moves; first += kRowsInFlight * group.groups_in_warp()) {
     RowMove<Unit> rows[kRowsInFlight];
 #pragma unroll
@@ -125,7 +126,7 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
       const int row = first + r * group.groups_in_warp() + group.group, lane = row % kWarpLanes;
       rows[r].from = from_lane(move.from, lane);
       rows[r].to = from_lane(move.to, lane);
-      if constexpr (kTwice) rows[r].also = from_lane(move.also, lane);
+      if constexpr (kTwice) rows[r].second_target = from_lane(move.second_target, lane);
       if (row >= num_moves) rows[r] = {};
     }
     for (int64_t unit = group.rank; unit < shape.units; unit += group.lanes) {
@@ -136,7 +137,7 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
       }
 #pragma unroll
       for (int r = 0; r < kRowsInFlight; ++r) {
-        if (kTwice && rows[r].also != nullptr) rows[r].also[unit] = values[r];
+        if (kTwice && rows[r].second_target != nullptr) rows[r].second_target[unit] = values[r];
         if (rows[r].to == nullptr) continue;
         if constexpr (kStreams) {
           store_unit(rows[r].to + unit, values[r]);
@@ -148,9 +149,8 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
   }
 }
 
-// Find keys; write their rows to `out` [n], default values for missing keys, and to `found` [n]
-// whether the index has them. Rows are by slots of all tables together: the rows of table t begin
-// with the row of its first slot.
+// Find keys. Write their rows to `out` [n], default values for missing keys, and to `found` [n]
+// whether the index has them. FindRowsCall describes the numbers of rows.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
@@ -163,23 +163,26 @@ __global__ void __launch_bounds__(kTileThreads)
       found[position] = slot >= 0;
       move.to = out + position * shape.units;
       if (slot >= 0)
-        move.from = values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kSlots + slot);
+        move.from =
+            values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slot);
     }
     move_rows<false, true>(shape, move, fill);
   });
 }
 
-// The first rows of new keys: the row of miss g starts as row first[g] of `data`, and position
-// first[g] writes it.
+// The rows with which new keys start: the row of miss g starts as row first_positions[g] of `data`,
+// and the thread of that position writes it.
 template <class Unit>
 struct StartingRows {
   const Unit* data;       // [n], contiguous rows by position; null to start no rows
   const int32_t* groups;  // [n], by position: the miss of the key, -1 if its row is not new
-  const int64_t* first;   // [n], by miss: the first position of the key, in [0, n), not checked
+  const int64_t*
+      first_positions;  // [n], by miss: the first position of the key, in [0, n), not checked
 };
 
-// Write the rows of new keys to the matrix, unless starting.data is null, and the row of every
-// position to `out` [n], contiguous, unless `out` is null. Slots without a row give default values.
+// Write the rows of new keys to the matrix unless starting.data is null, and the row of every
+// position to `out` [n], contiguous, unless `out` is null. A position whose slot has no row gets
+// default values.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
@@ -194,9 +197,9 @@ __global__ void __launch_bounds__(kTileThreads)
       if (out != nullptr) move.to = out + position * shape.units;
       const int32_t group = starting.data == nullptr ? -1 : starting.groups[position];
       if (row != nullptr && group >= 0 && group < n) {
-        const int64_t first = starting.first[group];
+        const int64_t first = starting.first_positions[group];
         move.from = starting.data + first * shape.units;
-        if (first == position) (out != nullptr ? move.also : move.to) = row;
+        if (first == position) (out != nullptr ? move.second_target : move.to) = row;
       }
     }
     move_rows<true, true>(shape, move, fill);
@@ -210,25 +213,25 @@ struct SlotCells {
   uint32_t* cell_of;  // [n], by position: its cell; unset for negative slots
 };
 
-// Claim the cells of all positions. The cells are empty before. The value of a claimed cell only
-// increases, and all its values are positions of one slot.
+// Claim the cells of all positions. The cells must be empty before. The value of a claimed cell
+// only increases, and all its values are positions of one slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    hash_claim_last_kernel(const int64_t* slots, int64_t n, SlotCells keys) {
+    hash_claim_last_kernel(const int64_t* slots, int64_t n, SlotCells slot_cells) {
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = slots[i];
     if (slot < 0) continue;
     const auto position = static_cast<int32_t>(i);
     auto cell = static_cast<uint32_t>(mix(static_cast<uint64_t>(slot)));
     for (;; ++cell) {
-      cell &= keys.mask;
-      int32_t other = keys.cells[cell];
-      if (other < 0) other = atomicCAS(keys.cells + cell, -1, position);
+      cell &= slot_cells.mask;
+      int32_t other = slot_cells.cells[cell];
+      if (other < 0) other = atomicCAS(slot_cells.cells + cell, -1, position);
       if (other < 0) break;
       if (slots[other] != slot) continue;
-      if (position > other) atomicMax(keys.cells + cell, position);
+      if (position > other) atomicMax(slot_cells.cells + cell, position);
       break;
     }
-    keys.cell_of[i] = cell;
+    slot_cells.cell_of[i] = cell;
   }
 }
 
@@ -236,13 +239,14 @@ struct SlotCells {
 // row. All cells must have been claimed.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
-    hash_write_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n, SlotCells keys,
-                           RowUnits shape, const Unit* rows) {
+    hash_write_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
+                           SlotCells slot_cells, RowUnits shape, const Unit* rows) {
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
     RowMove<Unit> move;
-    if (position < n && slots[position] >= 0 && keys.cells[keys.cell_of[position]] == position) {
+    if (position < n && slots[position] >= 0 &&
+        slot_cells.cells[slot_cells.cell_of[position]] == position) {
       move.from = rows + position * shape.units;
       move.to = values.in_slot(slots[position]);
     }
@@ -250,16 +254,16 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The n positions of a batch in groups of equal slots, as the op `group` returns them: group g,
-// that of slots[g], has the positions permutation[j] for j in [segments[g], segments[g + 1]).
+// The n positions of a batch grouped by slot, as the op `group` returns them: group g has the
+// positions permutation[j] for j in [segments[g], segments[g + 1]).
 struct SlotGroups {
-  const int64_t* slots;                           // [n], by group
+  const int64_t* slots;                           // [n], by group: the slot of the group
   const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
   int64_t n;
 };
 
-// Add `rows` [n, dim], contiguous rows by position, to the rows of `dim` elements in their slots,
-// in the order of positions. Every sum is rounded to T. `lanes` is the size of a group of lanes.
+// Add `rows` [n, dim], contiguous rows by position, to the rows in their slots, in the order of
+// positions. Every sum is rounded to T. `lanes` is the number of lanes that add to a row.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     hash_add_rows_kernel(RowArray<T> values, SlotGroups groups, int64_t dim, int lanes,
@@ -278,17 +282,19 @@ __global__ void __launch_bounds__(kTileThreads)
       float sum[kColumns];
       read_columns(row + column, valid, sum);
       for (int j = begin; j < end; j += kRowsInFlight) {
-        float more[kRowsInFlight][kColumns];
+        float addends[kRowsInFlight][kColumns];
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
           if (j + r >= end) break;
-          read_columns(rows + groups.permutation[j + r] * dim + column, valid, more[r]);
+          read_columns(rows + groups.permutation[j + r] * dim + column, valid, addends[r]);
         }
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
           if (j + r >= end) break;
 #pragma unroll
-          for (int k = 0; k < kColumns; ++k) sum[k] = to_float(from_float<T>(sum[k] + more[r][k]));
+          for (int k = 0; k < kColumns; ++k) {
+            sum[k] = to_float(from_float<T>(sum[k] + addends[r][k]));
+          }
         }
       }
       write_columns(row + column, valid, sum);
@@ -296,13 +302,13 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The keys that an insertion evicted: the results of `hash_insert_`, by miss.
+// The results of an insertion by miss, from which the evicted keys are gathered.
 struct EvictedKeys {
   const int64_t* slots;   // [n]
   const uint8_t* status;  // [n], InsertStatus
   const int64_t* words;   // [n, 3]: key, stamp and score
   int64_t n;              // positions of the batch
-  int32_t* counts;        // scratch, one per block: evicted keys in its range of misses
+  int32_t* counts;        // scratch, by block: the number of evicted keys in its range of misses
 
   // Return whether a miss has evicted a key.
   EMB_DEVICE bool has(int64_t miss) const {
@@ -310,10 +316,10 @@ struct EvictedKeys {
   }
 };
 
-// Outputs [n], [n], [n] and [1] for the entries of evicted keys and their number; null for a kernel
-// that gathers rows only.
+// The outputs for the entries of evicted keys, and their number. All are null for a kernel that
+// gathers rows only.
 struct EvictedEntries {
-  int64_t *keys, *stamps, *scores, *count;
+  int64_t *keys, *stamps, *scores, *count;  // [n], [n], [n], [1]
 };
 
 // A matrix of rows by slot, and the output [n] for the rows of evicted keys, contiguous.
@@ -326,7 +332,7 @@ struct EvictedMatrix {
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_count_evicted_kernel(EvictedKeys evicted) {
   __shared__ int64_t sums[kBlockWarps];
-  int64_t num_evicted = 0, total;  // of this thread, of the block
+  int64_t num_evicted = 0, total;  // evicted keys of this thread, of the block
   const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
   for (int64_t i = block_begin(evicted.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
     num_evicted += evicted.has(i);
@@ -335,8 +341,8 @@ struct EvictedMatrix {
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
 }
 
-// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless entries.keys is
-// null. The grid must have as many blocks as `evicted.counts` has entries.
+// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless `entries` is
+// null. The grid must have as many blocks as that of hash_count_evicted_kernel.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits shape,
@@ -351,17 +357,17 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int64_t tile = block_begin(evicted.n, blockIdx.x); tile < end; tile += kTileThreads) {
     const int64_t miss = tile + threadIdx.x;
     const bool has = evicted.has(miss);
-    const int64_t to = before + exclusive_sum(has, sums, &total);
+    const int64_t target = before + exclusive_sum(has, sums, &total);
     before += total;
     RowMove<Unit> move;
     if (has && entries.keys != nullptr) {
-      entries.keys[to] = evicted.words[3 * miss + HashEntry::kKey];
-      entries.stamps[to] = evicted.words[3 * miss + HashEntry::kStamp];
-      entries.scores[to] = evicted.words[3 * miss + HashEntry::kScore];
+      entries.keys[target] = evicted.words[3 * miss + HashEntry::kKey];
+      entries.stamps[target] = evicted.words[3 * miss + HashEntry::kStamp];
+      entries.scores[target] = evicted.words[3 * miss + HashEntry::kScore];
     }
     if (has) {
       move.from = values.in_slot(evicted.slots[miss]);
-      move.to = rows + to * shape.units;
+      move.to = rows + target * shape.units;
     }
     move_rows<false, true>(shape, move, 0);
   }
@@ -387,8 +393,8 @@ RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t rows) {
   return {static_cast<Unit*>(data), stride_bytes / static_cast<int64_t>(sizeof(Unit)), rows};
 }
 
-// The launches of the ops. `rows` is the matrix, with an alignment that covers the other addresses;
-// outputs and inputs of rows by position are contiguous, of rows.bytes each.
+// The launches of the ops. `rows` is the matrix; its alignment must cover the addresses of the
+// other rows (RowMatrix::as_bytes). Rows by position are contiguous, of rows.bytes bytes each.
 
 // Launch `hash_find_rows`: write `out` [n] and `found` [n].
 template <class Launcher>
@@ -403,8 +409,8 @@ void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const 
   });
 }
 
-// Launch `hash_read_rows` or `hash_start_rows_`: start the rows of new keys, unless starting.data
-// is null, and write `out` [n], unless that is null.
+// Launch `hash_read_rows` or `hash_start_rows_`: start the rows of new keys unless starting.data is
+// null, and write `out` [n] unless that is null.
 template <class Launcher>
 void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int64_t* slots,
                       int64_t n, const StartingRows<void>& starting, uint32_t fill, void* out) {
@@ -412,7 +418,7 @@ void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int6
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     const StartingRows<Unit> from{static_cast<const Unit*>(starting.data), starting.groups,
-                                  starting.first};
+                                  starting.first_positions};
     launcher(hash_read_rows_kernel<Unit>, key_blocks(launcher, n), kTileThreads,
              row_array<Unit>(rows.data, rows.stride, rows.count), slots, n, from, row_units(units),
              fill, static_cast<Unit*>(out));
@@ -426,17 +432,17 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   if (n == 0) return;
   const auto& launcher = work.launcher();
   const int64_t cells = num_cells(n);
-  const SlotCells keys{work.template scratch<int32_t>(cells), static_cast<uint32_t>(cells - 1),
-                       work.template scratch<uint32_t>(n)};
+  const SlotCells slot_cells{work.template scratch<int32_t>(cells),
+                             static_cast<uint32_t>(cells - 1), work.template scratch<uint32_t>(n)};
   const unsigned blocks = key_blocks(launcher, n);
-  launcher(hash_clear_kernel, blocks, kTileThreads, reinterpret_cast<uint32_t*>(keys.cells),
-           keys.mask);
-  launcher(hash_claim_last_kernel, blocks, kTileThreads, slots, n, keys);
+  launcher(hash_clear_kernel, blocks, kTileThreads, reinterpret_cast<uint32_t*>(slot_cells.cells),
+           slot_cells.mask);
+  launcher(hash_claim_last_kernel, blocks, kTileThreads, slots, n, slot_cells);
   with_unit(rows, [&](auto unit, int64_t units) {
     using Unit = decltype(unit);
     launcher(hash_write_rows_kernel<Unit>, blocks, kTileThreads,
-             row_array<Unit>(rows.data, rows.stride, rows.count), slots, n, keys, row_units(units),
-             static_cast<const Unit*>(from));
+             row_array<Unit>(rows.data, rows.stride, rows.count), slots, n, slot_cells,
+             row_units(units), static_cast<const Unit*>(from));
   });
 }
 
@@ -457,8 +463,8 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
   });
 }
 
-// Launch `hash_evicted_rows` for `num_matrices` matrices, at least one if `entries` are wanted. The
-// scratch of `evicted` is allocated here.
+// Launch `hash_evicted_rows` for `num_matrices` matrices: gather the rows of each, and the entries
+// with the first. Without a matrix nothing is written. This allocates the scratch of `evicted`.
 template <class Work>
 void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries,
                          const EvictedMatrix* matrices, int num_matrices) {

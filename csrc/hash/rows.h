@@ -1,5 +1,5 @@
-// Rows of values as bytes, shared by the CPU and the CUDA entries of the ops on rows: a row is
-// copied without regard to its dtype, in units as wide as all addresses allow.
+// Rows as bytes, for the CPU and the CUDA entries of the ops on rows. Rows are copied without
+// regard to their dtype; on a GPU in units as wide as all addresses allow.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,15 @@ namespace emb {
 
 // A matrix of rows by slot; not owned.
 struct RowBytes {
-  void* data;  // row 0, in host or device memory
-  // Bytes per row, bytes from one row to the next, and number of rows. `alignment` is 16, 8, 4 or
-  // 2, and divides `bytes`, `stride` and every address that rows are copied from or to.
-  int64_t bytes, stride, count, alignment;
+  void* data;         // row 0, in host or device memory
+  int64_t bytes;      // bytes per row
+  int64_t stride;     // bytes from one row to the next
+  int64_t count;      // rows
+  int64_t alignment;  // 16, 8, 4 or 2; divides `bytes`, `stride` and the addresses of all rows
 };
 
-// Return the greatest of 16, 8, 4 and 2 that divides all numbers whose bitwise or is `bits`, which
-// must be even.
+// Return the greatest of 16, 8, 4 and 2 that divides all numbers whose bitwise or is `bits`. All
+// must be even; not checked.
 inline int64_t alignment_of(uintptr_t bits) {
   for (const int64_t bytes : {16, 8, 4}) {
     if (bits % static_cast<uintptr_t>(bytes) == 0) return bytes;
@@ -25,7 +26,7 @@ inline int64_t alignment_of(uintptr_t bits) {
   return 2;
 }
 
-// Call `body(TypeTag<T>{})`, where T is the element type of a dtype.
+// Call `body(TypeTag<T>{})`, where T is the C++ type of a dtype.
 template <class Body>
 void with_dtype(Dtype dtype, const Body& body) {
   for_each_dtype([&](auto tag, int number) {

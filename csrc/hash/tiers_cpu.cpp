@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   const int64_t bytes = call.table.row_bytes;
   const auto moves = [&](const Move& move) { return move.out >= 0 || move.in >= 0; };
   const auto cost = [&](int64_t i) { return 2 * bytes * i; };
-  parallel_balanced(call.n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(call.n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Move& move = call.moves[i];
       if (i + kRowsAhead < end) {
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   int64_t* words = words_out.mutable_data_ptr<int64_t>();
   auto* out = static_cast<char*>(values.mutable_data_ptr());
   const auto cost = [&](int64_t i) { return records.stride * i; };
-  parallel_balanced(count, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(count, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end) prefetch_row(records.at(slots[at[i + kRowsAhead]]), records.stride);
       const char* record = records.at(slots[at[i]]);
@@ -201,7 +201,7 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   const char* values = byte_rows(op, "values", values_in, n, bytes);
   for (int64_t i = 0; i < n; ++i) records.check_slot(op, slots[i]);
   const auto cost = [&](int64_t i) { return records.stride * i; };
-  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
         prefetch_row(records.at(slots[i + kRowsAhead]), records.stride);
@@ -261,8 +261,8 @@ struct HostStore {
     if (has_scores(order)) entry[HashEntry::kScore] = head[1];
     EvictionQueue* queues = index.queues_of(0);
     if (queues == nullptr) return;
-    queues[slot / kSlots].size = 0;
-    queues[slot / kSlots].exhausted_at = 0;
+    queues[slot / kBucketSlots].size = 0;
+    queues[slot / kBucketSlots].exhausted_at = 0;
   }
 };
 
@@ -362,7 +362,7 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                               evicted.const_data_ptr<int64_t>(), num_misses, lifted);
 
   const auto cost = [&](int64_t i) { return store.records.stride * i; };
-  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
         prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.stride);

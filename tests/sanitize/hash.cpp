@@ -111,14 +111,14 @@ struct World {
   Tensor layout{{kTables, 2, 2}, ScalarType::Long};
 
   explicit World(const Plan& plan) {
-    const int64_t slots = (plan.most[0] + plan.most[1]) * emb::kSlots;
+    const int64_t slots = (plan.most[0] + plan.most[1]) * emb::kBucketSlots;
     const bool scored = emb::has_scores(plan.order);
     index = {filled({slots}, ScalarType::Byte, 0),
              filled({slots, scored ? 3 : 2}, ScalarType::Long, 0x5a),
              Tensor({kTables, emb::kHashTableColumns}, ScalarType::Long),
              longs({0}),
              filled({kTables, emb::kHashCounters}, ScalarType::Long, 0),
-             filled({slots / emb::kSlots, emb::kQueueWords}, ScalarType::Long, 0)};
+             filled({slots / emb::kBucketSlots, emb::kQueueWords}, ScalarType::Long, 0)};
     int64_t first = 0;
     for (int64_t t = 0; t < kTables; ++t) {
       const int64_t row[] = {first, plan.buckets[t], plan.most[t],
@@ -127,7 +127,7 @@ struct World {
                   index[2].mutable_data_ptr<int64_t>() + t * emb::kHashTableColumns);
       for (int64_t p = 0; p < 2; ++p) {
         int64_t* place = layout.mutable_data_ptr<int64_t>() + 4 * t + 2 * p;
-        place[0] = first * emb::kSlots * kWidths[p];
+        place[0] = first * emb::kBucketSlots * kWidths[p];
         place[1] = kWidths[p];
       }
       first += plan.most[t];

@@ -22,7 +22,7 @@ DeviceIndex read_index(Words* words, int64_t* buckets) {
   index.counters = words->pointer<int64_t>();
   index.words = words->number();
   index.num_tables = static_cast<int>(words->number());
-  *buckets = words->number() / kSlots;
+  *buckets = words->number() / kBucketSlots;
   return index;
 }
 
@@ -84,7 +84,7 @@ extern "C" const char* simt_hash_touch(const int64_t* call) {
     const auto* batch_scores = words.pointer<const int64_t>();
     const KeyTouch use{static_cast<emb::HashOrder>(words.number()), counts, batch_scores};
     MissOutput out{};
-    out.first = words.pointer<int64_t>();
+    out.first_positions = words.pointer<int64_t>();
     out.groups = words.pointer<int32_t>();
     out.totals = words.pointer<int64_t>();
     out.offsets = words.pointer<int64_t>();
@@ -119,7 +119,7 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     insertion.index = read_index(&words, &buckets);
     insertion.ids = words.pointer<const int64_t>();
     const int64_t n = words.number();
-    insertion.first = words.pointer<const int64_t>();
+    insertion.first_positions = words.pointer<const int64_t>();
     insertion.totals = words.pointer<const int64_t>();
     insertion.misses.offsets = words.pointer<const int64_t>();
     insertion.misses.admitted = words.pointer<const bool>();
@@ -133,7 +133,7 @@ extern "C" const char* simt_hash_insert(const int64_t* call) {
     insertion.slots = words.pointer<int64_t>();
     insertion.status = words.pointer<uint8_t>();
     insertion.evicted = words.pointer<int64_t>();
-    batch.filled = words.pointer<int64_t>();
+    batch.new_slots = words.pointer<int64_t>();
     batch.status = words.pointer<uint8_t>();
     launch_insert(work, insertion, batch, n, buckets);
   });
@@ -171,7 +171,7 @@ extern "C" const char* simt_hash_initial_rows(const int64_t* call) {
     rows.layout = words.pointer<const emb::InitialLayout>();
     rows.rules = words.pointer<const emb::InitialRule>();
     rows.ids = words.pointer<const int64_t>();
-    rows.first = words.pointer<const int64_t>();
+    rows.first_positions = words.pointer<const int64_t>();
     rows.offsets = words.pointer<const int64_t>();
     rows.slots = words.pointer<const int64_t>();
     rows.seed = static_cast<uint64_t>(words.number());
@@ -208,7 +208,7 @@ extern "C" const char* simt_hash_read_rows(const int64_t* call) {
     StartingRows<void> starting{};
     starting.data = words.pointer<const void>();
     starting.groups = words.pointer<const int32_t>();
-    starting.first = words.pointer<const int64_t>();
+    starting.first_positions = words.pointer<const int64_t>();
     const auto fill = static_cast<uint32_t>(words.number());
     launch_read_rows(work.launcher(), rows, slots, n, starting, fill, words.pointer<void>());
   });
