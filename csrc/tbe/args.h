@@ -49,7 +49,8 @@ using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag
 
 // The CPU kernels of the forward.
 struct LookupTable {
-  LookupFn at[2][kDtypes][kDtypes][2];  // [cached][weights dtype][output dtype][indices are int64]
+  LookupFn kernels[2][kDtypes][kDtypes]
+                  [2];      // [cached][weights dtype][output dtype][indices are int64]
   LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
@@ -67,7 +68,7 @@ using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int6
 
 // The CPU kernels of the gradient of the sample weights.
 struct SampleWeightTable {
-  SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
+  SampleWeightFn kernels[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
   SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
 };
 
@@ -132,7 +133,8 @@ struct UpdateArgs {
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
 
 // Unique rows processed together while the next ones are prefetched. Four rows of 256 to 512 bytes
-// with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
+// with their gradients fill the miss buffers; eight made the update 1.1 to 1.4x slower
+// (reports/LOG.md, "Table-batched embeddings on the CPU against FBGEMM and `nn.EmbeddingBag`").
 inline constexpr int kRowBatch = 4;
 // Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
 inline constexpr int kScratchRows = 2 + kMaxElementStates;

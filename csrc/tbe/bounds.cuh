@@ -18,7 +18,7 @@ struct BoundsArgs {
   bool is_fatal;                   // trap at a violation
   unsigned long long* progress;    // [2], scratch; may be null if `checks_with_one_block`
   int32_t* repaired;               // [num_bags + 1], an output
-  unsigned long long* violations;  // [2]: indices, offsets; null: not counted
+  unsigned long long* violations;  // [2], as in BatchCheck; null: not counted
   bool adds_counts = true;         // add to `violations`, else overwrite it
 };
 

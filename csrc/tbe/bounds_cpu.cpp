@@ -1,6 +1,6 @@
 // `bounds_check` and `bounds_check_` on the CPU. They read every index and offset of every batch.
-// The usual case, in which all are valid, is branch-free loops that vectorise; violations are
-// counted one by one, and located for the error message, only if there are any.
+// Usually all are valid: branch-free loops, which vectorise, find that out. Only if there are
+// violations are they counted one by one, and located for the error message.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -19,19 +19,20 @@ namespace {
 
 // Return how many of indices [begin, end) are neither rows of a table of `rows` rows nor -1.
 template <class I>
-int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
+int64_t count_invalid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   if (indices_are_valid(indices, begin, end, rows)) return 0;
-  int64_t bad = 0;
-  for (int64_t i = begin; i < end; ++i) bad += indices[i] < -1 || indices[i] >= rows;
-  return bad;
+  int64_t invalid = 0;
+  for (int64_t i = begin; i < end; ++i) invalid += indices[i] < -1 || indices[i] >= rows;
+  return invalid;
 }
 
-int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
-  return indices.is_int64 ? count_bad(static_cast<const int64_t*>(indices.data), begin, end, rows)
-                          : count_bad(static_cast<const int32_t*>(indices.data), begin, end, rows);
+int64_t count_invalid(IndexArray indices, int64_t begin, int64_t end, int64_t rows) {
+  return indices.is_int64
+             ? count_invalid(static_cast<const int64_t*>(indices.data), begin, end, rows)
+             : count_invalid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Raise for the first invalid index; `offsets`, [bags + 1], have been repaired.
+// Throw for the first invalid index; `offsets`, [bags + 1], have been repaired.
 [[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
                              const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
@@ -60,10 +61,9 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   check_lookups(op, indices, offsets);
   const FeatureBags bags(op, features, offsets, bag_layout, Pooling::kNone, kUnlimited);
   const int64_t num_lookups = indices.numel(), num_bags = bags.num_bags();
-  const bool fatal = mode == BoundsMode::kFatal;
   const Tensor index_tensor = as_contiguous(indices);
   const Tensor offset_tensor = as_contiguous(offsets);
-  const IndexArray ids = index_array(index_tensor);
+  const IndexArray index_values = index_array(index_tensor);
 
   Tensor repaired = allocate_output(offsets, {num_bags + 1}, ScalarType::Int);
   int32_t* repaired_offsets = repaired.mutable_data_ptr<int32_t>();
@@ -72,21 +72,22 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   const IndexArray offset_array = index_array(offset_tensor);
   counts[1] = repair_offsets(offset_array, num_bags, num_lookups, mode,
                              bags.num_features() == 1 && !bag_layout, repaired_offsets,
-                             count_lost(ids, offset_array, num_bags, num_lookups));
+                             count_lost(index_values, offset_array, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
   const int64_t parts = std::clamp<int64_t>(num_lookups / kCheckGrain, 1, num_threads());
-  std::vector<int64_t> bad(parts, 0);
+  std::vector<int64_t> num_invalid(parts, 0);  // indices, per part
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t f = 0; f < bags.num_features(); ++f) {
       const int64_t first = repaired_offsets[bags.first_bags[f]],
                     length = repaired_offsets[bags.first_bags[f + 1]] - first;
-      bad[part] += count_bad(ids, first + length * part / parts,
-                             first + length * (part + 1) / parts, feature[f].rows);
+      num_invalid[part] += count_invalid(index_values, first + length * part / parts,
+                                         first + length * (part + 1) / parts, feature[f].rows);
     }
   });
-  for (const int64_t count : bad) counts[0] += count;
-  if (counts[0] > 0 && fatal) fail_index(feature, ids, repaired_offsets, bags);
+  for (const int64_t count : num_invalid) counts[0] += count;
+  if (counts[0] > 0 && mode == BoundsMode::kFatal)
+    fail_index(feature, index_values, repaired_offsets, bags);
   return {repaired, violations};
 }
 
@@ -97,11 +98,11 @@ namespace {
 // writes.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {
-  const bool counts =
+  const bool is_counted =
       check_bounds_arguments("bounds_check_", mode, violations) == BoundsMode::kWarning;
   const auto [repaired, violations_of_batch] =
       bounds_check(indices, offsets, features, bag_layout, mode);
-  for (int kind = 0; counts && kind < 2; ++kind) {
+  for (int kind = 0; is_counted && kind < 2; ++kind) {
     violations.mutable_data_ptr<int64_t>()[kind] +=
         violations_of_batch.const_data_ptr<int64_t>()[kind];
   }

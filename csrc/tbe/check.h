@@ -6,8 +6,8 @@
 // padding, which lets batches of different sizes share the shape of a captured step; any other
 // index there is *lost*. In a batch of one feature a last offset below L is taken for a format that
 // leaves the last offset out, which would lose a bag. Both point to another format rather than to a
-// wrong number, so the mode "warning" raises for them instead of repairing them; "fatal" raises for
-// these and all other violations, "ignore" repairs all of them.
+// wrong number, so the mode "warning" throws for them instead of repairing them. The mode "fatal"
+// throws for every violation; "ignore" repairs all of them.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 
 namespace emb {
 
-// Indices that a thread checks at least (not measured).
+// Minimum number of indices per thread, if several threads check them (not measured).
 inline constexpr int64_t kCheckGrain = 65536;
 
 // The remedy for a missing last offset, for messages.
@@ -98,8 +98,8 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 }
 
 // Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
-// `offsets`, plus `lost`, the result of count_lost. kFatal raises for the first invalid offset and
-// for lost indices. kWarning raises for lost indices and for a last offset that is left out. The
+// `offsets`, plus `lost`, the result of count_lost. kFatal throws for the first invalid offset and
+// for lost indices. kWarning throws for lost indices and for a last offset that is left out. The
 // latter is looked for only in a batch of one feature (`has_one_feature`): with several features
 // the number of offsets is then not F * B + 1, which an earlier check refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
@@ -146,7 +146,7 @@ struct LookupInputs {
   FeatureBags feature_bags;
   Bags bags;
 
-  // Check everything that a kernel relies on, and raise otherwise: shapes, dtypes, that each
+  // Throws unless everything holds that a kernel relies on: shapes, dtypes, that each
   // feature lies within its tier of the weights, and that the output rows lie within `columns`.
   // That is the number of columns of a row of the output or its gradient; in a variable batch it is
   // the number of elements of all rows together. Indices, offsets and slots are not checked:

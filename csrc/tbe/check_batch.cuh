@@ -4,8 +4,8 @@
 // Every block reads all offsets. They are valid if the first is not negative, no offset exceeds the
 // next, and the last is the number of indices: this takes no scan, and no block waits for another.
 // If they are valid, a block copies its share of the offsets and checks its tiles of indices. If
-// not, which is rare, each thread computes the running maximum up to its own offset, and the bag of
-// its own index, from the beginning: quadratic work, but still without waiting.
+// they are not, which is rare, each thread computes the running maximum up to its own offset, and
+// the bag of its own index, from the first offset on. This is quadratic work, but no block waits.
 #pragma once
 
 #include "tbe/bounds.cuh"
@@ -13,7 +13,7 @@
 namespace emb::cuda {
 
 inline constexpr int kCheckThreads = 1024;
-// Two blocks are all the threads of a multiprocessor.
+// Two blocks fill a multiprocessor of 2,048 threads (A100, H100).
 inline constexpr int kCheckBlocksPerSm = 2;
 // The bounds of a small batch, see is_small_batch. A block reads this many offsets in a few
 // microseconds, about the time of a launch (an estimate, not measured).
@@ -25,8 +25,8 @@ inline bool is_small_batch(const BoundsArgs& args) {
   return args.num_bags < kMaxCheckedOffsets && args.num_lookups <= kMaxCheckedLookups;
 }
 
-// Return, in every thread, whether `value` is true in any thread of the block. All threads call it;
-// a second call needs a barrier before it, since both use one shared array.
+// Return, in every thread, whether `value` is true in any thread of the block. All threads must
+// call it. A second call needs a barrier before it, since both calls use the same shared array.
 EMB_DEVICE bool any_of_block(bool value) {
   __shared__ int any_of_warp[kCheckThreads / simt::kWarp];
   // One warp's lanes read the results of all warps.
@@ -56,7 +56,7 @@ EMB_DEVICE Bags bags_of(const BoundsArgs& args) {
   return {args.offsets, args.num_bags, args.num_lookups};
 }
 
-// Return the repaired offset i, from all offsets up to i.
+// Return the repaired offset i, computed from all offsets up to i.
 EMB_DEVICE int32_t repaired_offset(const BoundsArgs& args, int64_t i) {
   if (i == args.num_bags && i > 0) return static_cast<int32_t>(args.num_lookups);
   int32_t maximum = 0;
@@ -64,7 +64,7 @@ EMB_DEVICE int32_t repaired_offset(const BoundsArgs& args, int64_t i) {
   return maximum;
 }
 
-// Return the bag of lookup i by the repaired offsets, -1 if it precedes all bags.
+// Return the bag of lookup i according to the repaired offsets, -1 if it precedes all bags.
 EMB_DEVICE int bag_by_repaired(const BoundsArgs& args, int64_t i) {
   int64_t bag = 0;
   while (bag < args.num_bags && clamped_offset(bags_of(args), bag) <= i) ++bag;
@@ -100,9 +100,9 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   int bad_offsets = 0;
   BadIndices bad;
   for (int64_t i = simt::global_thread(); i <= args.num_bags; i += simt::threads_in_grid()) {
-    const int64_t x = args.offsets[i];
-    const auto repaired = repairs ? repaired_offset(args, i) : static_cast<int32_t>(x);
-    bad_offsets += repaired != x;
+    const int64_t offset = args.offsets[i];
+    const auto repaired = repairs ? repaired_offset(args, i) : static_cast<int32_t>(offset);
+    bad_offsets += repaired != offset;
     args.repaired[i] = repaired;
   }
   const auto start = [&](int bag) { return args.offsets[bag]; };

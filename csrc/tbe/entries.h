@@ -1,8 +1,8 @@
 // Entries of table-batched embeddings that other entries call, on the CPU and on the GPU. Shapes
 // and dtypes of the arguments that all ops share (features, indices, offsets, bag_layout, slots,
 // weights, sample_weights) are in emblib/ops/tbe.py. All tensors of a call are on one device. An
-// entry checks shapes, dtypes and devices and raises before anything is written; on the GPU it does
-// not read the contents of tensors and does not wait for the device.
+// entry checks shapes, dtypes and devices, and throws before anything is written; on the GPU it
+// does not read the contents of tensors and does not wait for the device.
 #pragma once
 
 #include <optional>
@@ -32,14 +32,14 @@ struct Grouping {
 // Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
 // offsets, int32 [bags + 1], and the numbers of violations, int64 [2]: invalid indices, and offsets
 // that the repair changed plus lost indices (tbe/check.h). Indices are not changed, since every
-// kernel repairs those it reads. The mode "fatal" raises for a violation (a GPU traps).
+// kernel repairs those it reads. The mode "fatal" throws for a violation (a GPU traps).
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode);
 
 // Sort the lookups of a batch by linear row id, stably. Ids must be below `total_rows`: the CPU
-// raises for a table beyond it, a GPU skips lookups of other ids. Return
-//   rows      int64 [L]: the distinct ids, ascending; entries from U on are 0
+// throws for a table that ends beyond it, a GPU skips lookups of larger ids. Return
+//   rows      int64 [L]: the distinct ids, ascending; elements from U on are 0
 //   segments  int32 [L + 1]: group g is sorted lookups [segments[g], segments[g + 1]), which is
 //             empty from group U on
 //   lookups   int32 [L]: the position of each sorted lookup in `indices`
@@ -61,8 +61,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// Return the mode of a bounds check, nothing if `mode` is null (no check). Raise if it is no code
-// of BoundsMode, or if `violations`, the counters that the check adds to, is not int64 [2].
+// Return the mode of a bounds check, nothing if `mode` is null (no check). Throws if `mode` is no
+// code of BoundsMode, or if `violations`, to which the check adds its counts, is not int64 [2].
 inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
                                                         const std::optional<int64_t>& mode,
                                                         const Tensor& violations) {
@@ -74,7 +74,7 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
 }
 
 // Return whether all offsets are valid and all indices are rows of their table or -1, so that there
-// is nothing to repair or to report. All tensors must be on the CPU; several threads share the
+// is nothing to repair or to report. All tensors must be on the CPU; several threads check the
 // indices. `features`, int64 [F, 8], must have been checked.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
@@ -90,8 +90,8 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
 
 namespace cuda {
 
-// The device memory of a grouping of n lookups, as `tbe_group` returns it; whoever allocated it
-// keeps it until the kernels that use it have run.
+// The device memory of a grouping of n lookups, as `tbe_group` returns it. It must live until the
+// kernels that use it have run.
 struct GroupArrays {
   int64_t* rows;                          // [n]
   int32_t* segments;                      // [n + 1]

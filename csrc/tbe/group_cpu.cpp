@@ -1,10 +1,9 @@
 // `tbe_group` on the CPU: turn the lookups of all features into linear row ids, sort and group
 // them, and return the bag of every sorted lookup for the backward pass.
 //
-// Each table is grouped separately (group_runs) if there are several tables, features read them in
-// the order of their rows, no lookup is skipped, and no table has too many lookups (find_runs). The
-// lookups of a table are then neighbours and its keys small. Otherwise all lookups are grouped
-// together (group_items). Both give the same result.
+// Each table is grouped separately (group_runs) if find_runs finds a run per table and no lookup is
+// skipped or repaired. The lookups of a table are then neighbours and its keys small. Otherwise all
+// lookups are grouped together (group_items). Both give the same result.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -59,8 +58,8 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
 }
 
 // Return whether all lookups belong to bags and all indices are rows of their table, so that no
-// lookup is skipped or repaired. `offsets` must have been repaired. A set sign bit of `signs` means
-// no.
+// lookup is skipped or repaired. `offsets` must have been repaired. A number that is out of range
+// sets the sign bit of `signs`.
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
@@ -109,20 +108,22 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const int64_t parts = group_parts(n);
-  std::vector<int64_t> bags(parts + 1), part_begins(parts + 1);
+  std::vector<int64_t> part_bags(parts + 1), part_begins(parts + 1);  // first bag and lookup
   const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };  // of the bags before it
   for (int64_t part = 0; part <= parts; ++part) {
-    bags[part] = split_point(num_bags, part, parts, cost);
-    part_begins[part] = part == 0 ? 0 : offsets[bags[part]];
+    part_bags[part] = split_point(num_bags, part, parts, cost);
+    part_begins[part] = part == 0 ? 0 : offsets[part_bags[part]];
   }
   const auto fill = [&](int64_t part, const auto& put) {
     // Lookups before the first bag belong to no group.
-    for (int64_t i = part_begins[part]; i < offsets[bags[part]]; ++i)
-      put(i, total_rows), bag_of[i] = 0;
-    for (int64_t bag = bags[part]; bag < bags[part + 1];) {
+    for (int64_t i = part_begins[part]; i < offsets[part_bags[part]]; ++i) {
+      put(i, total_rows);
+      bag_of[i] = 0;
+    }
+    for (int64_t bag = part_bags[part]; bag < part_bags[part + 1];) {
       const int64_t f = feature_bags.feature_of(bag);
       const Feature& feature = features[f];
-      const int64_t last = std::min(bags[part + 1], feature_bags.first_bags[f + 1]);
+      const int64_t last = std::min(part_bags[part + 1], feature_bags.first_bags[f + 1]);
       for (; bag < last; ++bag) {
         for (int64_t i = offsets[bag]; i < offsets[bag + 1]; ++i) {
           const int64_t row = repair_index(indices[i], feature.rows);
@@ -160,16 +161,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
   Tensor sorted_bags = allocate_output(indices, {indices.numel()}, ScalarType::Int);
   const GroupOutput output = result.output();
   int32_t* bags = sorted_bags.mutable_data_ptr<int32_t>();
-  const IndexArray ids = index_array(index_tensor);
+  const IndexArray index_values = index_array(index_tensor);
   const auto by_table = [&](const auto* array) {
     return group_by_table(feature, feature_bags, array, repaired_offsets, output, bags);
   };
-  const bool is_grouped = ids.is_int64 ? by_table(static_cast<const int64_t*>(ids.data))
-                                       : by_table(static_cast<const int32_t*>(ids.data));
+  const bool is_grouped = index_values.is_int64
+                              ? by_table(static_cast<const int64_t*>(index_values.data))
+                              : by_table(static_cast<const int32_t*>(index_values.data));
   if (!is_grouped) {
     const auto group =
         total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
-    group(feature, feature_bags, ids, repaired_offsets, total_rows, output, bags);
+    group(feature, feature_bags, index_values, repaired_offsets, total_rows, output, bags);
   }
   return {result.unique, result.segments, result.permutation, sorted_bags, result.num_groups};
 }

@@ -23,9 +23,9 @@ struct GroupBatch {
                            // again
 };
 
-// Write the grouping of a batch to `out`, and count the step of its update in `step` (which may
-// count none: `{}`). `like` is a tensor on the device; scratch memory, one allocation, is taken
-// from torch before the first launch, so that a failure launches nothing.
+// Write the grouping of a batch to `out`, and count the step of its update in `step`; with `{}` as
+// `step` no step is counted. `like` is a tensor on the device; scratch memory, one allocation, is
+// taken from torch before the first launch, so that a failure launches nothing.
 //
 // Small batches take one launch of a cluster of blocks (group/small_group.cuh): up to
 // kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters, and up to kMaxSmallBags bags.

@@ -4,8 +4,8 @@
 //
 // A block takes tiles of lookups. Each bag that begins in a tile writes its number at its first
 // lookup, and a running maximum then gives each lookup its bag. The grid checks the offsets while
-// it makes keys from them unrepaired. If an offset turns out to be invalid, the last block to
-// finish repairs all offsets and makes all keys again: slowly, but such batches are rare.
+// it makes keys from the unrepaired offsets. If an offset turns out to be invalid, the last block
+// to finish repairs all offsets and makes all keys again. This is slow, but such batches are rare.
 #pragma once
 
 #include "core/search.cuh"
@@ -24,8 +24,8 @@ struct LookupKeys {
   int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 before the first; null: not written
 };
 
-// The numbers of indices that a thread found to be neither rows nor -1, and of indices that are
-// lost before the first bag.
+// The counts of a thread. `invalid`: indices of a bag that are neither rows of its table nor -1.
+// `lost`: indices before the first bag that are not -1.
 struct BadIndices {
   int invalid = 0, lost = 0;
 };
@@ -66,8 +66,9 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   const TileSearch search(start, static_cast<int>(bags.num_bags), tile, end, shared.range);
   for (int64_t bag = search.first + 1 + int64_t{threadIdx.x}; bag <= search.last;
        bag += kTileThreads) {
-    const int64_t at = start(static_cast<int>(bag)) - tile;
-    if (at >= 0 && at < kKeyTile) atomicMax(&shared.bags[at], static_cast<int>(bag));
+    const int64_t first_lookup = start(static_cast<int>(bag)) - tile;
+    if (first_lookup >= 0 && first_lookup < kKeyTile)
+      atomicMax(&shared.bags[first_lookup], static_cast<int>(bag));
   }
   __syncthreads();
   int* const bags_of_thread = shared.bags + threadIdx.x * kKeysPerThread;
@@ -100,10 +101,10 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
   find_bags(bags, tile, end, shared);
 #pragma unroll
   for (int j = 0; j < kKeysPerThread; ++j) {
-    const int at = j * kTileThreads + static_cast<int>(threadIdx.x);
-    const int64_t i = tile + at;
+    const int tile_position = j * kTileThreads + static_cast<int>(threadIdx.x);
+    const int64_t i = tile + tile_position;
     if (i >= end) continue;
-    const int bag = shared.bags[at];
+    const int bag = shared.bags[tile_position];
     const Key key = lookup_key(in, i, bag, sort.limit, bad);
     if (sort.keys != nullptr) sort.keys[i] = key;
     if (sort.positions != nullptr) sort.positions[i] = static_cast<int32_t>(i);
@@ -112,10 +113,11 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
   __syncthreads();
 }
 
-// The violations that the blocks of a grid counted: invalid indices, lost indices, invalid offsets.
-// They are complete only in the block that finishes last, where `is_last` is true.
+// The violations that the blocks of a grid counted. They are complete only in the block that
+// finishes last, where `is_last` is true.
 struct GridCounts {
-  int64_t indices, lost, offsets;
+  int64_t bad_indices, lost_indices;
+  int64_t bad_offsets;  // invalid offsets; after the repair, offsets that it changed
   bool is_last;
 };
 
@@ -124,30 +126,33 @@ struct GridCounts {
 // must call it; it has barriers. The first word counts invalid indices in its lower 32 bits and
 // lost indices in the upper 32; the second counts invalid offsets in its lower 40 bits and the
 // blocks that have finished in the upper 24. That suffices: there are fewer than 2^31 lookups and
-// bags. Both words must be 0 before the launch. The first fence puts the keys that this block wrote
-// before its arrival, since the last block may write them again; the others put its counts before
-// its arrival, and all arrivals before the last block reads the counts.
-EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad, int offsets) {
+// bags. Both words must be 0 before the launch. The block *arrives* when it adds to the second
+// word. The first fence orders the keys that the block wrote before its arrival, since the last
+// block may overwrite them. The second orders its counts of indices before its arrival. The third
+// orders all arrivals before the last block reads the counts of indices.
+EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& bad,
+                                   int bad_offsets) {
   constexpr int kLostShift = 32, kFinishedShift = 40;
   __shared__ GridCounts counts;
   __threadfence();
-  const int indices = block_sum(bad.invalid), lost = block_sum(bad.lost);
-  offsets = block_sum(offsets);
-  if (gridDim.x == 1) return {indices, lost, offsets, true};
+  const int bad_indices = block_sum(bad.invalid), lost = block_sum(bad.lost);
+  bad_offsets = block_sum(bad_offsets);
+  if (gridDim.x == 1) return {bad_indices, lost, bad_offsets, true};
   if (threadIdx.x == 0) {
-    const unsigned long long lost_part = static_cast<unsigned>(lost);
-    atomicAdd(&check.progress[0], static_cast<unsigned>(indices) + (lost_part << kLostShift));
+    const unsigned long long lost_bits = static_cast<unsigned>(lost);
+    atomicAdd(&check.progress[0], static_cast<unsigned>(bad_indices) + (lost_bits << kLostShift));
     __threadfence();
-    const unsigned long long block = 1ull << kFinishedShift, added = static_cast<unsigned>(offsets);
-    const unsigned long long before = atomicAdd(&check.progress[1], block + added);
+    const unsigned long long one_block = 1ull << kFinishedShift;
+    const unsigned long long added = static_cast<unsigned>(bad_offsets);
+    const unsigned long long before = atomicAdd(&check.progress[1], one_block + added);
     __threadfence();
-    const bool is_last = before >> kFinishedShift == gridDim.x - 1;
+    const bool is_last = (before >> kFinishedShift) == gridDim.x - 1;
     counts = {0, 0, 0, is_last};
     if (is_last) {
-      const unsigned long long all = atomicAdd(&check.progress[0], 0ull);
-      counts.indices = static_cast<int64_t>(all & ((1ull << kLostShift) - 1));
-      counts.lost = static_cast<int64_t>(all >> kLostShift);
-      counts.offsets = static_cast<int64_t>((before & (block - 1)) + added);
+      const unsigned long long index_counts = atomicAdd(&check.progress[0], 0ull);
+      counts.bad_indices = static_cast<int64_t>(index_counts & ((1ull << kLostShift) - 1));
+      counts.lost_indices = static_cast<int64_t>(index_counts >> kLostShift);
+      counts.bad_offsets = static_cast<int64_t>((before & (one_block - 1)) + added);
     }
   }
   __syncthreads();
@@ -155,7 +160,7 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
 }
 
 // Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler takes
-// 32 and spills.
+// 32 registers and spills (reports/LOG.md has no entry on this).
 inline constexpr int kKeyBlocks = 6;
 
 // Make the keys of all lookups, check the batch as `check` says, and report its violations. Both
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
   int64_t first = static_cast<int64_t>(blockIdx.x) * kKeyTile;
   int64_t step = static_cast<int64_t>(gridDim.x) * kKeyTile;
   GridCounts counts{};
-  // One loop for both passes, so that its code is there once.
+  // One loop runs both passes, so that the kernel contains the code of make_keys once.
 #pragma unroll 1
   for (bool is_repaired = false;; is_repaired = true) {
     BadIndices bad;
@@ -184,19 +189,20 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     }
     if (check.repaired == nullptr) return;
     if (is_repaired) {
-      counts.indices = block_sum(bad.invalid);
-      counts.lost = block_sum(bad.lost);
+      counts.bad_indices = block_sum(bad.invalid);
+      counts.lost_indices = block_sum(bad.lost);
       break;
     }
     counts = finish_block(check, bad, bad_offsets);
     if (!counts.is_last) return;
-    if (counts.offsets == 0) break;
-    counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.warp_scratch));
+    if (counts.bad_offsets == 0) break;
+    counts.bad_offsets = block_sum(repair_offsets(bags, check.repaired, shared.warp_scratch));
     bags.offsets = IndexArray{check.repaired, false};
     first = 0;
     step = kKeyTile;
   }
-  if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets + counts.lost);
+  if (threadIdx.x == 0)
+    report_violations(check, counts.bad_indices, counts.bad_offsets + counts.lost_indices);
 }
 
 // Launch lookup_keys_kernel; of `sort` it uses keys, positions and limit. Clears check.progress
@@ -204,10 +210,10 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& sort) {
-  const int64_t offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
-  const int64_t work = offsets < in.bags.num_lookups ? in.bags.num_lookups : offsets;
-  if (work == 0) return;
-  const unsigned blocks = blocks_for(work, kKeyTile, launcher.blocks(kResidentBlocks));
+  const int64_t num_offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
+  const int64_t items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
+  if (items == 0) return;
+  const unsigned blocks = blocks_for(items, kKeyTile, launcher.blocks(kResidentBlocks));
   if (blocks > 1 && check.repaired != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }

@@ -84,12 +84,12 @@ EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& featu
 
 // The index and the cache slot of a lookup, which are read ahead of the row. The default is a
 // lookup to skip.
-struct LookupId {
+struct IndexAndSlot {
   int64_t index = -1;
   int32_t slot = -1;
 
-  LookupId() = default;
-  EMB_DEVICE LookupId(const DeviceLookupArgs& args, int64_t i) : index(args.indices[i]) {
+  IndexAndSlot() = default;
+  EMB_DEVICE IndexAndSlot(const DeviceLookupArgs& args, int64_t i) : index(args.indices[i]) {
     if (args.slots != nullptr) slot = args.slots[i];
   }
 };
@@ -97,10 +97,10 @@ struct LookupId {
 // Return the distance of the row of a lookup from args.weights in elements, -1 for a lookup to
 // skip.
 EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& feature,
-                              const LookupId& id) {
-  const int64_t row = repair_index(id.index, feature.rows);
+                              const IndexAndSlot& lookup) {
+  const int64_t row = repair_index(lookup.index, feature.rows);
   if (row < 0 || row >= feature.rows) return -1;
-  const RowLocation location = locate_row(feature, row, valid_slot(args, feature, id.slot));
+  const RowLocation location = locate_row(feature, row, valid_slot(args, feature, lookup.slot));
   return args.distance[location.tier] + location.element;
 }
 
@@ -124,14 +124,14 @@ template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
-  const auto id_at = [&](int i) {
-    return i < task.length ? LookupId(args, task.begin + i) : LookupId();
+  const auto lookup_at = [&](int i) {
+    return i < task.length ? IndexAndSlot(args, task.begin + i) : IndexAndSlot();
   };
-  LookupId id = id_at(lane.rank);
+  IndexAndSlot lookup = lookup_at(lane.rank);
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
-    const int64_t offset = row_offset(args, *task.feature, id);
-    id = id_at(i + lane.lanes);
+    const int64_t offset = row_offset(args, *task.feature, lookup);
+    lookup = lookup_at(i + lane.lanes);
     float weight = 0.0f;
     if (offset >= 0) weight = args.sample_weights ? args.sample_weights[task.begin + i] : 1.0f;
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
     if (i < args.bags.num_lookups && args.bags.num_bags > 0 && i >= args.bags.begin(0)) {
       const int64_t f = feature_of_lookup(args.map, args.bags, args.num_features, i);
       const Feature& feature = args.features[f];
-      offset = row_offset(args, feature, LookupId(args, i));
+      offset = row_offset(args, feature, IndexAndSlot(args, i));
     }
     const bool uses_vectors =
         __all_sync(simt::kFullMask, width % N == 0 && (offset < 0 || offset % N == 0)) &&
@@ -259,10 +259,10 @@ struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
 
-  EMB_DEVICE StepRow(const DeviceLookupArgs& args, const BagTask& task, const LookupId& id,
+  EMB_DEVICE StepRow(const DeviceLookupArgs& args, const BagTask& task, const IndexAndSlot& lookup,
                      int step) {
     if (step >= task.length) return;
-    offset = row_offset(args, *task.feature, id);
+    offset = row_offset(args, *task.feature, lookup);
     if (offset < 0) return;
     weight = args.sample_weights ? args.sample_weights[task.begin + step] : 1.0f;
   }
@@ -276,13 +276,13 @@ EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task
                                const LaneGroup& lane, int column, int longest,
                                float (&sum)[kBagsInFlight][N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
-  const auto id_at = [&](int i) {
-    return i < task.length ? LookupId(args, task.begin + i) : LookupId();
+  const auto lookup_at = [&](int i) {
+    return i < task.length ? IndexAndSlot(args, task.begin + i) : IndexAndSlot();
   };
-  LookupId id = id_at(0);
+  IndexAndSlot lookup = lookup_at(0);
   for (int step = 0; step < longest; ++step) {
-    const StepRow located(args, task, id, step);
-    id = id_at(step + 1);
+    const StepRow located(args, task, lookup, step);
+    lookup = lookup_at(step + 1);
     RowSlice<W, N> slice[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
@@ -365,13 +365,13 @@ inline bool has_short_bags(const DeviceLookupArgs& args) {
 // a block takes a bag: each of its groups sums a stretch of the lookups, then the sums of the
 // stretches are added in order.
 
-// Return stretch number `stretch` of a bag, one group's work. Stretches have `share` lookups each;
-// the last ones may have fewer or none.
-EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
+// Return stretch number `stretch` of a bag, one group's work. Stretches have `stretch_length`
+// lookups each; the last ones may have fewer or none.
+EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int stretch_length) {
   BagTask result = bag;
-  const int rest = bag.length - stretch * share;
-  result.begin += stretch * share;
-  result.length = rest < 0 ? 0 : rest < share ? rest : share;
+  const int remaining = bag.length - stretch * stretch_length;
+  result.begin += stretch * stretch_length;
+  result.length = remaining < 0 ? 0 : (remaining < stretch_length ? remaining : stretch_length);
   return result;
 }
 
@@ -386,17 +386,17 @@ __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocks)
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   for (uint32_t bag = blockIdx.x; bag < bags; bag += gridDim.x) {
     const BagTask task(args, bag);
-    const int share = (task.length + stretches - 1) / stretches;
-    const BagTask stretch = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
+    const int stretch_length = (task.length + stretches - 1) / stretches;
+    const BagTask stretch = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, stretch_length);
     const bool uses_vectors = has_whole_vectors<W>(args, *task.feature);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
       if (uses_vectors) {
-        sum_bag<W, N, true>(args, stretch, lane, column, share, sum);
+        sum_bag<W, N, true>(args, stretch, lane, column, stretch_length, sum);
       } else {
-        sum_bag<W, N, false>(args, stretch, lane, column, share, sum);
+        sum_bag<W, N, false>(args, stretch, lane, column, stretch_length, sum);
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) stretch_sum[threadIdx.x][e] = sum[e];
@@ -413,9 +413,9 @@ __global__ void __launch_bounds__(kLookupThreads, kLongBagBlocks)
   }
 }
 
-// Return whether blocks should share bags: they are long, and too few to give each warp of a GPU
-// one. This does not depend on the device, so that a result has the same bits on every GPU. The
-// bounds are not measured.
+// Return whether each bag should take a whole block: bags are long, and too few to occupy a GPU
+// with a group of lanes each. This does not depend on the device, so that a result has the same
+// bits on every GPU. The bounds are not measured.
 inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
   constexpr int64_t kLongBag = 64;           // lookups
   constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
@@ -458,7 +458,7 @@ struct MixedSlice {
 
   EMB_DEVICE float operator[](int k) const {
     if (type == Dtype::kFloat) return bits_float(word[k]);
-    const auto bits = static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16));
+    const auto bits = static_cast<uint16_t>(word[k / 2] >> ((k % 2) * 16));
     return type == Dtype::kHalf ? to_float(half16{bits}) : to_float(bfloat16{bits});
   }
 };
@@ -482,8 +482,9 @@ EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& fe
 // whole vectors.
 EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t address) {
   const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
-  const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
-  return address == 0 || (dim % kMixedColumns == 0 && (address & odd) == 0);
+  // Bits that are 0 in a multiple of a vector's size; bit 0 is the mark of the cache.
+  const int64_t low_bits = (kMixedColumns * size - 1) & ~int64_t{1};
+  return address == 0 || (dim % kMixedColumns == 0 && (address & low_bits) == 0);
 }
 
 // For the first `steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
@@ -590,21 +591,21 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   const int64_t mean_dim = mean_width(args);
   const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
-  const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
+  const auto launch = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
     const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
     const unsigned blocks =
         blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocks));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {
-    start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
+    launch(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
   } else if (has_short_bags(args)) {
-    start(short_bags_kernel<W>, args.bags.num_bags, groups * kBagsInFlight, kShortBagThreads);
+    launch(short_bags_kernel<W>, args.bags.num_bags, groups * kBagsInFlight, kShortBagThreads);
   } else if (has_long_bags(args, lanes)) {
     const int warps = kLookupThreads / static_cast<int>(simt::kWarp);
-    start(long_bags_kernel<W>, args.bags.num_bags * warps, 1, kLookupThreads);
+    launch(long_bags_kernel<W>, args.bags.num_bags * warps, 1, kLookupThreads);
   } else {
-    start(pool_kernel<W>, args.bags.num_bags, groups, kLookupThreads);
+    launch(pool_kernel<W>, args.bags.num_bags, groups, kLookupThreads);
   }
 }
 

@@ -25,12 +25,12 @@ namespace {
 LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
   const LookupTable& table = lookup_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
-  return table.at[rows.caching == Caching::kSame][static_cast<int>(weights)]
-                 [static_cast<int>(output)][rows.indices.is_int64];
+  return table.kernels[rows.caching == Caching::kSame][static_cast<int>(weights)]
+                      [static_cast<int>(output)][rows.indices.is_int64];
 }
 
 // Outputs of at least this many bytes are written past the caches, which would not hold them until
-// they are read: an ordinary store reads the cache line first, and evicts rows.
+// they are read. An ordinary store would read each cache line of the output first, and evict rows.
 constexpr int64_t kBypassBytes = int64_t{2} << 20;
 
 int64_t bytes_of(const Tensor& tensor) {
@@ -43,7 +43,7 @@ bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
-// Raise unless each of the `columns` columns belongs to exactly one feature or, in a variable
+// Throws unless each of the `columns` columns belongs to exactly one feature or, in a variable
 // batch, each of the `columns` elements to exactly one bag: kernels write no others. Usually these
 // columns or elements are a few runs of neighbours, in order.
 void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
@@ -80,25 +80,26 @@ void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
 }
 
 // Allocate the output, and clear it if kernels leave some of it unwritten: rows of lookups before
-// the first bag, or all of it without bags. Raises, without pooling, if a feature's dim is not
-// `columns`, and with pooling if check_coverage does.
+// the first bag, or all of it without bags. Throws, without pooling, if a feature's dim is not
+// `columns`, and with pooling if check_coverage does (which needs bags).
 Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const int64_t num_features = in.feature_bags.num_features();
-  const bool variable = in.feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;
+  const bool is_variable = in.feature_bags.map.layout != nullptr;
+  const bool is_unpooled = in.pooling == Pooling::kNone;
   const Feature* feature = feature_array(in.features);
-  for (int64_t f = 0; none && f < num_features; ++f) {
+  for (int64_t f = 0; is_unpooled && f < num_features; ++f) {
     STD_TORCH_CHECK(feature[f].dim == columns, op,
                     ": pooling none needs one dim for all features, got ", feature[f].dim, " and ",
                     columns);
   }
   const bool has_bags = in.bags.num_bags > 0;
-  if (has_bags && !none) check_coverage(op, in, columns);
-  const int64_t lines = none                ? in.indices.numel()
-                        : num_features == 0 ? 0
-                                            : in.bags.num_bags / num_features;
-  Tensor out = variable && !none ? allocate_output(in.indices, {columns}, dtype)
-                                 : allocate_output(in.indices, {lines, columns}, dtype);
-  if (!has_bags || (none && in.bags.begin(0) > 0)) torch::stable::zero_(out);
+  if (has_bags && !is_unpooled) check_coverage(op, in, columns);
+  const int64_t batch = num_features == 0 ? 0 : in.bags.num_bags / num_features;
+  const int64_t num_rows = is_unpooled ? in.indices.numel() : batch;
+  Tensor out = is_variable && !is_unpooled
+                   ? allocate_output(in.indices, {columns}, dtype)
+                   : allocate_output(in.indices, {num_rows, columns}, dtype);
+  if (!has_bags || (is_unpooled && in.bags.begin(0) > 0)) torch::stable::zero_(out);
   return out;
 }
 

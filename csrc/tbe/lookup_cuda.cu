@@ -85,18 +85,19 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
 }
 
 // Allocate the output of a lookup, uninitialised, and set it in the lookup.
-Tensor new_output(const char* op, ScalarType dtype, bool variable, LookupCall* lookup) {
+Tensor new_output(const char* op, ScalarType dtype, bool is_variable, LookupCall* lookup) {
   DeviceLookupArgs& args = lookup->args;
-  const bool none = args.pooling == Pooling::kNone;
+  const bool is_unpooled = args.pooling == Pooling::kNone;
   args.output_type = float_dtype(op, "output_dtype", dtype);
-  const int64_t lines = none ? lookup->indices.numel() : lookup->batch();
-  Tensor out = variable && !none ? allocate(lookup->indices, {args.columns}, dtype)
-                                 : allocate(lookup->indices, {lines, args.columns}, dtype);
+  const int64_t num_rows = is_unpooled ? lookup->indices.numel() : lookup->batch();
+  Tensor out = is_variable && !is_unpooled
+                   ? allocate(lookup->indices, {args.columns}, dtype)
+                   : allocate(lookup->indices, {num_rows, args.columns}, dtype);
   args.output = out.mutable_data_ptr();
   return out;
 }
 
-// Launch a lookup into `out`, whose memory is args.output; without bags, zeros.
+// Launch a lookup into `out`, whose memory is args.output. Without bags, fill `out` with zeros.
 void look_up(const CudaLauncher& launcher, const DeviceLookupArgs& args, Tensor* out) {
   if (args.bags.num_bags == 0) {
     torch::stable::zero_(*out);

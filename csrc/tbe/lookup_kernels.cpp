@@ -4,7 +4,7 @@
 //
 // Two paths give the same bits. If all indices of a range of bags are rows of the table and there
 // is no cache, as is usual, `pool_valid` needs few instructions per lookup, since no index is
-// repaired and whole rows are prefetched; so more cache misses overlap. Otherwise `pool`, which
+// repaired and whole rows are prefetched. More cache misses then overlap. Otherwise `pool`, which
 // uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
 #include <type_traits>
 
@@ -23,7 +23,7 @@ constexpr int64_t kPrefetchBytes = 4096;
 int64_t prefetch_distance(int64_t row_bytes) {
   const int64_t rows = kPrefetchBytes / (row_bytes < 64 ? 64 : row_bytes);
   constexpr int64_t kMinRows = 2, kMaxRows = 32;
-  return rows < kMinRows ? kMinRows : rows > kMaxRows ? kMaxRows : rows;
+  return rows < kMinRows ? kMinRows : (rows > kMaxRows ? kMaxRows : rows);
 }
 
 // The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
@@ -72,21 +72,21 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
-  const I* ids;      // [L]
+  const I* indices;  // [L]
   int64_t any_dim;   // columns of a row, used if kVectors is 0
   int64_t end;       // of the lookups of the range
   int64_t distance;  // lookups between the prefetch of a row and its use
 
-  ValidRows(const LookupArgs& args, const I* indices, int64_t end_lookup)
+  ValidRows(const LookupArgs& args, const I* range_indices, int64_t end_lookup)
       : table(static_cast<const W*>(args.rows.table)),
-        ids(indices),
+        indices(range_indices),
         any_dim(args.rows.dim),
         end(end_lookup),
         distance(prefetch_distance(nbytes())) {}
 
   EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : any_dim; }
   EMB_HD int64_t nbytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
-  EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(ids[i]) * dim(); }
+  EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(indices[i]) * dim(); }
   // Prefetch the row that is read `distance` lookups after i; near the end, the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
     prefetch_row<false>(at(i + distance < end ? i + distance : end - 1), nbytes());
@@ -226,10 +226,10 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
 // have kVectors vector registers; 0 stands for any length. With kStream, which needs kVectors > 0,
 // the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
-void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
+void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
   const BagItems& bags = args.bags;
   const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
-  const ValidRows<kVectors, W, I> rows(args, ids, last);
+  const ValidRows<kVectors, W, I> rows(args, indices, last);
   rows.prefetch_first(first);
   const float* weights = args.sample_weights;
   O* const out = static_cast<O*>(args.out);
@@ -271,29 +271,29 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
 // Pool with the instance of pool_valid for the dim of the table. Rows of another length do not
 // bypass the caches.
 template <bool kStream, class O, class W, class I>
-void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
+void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
 #if defined(__x86_64__) && !defined(__AVX2__)
-  // Nearly every x86 processor runs the code for AVX2; this one keeps the general loop, which gives
-  // the same bits and compiles in a part of the time.
-  return pool_valid<0, false, O, W>(args, ids, first_bag, last_bag);
+  // Nearly every x86 processor runs the code for AVX2 or AVX-512. The code for older processors
+  // keeps the general loop, which gives the same bits and compiles in less time.
+  return pool_valid<0, false, O, W>(args, indices, first_bag, last_bag);
 #else
   switch (args.rows.dim % kLanes == 0 ? args.rows.dim / kLanes : 0) {
     case 1:
-      return pool_valid<1, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<1, kStream, O, W>(args, indices, first_bag, last_bag);
     case 2:
-      return pool_valid<2, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<2, kStream, O, W>(args, indices, first_bag, last_bag);
     case 3:
-      return pool_valid<3, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<3, kStream, O, W>(args, indices, first_bag, last_bag);
     case 4:
-      return pool_valid<4, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<4, kStream, O, W>(args, indices, first_bag, last_bag);
     case 6:
-      return pool_valid<6, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<6, kStream, O, W>(args, indices, first_bag, last_bag);
     case 8:
-      return pool_valid<8, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<8, kStream, O, W>(args, indices, first_bag, last_bag);
     case 16:
-      return pool_valid<16, kStream, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<16, kStream, O, W>(args, indices, first_bag, last_bag);
     default:
-      return pool_valid<0, false, O, W>(args, ids, first_bag, last_bag);
+      return pool_valid<0, false, O, W>(args, indices, first_bag, last_bag);
   }
 #endif
 }
@@ -313,25 +313,25 @@ bool are_all_rows(const I* indices, int64_t begin, int64_t end, int64_t rows) {
 // The LookupFn for tables without a cache.
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
-  const auto* ids = static_cast<const I*>(args.rows.indices.data);
+  const auto* indices = static_cast<const I*>(args.rows.indices.data);
   const int64_t first = args.bags.first_lookup(first_bag), last = args.bags.end_lookup(last_bag);
-  if (!are_all_rows(ids, first, last, args.rows.rows)) {
-    return pool<O>(args, PlainRows<W, const I*>(args.rows, ids), first_bag, last_bag);
+  if (!are_all_rows(indices, first, last, args.rows.rows)) {
+    return pool<O>(args, PlainRows<W, const I*>(args.rows, indices), first_bag, last_bag);
   }
   if constexpr (std::is_same_v<O, float>) {
     if (args.bypasses_caches) {
-      pool_valid<true, O, W>(args, ids, first_bag, last_bag);
+      pool_valid<true, O, W>(args, indices, first_bag, last_bag);
       return end_stream();
     }
   }
-  pool_valid<false, O, W>(args, ids, first_bag, last_bag);
+  pool_valid<false, O, W>(args, indices, first_bag, last_bag);
 }
 
 // The LookupFn for tables with a cache of their dtype.
 template <class W, class O, class I>
 void cached_lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
-  const auto* ids = static_cast<const I*>(args.rows.indices.data);
-  pool<O>(args, CachedRows<W, const I*>(args.rows, ids), first_bag, last_bag);
+  const auto* indices = static_cast<const I*>(args.rows.indices.data);
+  pool<O>(args, CachedRows<W, const I*>(args.rows, indices), first_bag, last_bag);
 }
 
 // The LookupFn for tables with a cache of another dtype.
@@ -345,10 +345,10 @@ constexpr LookupTable make_table() {
   for_each_dtype([&]<class O>(TypeTag<O>, int output) {
     table.mixed[output] = mixed_lookup<O>;
     for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
-      table.at[0][weights][output][0] = lookup<W, O, int32_t>;
-      table.at[0][weights][output][1] = lookup<W, O, int64_t>;
-      table.at[1][weights][output][0] = cached_lookup<W, O, int32_t>;
-      table.at[1][weights][output][1] = cached_lookup<W, O, int64_t>;
+      table.kernels[0][weights][output][0] = lookup<W, O, int32_t>;
+      table.kernels[0][weights][output][1] = lookup<W, O, int64_t>;
+      table.kernels[1][weights][output][0] = cached_lookup<W, O, int32_t>;
+      table.kernels[1][weights][output][1] = cached_lookup<W, O, int64_t>;
     });
   });
   return table;

@@ -3,8 +3,8 @@
 // offset, if that is above 0, belong to no bag: an index of -1 there is padding, any other is
 // *lost*, which counts as a violation of the offsets.
 //
-// Nearly every batch is valid. So all threads check the offsets, without a scan, and only if one of
-// them finds an invalid offset does a single block repair all offsets, in the same launch
+// Nearly every batch is valid, so all threads first check the offsets, without a scan. If a thread
+// finds an invalid offset, a single block repairs all offsets in the same launch
 // (lookup_keys_kernel and SmallLookups of tbe/keys.cuh). The exception is tbe/check_batch.cuh,
 // where each thread repairs the offsets that it writes.
 #pragma once
@@ -33,8 +33,9 @@ EMB_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Return offset i, clamped to [0, L].
 EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
-  const int64_t x = bags.offsets[i];
-  return static_cast<int32_t>(x < 0 ? 0 : x > bags.num_lookups ? bags.num_lookups : x);
+  const int64_t offset = bags.offsets[i];
+  return static_cast<int32_t>(offset < 0 ? 0
+                                         : (offset > bags.num_lookups ? bags.num_lookups : offset));
 }
 
 // Return how many of the offsets first, first + step, ... of [0, bags] are invalid: below their
@@ -47,28 +48,29 @@ EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, 
   int invalid = 0;
 #pragma unroll 4
   for (int64_t i = first; i <= bags.num_bags; i += step) {
-    const int64_t x = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
-    invalid += x < previous || x > bags.num_lookups ||
-               (i == bags.num_bags && i > 0 && x != bags.num_lookups);
-    if (check.copies_valid) check.repaired[i] = static_cast<int32_t>(x);
+    const int64_t offset = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
+    invalid += offset < previous || offset > bags.num_lookups ||
+               (i == bags.num_bags && i > 0 && offset != bags.num_lookups);
+    if (check.copies_valid) check.repaired[i] = static_cast<int32_t>(offset);
   }
   return invalid;
 }
 
 // Write the repaired offsets to `repaired`, [bags + 1]; return how many of the offsets that this
-// thread wrote differ from bags.offsets. All threads of one block, which consists of whole warps,
-// must call it, and no other block; it has barriers. `warp_scratch` is shared memory for an int per
-// warp. The caller must not pass bags.offsets as `repaired`, nor 2^31 lookups or more; not checked.
+// thread wrote differ from bags.offsets. Exactly one block, which consists of whole warps, must
+// call it with all of its threads; it has barriers. `warp_scratch` is shared memory for an int per
+// warp. `repaired` must not be bags.offsets, and there must be fewer than 2^31 lookups; not
+// checked.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
-  constexpr int kEach = 4;  // neighbouring offsets per thread and tile
+  constexpr int kOffsetsPerThread = 4;  // neighbouring offsets per thread and tile
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   int32_t maximum_before = 0;  // of all tiles before this one
   int changed = 0;
-  for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kEach) {
-    const int64_t first = tile + int64_t{threadIdx.x} * kEach;
+  for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kOffsetsPerThread) {
+    const int64_t first = tile + int64_t{threadIdx.x} * kOffsetsPerThread;
     int32_t maximum = 0;
 #pragma unroll 1
-    for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {
+    for (int64_t i = first; i < first + kOffsetsPerThread && i <= bags.num_bags; ++i) {
       maximum = max_of(maximum, clamped_offset(bags, i));
     }
     for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
@@ -84,7 +86,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
       if (w < warp) running_max = max_of(running_max, warp_scratch[w]);
     }
 #pragma unroll 1
-    for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {
+    for (int64_t i = first; i < first + kOffsetsPerThread && i <= bags.num_bags; ++i) {
       running_max = max_of(running_max, clamped_offset(bags, i));
       // Without bags there are no lookups, and the only offset is 0.
       if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
@@ -110,17 +112,17 @@ EMB_DEVICE void fail_for_indices() {
       "BoundsCheck.WARNING reads row 0 instead");
 }
 
-// Add two counts, of invalid indices, and of lost indices and offsets that the repair changed, to
-// check.violations, or write them there if not check.adds_counts. Trap instead if check.is_fatal
-// and a number is not 0. One thread of the grid must call it. The additions are atomic because
-// kernels on other streams may add to the same counts.
-EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_indices,
-                                  int64_t num_offsets) {
-  if (check.is_fatal && num_offsets > 0) fail_for_offsets();
-  if (check.is_fatal && num_indices > 0) fail_for_indices();
+// Report the violations of a batch: `num_bad_indices` invalid indices, and `num_bad_offsets` lost
+// indices and offsets that the repair changed. If check.is_fatal, trap unless both are 0. Add them
+// to check.violations, or overwrite it if not check.adds_counts. One thread of the grid must call
+// this. The additions are atomic because kernels on other streams may add to the same counts.
+EMB_DEVICE void report_violations(const BatchCheck& check, int64_t num_bad_indices,
+                                  int64_t num_bad_offsets) {
+  if (check.is_fatal && num_bad_offsets > 0) fail_for_offsets();
+  if (check.is_fatal && num_bad_indices > 0) fail_for_indices();
   if (check.violations == nullptr) return;
-  const auto bad_indices = static_cast<unsigned long long>(num_indices);
-  const auto bad_offsets = static_cast<unsigned long long>(num_offsets);
+  const auto bad_indices = static_cast<unsigned long long>(num_bad_indices);
+  const auto bad_offsets = static_cast<unsigned long long>(num_bad_offsets);
   if (!check.adds_counts) {
     check.violations[0] = bad_indices;
     check.violations[1] = bad_offsets;

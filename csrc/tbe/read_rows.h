@@ -1,7 +1,8 @@
-// The row of a lookup, for CPU kernels. Each case has a reader, so that it is decided outside the
-// loops over lookups: PlainRows for rows of a table, CachedRows for rows of a table or of its
-// cache, and MixedRows for a table and a cache of two dtypes, whose rows are copied as floats. All
-// have the members of PlainRows. Only `*_kernels.cpp` may include this file.
+// Readers of the row of a lookup, for CPU kernels. Each kind of table has a reader, so that the
+// kind is decided outside the loops over lookups: PlainRows for rows of a table, CachedRows for
+// rows of a table or of its cache, and MixedRows for a table and a cache of two dtypes, whose rows
+// are copied as floats. All have the members of PlainRows. Only `*_kernels.cpp` may include this
+// file.
 #pragma once
 
 #include "core/vec.h"
@@ -9,23 +10,26 @@
 
 namespace emb::EMB_ISA {
 
-// Rows of a table. `Ids` is a pointer to the indices or, if their width is known at run time only,
-// an IndexArray.
-template <class W, class Ids>
+// Rows of a table. `Indices` is a pointer to the indices or, if their width is known at run time
+// only, an IndexArray.
+template <class W, class Indices>
 struct PlainRows {
   using Element = W;
   const W* table;
-  Ids ids;
+  Indices indices;
   int64_t rows, dim;
 
-  PlainRows(const TableRows& in, Ids indices)
-      : table(static_cast<const W*>(in.table)), ids(indices), rows(in.rows), dim(in.dim) {}
+  PlainRows(const TableRows& in, Indices lookup_indices)
+      : table(static_cast<const W*>(in.table)),
+        indices(lookup_indices),
+        rows(in.rows),
+        dim(in.dim) {}
 
   // Make rows begin `count` columns later.
   EMB_HD void skip_columns(int64_t count) { table += count; }
   // Return the first column of the row of lookup i, or null for a lookup to skip.
   EMB_HD const W* at(int64_t i) const {
-    const int64_t row = repair_index(ids[i], rows);
+    const int64_t row = repair_index(indices[i], rows);
     return row < 0 ? nullptr : table + row * dim;
   }
   // Prefetch the first `count` values of the row of lookup i.
@@ -37,18 +41,18 @@ struct PlainRows {
 };
 
 // Rows of a table, or of its cache if they have a slot.
-template <class W, class Ids>
+template <class W, class Indices>
 struct CachedRows {
   using Element = W;
   const W *table, *cache;
-  Ids ids;
+  Indices indices;
   const int32_t* slots;
   int64_t rows, dim, num_slots, stride;
 
-  CachedRows(const TableRows& in, Ids indices)
+  CachedRows(const TableRows& in, Indices lookup_indices)
       : table(static_cast<const W*>(in.table)),
         cache(static_cast<const W*>(in.cache)),
-        ids(indices),
+        indices(lookup_indices),
         slots(in.slots),
         rows(in.rows),
         dim(in.dim),
@@ -60,7 +64,7 @@ struct CachedRows {
     cache += count;
   }
   EMB_HD const W* at(int64_t i) const {
-    const int64_t row = repair_index(ids[i], rows), slot = slots[i];
+    const int64_t row = repair_index(indices[i], rows), slot = slots[i];
     if (row < 0) return nullptr;
     return slot >= 0 && slot < num_slots ? cache + slot * stride : table + row * dim;
   }

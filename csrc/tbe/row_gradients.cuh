@@ -38,9 +38,9 @@ EMB_HD int num_chunks(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
-// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
-// at least as many slots as chunks.
+// The memory of a chunk sum follows from the position of its segment; no counter is needed. There
+// is a *chunk slot* for every kShortSegment sorted lookups. The slots of a segment are those whose
+// first lookup lies in the segment. A long segment has at least as many slots as chunks.
 //
 // Return the number of chunk slots of a batch; 0 if no segment can be long.
 EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
@@ -162,18 +162,18 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
 // 0 if the gradient is not finite. Grid-stride over groups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
-  const int count = *args.num_groups;
+  const int num_groups = *args.num_groups;
   if (num_updated != nullptr && simt::global_thread() == 0)
-    *num_updated = count_update_step(step, count);
+    *num_updated = count_update_step(step, num_groups);
   if (args.chunk_tasks == nullptr) return;
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
-  for (int64_t base = simt::global_warp() * simt::kWarp; base < count;
+  for (int64_t base = simt::global_warp() * simt::kWarp; base < num_groups;
        base += simt::threads_in_grid()) {
-    const int64_t u = base + lane;
+    const int64_t group = base + lane;
     int begin = 0, end = 0, chunks = 0;
-    if (u < count) {
-      begin = args.segments[u];
-      end = args.segments[u + 1];
+    if (group < num_groups) {
+      begin = args.segments[group];
+      end = args.segments[group + 1];
       if (end - begin > kShortSegment &&
           has_chunks(args, end - begin, static_cast<int>(feature_of(args, begin).dim))) {
         chunks = num_chunks(end - begin);
@@ -198,29 +198,32 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Write the sum of chunk `task`, the chunk of slot t, to row t of args.chunk_sums. All threads of a
-// block must call it: every group of lanes sums a stretch of the chunk, then the sums of the
-// stretches are added in order. The grid's second dimension divides the columns of wide rows.
-// `stretch_sum` is shared memory, [kChunkThreads]. It has barriers.
+// Write the sum of chunk `task`, the chunk of slot `slot`, to that row of args.chunk_sums. All
+// threads of a block must call it: every group of lanes sums a stretch of the chunk, then the sums
+// of the stretches are added in order. The grid's second dimension divides the columns of wide
+// rows. `stretch_sum` is shared memory, [kChunkThreads]. It has barriers.
 template <class G>
 EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,
-                          int64_t t, float (*stretch_sum)[kColumns]) {
+                          int64_t slot, float (*stretch_sum)[kColumns]) {
   const int stretches = kChunkThreads / lane.lanes;
   const int stretch = static_cast<int>(threadIdx.x) / lane.lanes;
   int begin = args.segments[task.segment];
-  const int total = args.segments[task.segment + 1] - begin;
-  const int offset = task.chunk * chunk_length(total);
-  const int length = total - offset < chunk_length(total) ? total - offset : chunk_length(total);
-  const int share = (length + stretches - 1) / stretches;
-  const int rest = length - stretch * share;
+  const int segment_length = args.segments[task.segment + 1] - begin;
+  const int offset = task.chunk * chunk_length(segment_length);
+  const int length = segment_length - offset < chunk_length(segment_length)
+                         ? segment_length - offset
+                         : chunk_length(segment_length);
+  const int stretch_length = (length + stretches - 1) / stretches;
+  const int remaining = length - stretch * stretch_length;
   const int dim = static_cast<int>(feature_of(args, begin).dim);
   const int width = lane.lanes * kColumns;
-  begin += offset + stretch * share;
+  begin += offset + stretch * stretch_length;
   for (int base = static_cast<int>(blockIdx.y) * width; base < dim;
        base += static_cast<int>(gridDim.y) * width) {
     const int column = base + lane.rank * kColumns;
     float sum[kColumns] = {};
-    add_grads<G>(args, lane, begin, rest < share ? rest : share, share, column, dim, sum);
+    add_grads<G>(args, lane, begin, remaining < stretch_length ? remaining : stretch_length,
+                 stretch_length, column, dim, sum);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) stretch_sum[threadIdx.x][k] = sum[k];
     __syncthreads();
@@ -229,7 +232,7 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) sum[k] += stretch_sum[s * lane.lanes + threadIdx.x][k];
       }
-      write_columns(args.chunk_sums + t * args.chunk_sum_stride + column, dim - column, sum);
+      write_columns(args.chunk_sums + slot * args.chunk_sum_stride + column, dim - column, sum);
     }
     __syncthreads();
   }
@@ -244,9 +247,9 @@ __global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocks)
   const LaneGroup lane(lanes);
   const int64_t slots = first_chunk_slot(args.segments[*args.num_groups]);
   for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
-    const int64_t t = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
+    const int64_t slot = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
     ChunkTask lane_task{-1, 0};
-    if (t < slots) lane_task = args.chunk_tasks[t];
+    if (slot < slots) lane_task = args.chunk_tasks[slot];
     for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;
          pending &= pending - 1) {
       const int holder = __ffs(static_cast<int>(pending)) - 1;

@@ -56,8 +56,8 @@ EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
   const W* weights = static_cast<const W*>(in.weights) + column;
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
-    const LookupId id = i < task.length ? LookupId(in, task.begin + i) : LookupId();
-    const int64_t offset = row_offset(in, *task.feature, id);
+    const IndexAndSlot lookup = i < task.length ? IndexAndSlot(in, task.begin + i) : IndexAndSlot();
+    const int64_t offset = row_offset(in, *task.feature, lookup);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
     const int valid = task.dim - column;
     const float dot = dot_rows<W, N, kVector>(weights, offset, valid, lane, steps, grad);
@@ -158,9 +158,9 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
 template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
-  const int64_t bags_of_block = kLookupThreads / lanes;
+  const int64_t bags_per_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
-           blocks_for(args.lookup.bags.num_bags, bags_of_block,
+           blocks_for(args.lookup.bags.num_bags, bags_per_block,
                       launcher.blocks(kLookupWaves * kResidentBlocks)),
            kLookupThreads, args, lanes);
 }

@@ -20,7 +20,7 @@ SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
   const SampleWeightTable& table = sample_weight_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
   return table
-      .at[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
+      .kernels[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
 }
 
 // Return the gradient of the sample weights, float32 [L], 0 for skipped lookups. `grad` is the

@@ -62,8 +62,8 @@ constexpr SampleWeightTable make_table() {
   for_each_dtype([&]<class G>(TypeTag<G>, int grad) {
     table.mixed[grad] = mixed_grads<G>;
     for_each_dtype([&]<class W>(TypeTag<W>, int weights) {
-      table.at[0][weights][grad] = sample_weight_grads<W, G>;
-      table.at[1][weights][grad] = cached_grads<W, G>;
+      table.kernels[0][weights][grad] = sample_weight_grads<W, G>;
+      table.kernels[1][weights][grad] = cached_grads<W, G>;
     });
   });
   return table;

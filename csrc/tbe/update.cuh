@@ -7,9 +7,9 @@
 // (row_batch.cuh). Rows of one lookup come first: their gradient is read where it is, unless it is
 // not aligned like the row. For the others the group sums the gradients into shared memory before
 // their batch starts; each lane sums the columns that it updates. The lane that holds a row
-// computes its factors, so that the roots and divisions of a batch run in parallel. There are no
-// atomics on data. Without an optimizer (GradientOnly) the sums are the result: they are stored,
-// not applied.
+// computes its factors, so that the roots and divisions of a batch run in parallel. No kernel adds
+// to weights or states with atomics. Without an optimizer (GradientOnly) the sums are the result:
+// they are stored, not applied.
 #pragma once
 
 #include <algorithm>
@@ -87,7 +87,7 @@ struct RowTile {
   uint32_t warps;  // that run at once
 
   // Return the number of rows in a tile.
-  EMB_HD uint32_t num_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
+  EMB_HD uint32_t num_rows() const { return (simt::kWarp >> log2_lanes) << log2_rows; }
   // Return the tile for `count` rows, a number that the host does not know. The tile has at most as
   // many rows as this one.
   EMB_DEVICE RowTile for_rows(uint32_t count) const {
@@ -99,7 +99,7 @@ struct RowTile {
   // num_rows(), if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
     const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
-    return rank >> log2_rows == 0 ? (lane >> log2_lanes << log2_rows) + rank : simt::kWarp;
+    return (rank >> log2_rows) == 0 ? ((lane >> log2_lanes) << log2_rows) + rank : simt::kWarp;
   }
 };
 
@@ -161,14 +161,14 @@ struct TileRow {
     const int64_t row_units = location.element >> shift, grad_units = grad_element >> shift;
     weight = static_cast<uint32_t>(row_units);
     grad = static_cast<uint32_t>(grad_units);
-    high = static_cast<uint32_t>(row_units >> 32) | static_cast<uint32_t>(grad_units >> 32) << 16;
+    high = static_cast<uint32_t>(row_units >> 32) | (static_cast<uint32_t>(grad_units >> 32) << 16);
     scale = to - from == 1 ? grad_weight(args, from, bag) : 1.0f;
     begin = from;
     length = to - from;
     id = row;
     state = location.state_row;
-    packed_layout = static_cast<uint32_t>(feature.dim) << kDimShift |
-                    static_cast<uint32_t>(location.tier) << kTierShift |
+    packed_layout = (static_cast<uint32_t>(feature.dim) << kDimShift) |
+                    (static_cast<uint32_t>(location.tier) << kTierShift) |
                     (uses_vectors ? kVectorBit : 0);
   }
 };
@@ -231,8 +231,8 @@ struct TileUpdate {
 
   // Return the element at `column` of a row that starts at `units` units, low and high word.
   EMB_DEVICE int64_t first_element(uint32_t units, uint32_t high, int column) const {
-    const uint64_t all = has_high_words ? uint64_t{high & 0xffffu} << 32 | units : units;
-    return static_cast<int64_t>(all << (layout.uses_vectors ? kLog2Columns : 0)) + column;
+    const uint64_t offset = has_high_words ? (uint64_t{high & 0xffffu} << 32) | units : units;
+    return static_cast<int64_t>(offset << (layout.uses_vectors ? kLog2Columns : 0)) + column;
   }
 
   // Locate this lane's part of slice s, of the columns from `base` on: in its row, and in the only
@@ -275,9 +275,9 @@ struct TileUpdate {
       const bool uses_vectors =
           __all_sync(simt::kFullMask, is_aligned) && layout.uses_vectors && reads_vectors(args);
 #pragma unroll 1
-      for (int left = longest - tile, q = 0; left > 0 && q < kLookupsOfLane;
-           left -= layout.lanes, ++q) {
-        const int steps = left < layout.lanes ? left : layout.lanes;
+      for (int remaining = longest - tile, q = 0; remaining > 0 && q < kLookupsOfLane;
+           remaining -= layout.lanes, ++q) {
+        const int steps = remaining < layout.lanes ? remaining : layout.lanes;
         if (!uses_vectors) {
           add_apart(offsets[0], scales[0], column, steps, sum);
         } else if (args.grad_type == Dtype::kFloat) {
@@ -288,7 +288,7 @@ struct TileUpdate {
           add_vectors<bfloat16>(offsets[0], scales[0], column, steps, sum);
         }
 #pragma unroll
-        for (int k = 1; k < kLookupsOfLane; ++k) {  // a variable index would take them to memory
+        for (int k = 1; k < kLookupsOfLane; ++k) {  // offsets[q] would put the arrays in memory
           offsets[k - 1] = offsets[k];
           scales[k - 1] = scales[k];
         }
@@ -546,8 +546,8 @@ struct TileUpdate {
   EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool is_summed) {
     const HoldersOfSlices holders = assign_slices(lanes);
     const bool has_sums = Selection::sums(optimizer) > 0;
-    const bool twice = has_sums && layout.dim > layout.columns();
-    if (twice) {
+    const bool has_two_passes = has_sums && layout.dim > layout.columns();
+    if (has_two_passes) {
 #pragma unroll
       for (int k = 0; k < kMaxRowSums; ++k) row_sums[threadIdx.x][k] = 0.0f;
     }
@@ -555,13 +555,17 @@ struct TileUpdate {
     const int first = static_cast<int>(blockIdx.y) * layout.columns();
     const int stride = static_cast<int>(gridDim.y) * layout.columns();
 #pragma unroll 1
-    for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
+    for (int pass = has_two_passes ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
       for (int base = first; base < layout.dim; base += stride) {
         if (is_summed) sum_lookups(holders, base);
-        const bool last = pass == 1;
+        const bool is_last = pass == 1;
         update_columns(holders, is_summed, base,
-                       {has_sums && last != twice, last && base == first, last, twice}, &factors);
+                       {.sums = has_sums && is_last != has_two_passes,
+                        .starts = is_last && base == first,
+                        .updates = is_last,
+                        .carries = has_two_passes},
+                       &factors);
       }
     }
     // The slices have the rows of the lowest lanes; those above the holder of the last slice are
@@ -587,7 +591,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
         args,
         optimizer,
         step,
-        step.tiers[packed >> TileRow::kTierShift & (kTiers - 1)],
+        step.tiers[(packed >> TileRow::kTierShift) & (kTiers - 1)],
         rows,
         RowLayout(static_cast<int>(packed >> TileRow::kDimShift),
                   (packed & TileRow::kVectorBit) != 0, UpdateShape<Selection>::kSlices),

@@ -27,7 +27,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;       // lookups (see for_groups): smallest range that gets a thread
+constexpr int64_t kGrain = 512;       // grain of parallel_balanced, in the cost of for_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
@@ -36,9 +36,9 @@ struct alignas(64) CacheLine {
   float values[kLineFloats];
 };
 
-// An update does not prefetch gradients of at most this many bytes. They are in the caches anyway,
-// most of them in the core's private caches, because every lookup of a bag uses the bag's gradient.
-// Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
+// An update does not prefetch gradients of at most this many bytes (together). They are in the
+// caches anyway, most of them in the core's private caches, because every lookup of a bag uses the
+// bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
 // The gradient and the grouping of a batch, checked, in the form that kernels read. The object
@@ -80,7 +80,7 @@ struct Gradient {
     check_grouping(op, groups.rows, groups.num_groups);
   }
 
-  // Raise unless the grouping is one that tbe_group could have made, because the kernels trust it:
+  // Throws unless the grouping is one that tbe_group could have made, because the kernels trust it:
   // segments ascend and are not empty, lookups and bags are in range. This reads 12 bytes per
   // lookup, compared to rows of hundreds of bytes. Sets num_groups.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
@@ -137,9 +137,10 @@ struct Gradient {
     }
     STD_TORCH_CHECK(grad.dim() == 2, op, ": grad must be [B, columns] or, for none, [L, D], got ",
                     grad.dim(), " dimensions");
-    const int64_t lines = pooling == Pooling::kNone ? num_lookups : batch;
-    STD_TORCH_CHECK(grad.size(0) == lines, op, ": grad must have ", lines, " rows for pooling ",
-                    kPoolings[static_cast<int>(pooling)], ", got ", grad.size(0));
+    const int64_t num_rows = pooling == Pooling::kNone ? num_lookups : batch;
+    STD_TORCH_CHECK(grad.size(0) == num_rows, op, ": grad must have ", num_rows,
+                    " rows for pooling ", kPoolings[static_cast<int>(pooling)], ", got ",
+                    grad.size(0));
     columns = grad.size(1);
   }
 
@@ -165,28 +166,28 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
-  // Raise unless all lookups of each group are of nonempty tables of one dim, and, if `rows` is not
-  // null, the table of the first lookup has the row rows[group]. If all tables have rows and one
-  // dim this is not checked, since nothing can then be read or written outside a table: kernels
+  // Throws unless all lookups of each group are of nonempty tables of one dim, and, if `rows` is
+  // not null, the table of the first lookup has the row rows[group]. Checks nothing if all tables
+  // have rows and one dim: nothing can then be read or written outside a table, because kernels
   // take a row outside its table for the table's first row.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
-    bool has_one_dim = true;  // and rows in every table
+    bool are_alike = true;  // all tables have rows, and one dim
     for (int64_t f = 0; f < features.size(0); ++f) {
-      has_one_dim = has_one_dim && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
+      are_alike = are_alike && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
     }
-    const auto of = [&](int32_t j) -> const Feature& {
+    const auto feature_of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.sorted_bags[j];
       return feature[layout != nullptr ? layout[bag].feature
                                        : args.batch.quotient(static_cast<uint32_t>(bag))];
     };
-    for (int64_t group = 0; !has_one_dim && group < num_groups; ++group) {
+    for (int64_t group = 0; !are_alike && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
-      const Feature& first = of(begin);
+      const Feature& first = feature_of(begin);
       const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
                                                rows[group] - first.row_base < first.rows);
       bool valid = first.rows > 0 && has_row;
-      for (int32_t j = begin + 1; j < end; ++j) valid = valid && of(j).dim == of(begin).dim;
+      for (int32_t j = begin + 1; j < end; ++j) valid = valid && feature_of(j).dim == first.dim;
       STD_TORCH_CHECK(valid, op, ": group ", group,
                       " has lookups of an empty table, of another table ",
                       "than its row, or of tables of several dims; pass what tbe_group returns for "
@@ -322,8 +323,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-// Raise unless the weights and states of each tier have room for all rows that `features` names.
-// Set args->tiers to them.
+// Set args->tiers to the weights and states. Throws unless those of each tier have room for all
+// rows that `features` names.
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
@@ -345,10 +346,11 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   if (cached) return spans;
   const Feature* feature = feature_array(gradient.features);
   for (int64_t f = 0; f < gradient.features.size(0); ++f) {
-    const Feature& x = feature[f];
-    if (x.rows == 0) continue;
-    spans.push_back({x.row_base, x.rows, x.dim, x.tier, x.weight_offset - x.row_base * x.dim,
-                     x.state_base - x.row_base, f});
+    const Feature& table = feature[f];
+    if (table.rows == 0) continue;
+    spans.push_back({table.row_base, table.rows, table.dim, table.tier,
+                     table.weight_offset - table.row_base * table.dim,
+                     table.state_base - table.row_base, f});
   }
   const auto before = [](const TableSpan& a, const TableSpan& b) {
     return a.first_row < b.first_row;
@@ -356,21 +358,21 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   if (!std::is_sorted(spans.begin(), spans.end(), before)) {
     std::stable_sort(spans.begin(), spans.end(), before);
   }
-  size_t count = 0;
+  size_t num_spans = 0;
   for (const TableSpan& span : spans) {
-    TableSpan* last = count > 0 ? &spans[count - 1] : nullptr;
+    TableSpan* last = num_spans > 0 ? &spans[num_spans - 1] : nullptr;
     if (last == nullptr || span.first_row >= last->first_row + last->rows) {
-      spans[count++] = span;
+      spans[num_spans++] = span;
       continue;
     }
-    const bool same = span.first_row == last->first_row && span.rows == last->rows &&
-                      span.dim == last->dim && span.tier == last->tier &&
-                      span.element_base == last->element_base &&
-                      span.state_base == last->state_base;
-    if (!same) return {};
+    const bool is_same_table = span.first_row == last->first_row && span.rows == last->rows &&
+                               span.dim == last->dim && span.tier == last->tier &&
+                               span.element_base == last->element_base &&
+                               span.state_base == last->state_base;
+    if (!is_same_table) return {};
     last->feature = -1;
   }
-  spans.resize(count);
+  spans.resize(num_spans);
   return spans;
 }
 
@@ -382,7 +384,8 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [U or more] cache slot of each unique row; null: nothing is cached
 //   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
-// The grouping is checked; whatever passes leads to no access outside the tensors.
+// The grouping is checked: a grouping that passes the checks, even a wrong one, leads to no access
+// outside the tensors.
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -426,7 +429,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 // `located`: [rows, segments, lookups, bags, count, row_slots] from a cache's prefetch, or the same
 // without row_slots from the insertion of a batch of keys. Then do what tbe_update_ does. If
 // `is_finite`, bool [1] or null, is false, do nothing. `repaired` is the argument of tbe_group,
-// ignored with `located`. If the update raises, the step is not counted.
+// ignored with `located`. If the update throws, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

@@ -59,7 +59,8 @@ class BackwardCall {
     }
   }
 
-  // Set the groups: tensors of the caller, which are checked, or arrays, which are not.
+  // Set the groups: tensors of the caller, whose dtypes, sizes and devices are checked, or arrays,
+  // of which nothing is checked.
   void set_groups(const char* op, const Grouping& groups) {
     check_groups(op, groups);
     args_.rows = groups.rows.const_data_ptr<int64_t>();
@@ -127,19 +128,22 @@ class BackwardCall {
  private:
   // Check the shape of the gradient and return its columns: of one row, or in a variable batch of
   // all rows together.
-  int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups, bool variable) const {
-    if (args_.pooling != Pooling::kNone) return check_pooled_grad(op, grad, variable);
+  int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups,
+                     bool is_variable) const {
+    if (args_.pooling != Pooling::kNone) return check_pooled_grad(op, grad, is_variable);
     STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == num_lookups, op,
                     ": grad must be [L, D] with L = ", num_lookups, " for pooling none");
     return grad.size(1);
   }
 
   // Set the mean width of a row, and the maximum width of rows whose lookups are summed in chunks.
-  void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool variable) {
-    const bool pooled = args_.pooling != Pooling::kNone;
-    const int64_t output_rows = !pooled ? 1 : variable ? num_bags : num_features;
-    mean_dim_ = output_rows > 0 ? (columns + output_rows - 1) / output_rows : columns;
-    const int64_t widest = pooled && variable ? std::min(columns, kMaxVariableColumns) : columns;
+  void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool is_variable) {
+    const bool is_pooled = args_.pooling != Pooling::kNone;
+    const int64_t rows_per_sample = is_variable ? num_bags : num_features;  // of all, if variable
+    const int64_t num_rows = is_pooled ? rows_per_sample : 1;
+    mean_dim_ = num_rows > 0 ? (columns + num_rows - 1) / num_rows : columns;
+    const int64_t widest =
+        is_pooled && is_variable ? std::min(columns, kMaxVariableColumns) : columns;
     args_.chunk_sum_stride = chunk_sum_stride(widest);
   }
 
@@ -184,7 +188,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 }
 
 // Everything is checked and allocated before the kernel that counts the step is launched, so that a
-// call that raises counts none.
+// call that throws counts none.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

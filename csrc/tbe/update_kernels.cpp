@@ -75,13 +75,13 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
   }
   for (; dim - column >= kLanes; column += kLanes) sum_block<1, G>(args, begin, end, column, sum);
   if (column == dim) return;
-  const int rest = static_cast<int>(dim - column);
+  const int remaining = static_cast<int>(dim - column);
   Vec total = {};
   for (int64_t j = begin; j < end; ++j) {
     const G* row = static_cast<const G*>(args.grad) + grad_offset(args, j) + column;
-    total += broadcast(grad_scale(args, j)) * load_first(row, rest);
+    total += broadcast(grad_scale(args, j)) * load_first(row, remaining);
   }
-  store_first(sum + column, total, rest);
+  store_first(sum + column, total, remaining);
 }
 
 // Write the sum of the gradients of a group to sum[0, dim): from its lookups, or, if the group is
@@ -89,7 +89,7 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
   if (end - begin <= kChunkLookups) return sum_fn(args.grads, begin, end, dim, sum);
-  int64_t i = 0;  // the last long segment that is not after `group`
+  int64_t i = 0;  // position of `group` in long_segments.groups
   for (int64_t step = args.long_segments.num_groups; step > 0; step /= 2) {
     while (i + step < args.long_segments.num_groups && args.long_segments.groups[i + step] <= group)
       i += step;
@@ -218,8 +218,8 @@ EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
 }
 
 // The UpdateFn of any table. Rows are processed in batches of kRowBatch: a row-wise optimizer has a
-// chain of reduction, square root and division before it can write, and a few such chains side by
-// side take little longer than one. The rows of the next batch are prefetched meanwhile.
+// chain of reduction, square root and division before it can write. A few independent chains take
+// little longer than one. The rows of the next batch are prefetched meanwhile.
 template <class Opt>
 void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest, int64_t begin,
             int64_t end) {
@@ -277,10 +277,10 @@ struct TableUpdate {
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
-  int64_t distance;  // groups between the prefetch of a row and its update
-  int64_t end;       // of the groups
-  // Lookups between the prefetch of a gradient and its use; last sorted lookup of the groups.
-  int64_t grads_ahead, last_lookup;
+  int64_t distance;     // groups between the prefetch of a row and its update
+  int64_t end;          // of the groups
+  int64_t grads_ahead;  // lookups between the prefetch of a gradient and its use
+  int64_t last_lookup;  // last sorted lookup of the groups
   // If one feature reads the table, in a fixed batch with pooling: bag first_bag + b has its
   // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
