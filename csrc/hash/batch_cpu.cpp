@@ -1,16 +1,19 @@
-// `hash_insert_batch_` on the CPU: the insertion of a training batch and the grouping of its
-// lookups in one call, for batches in which every missing key is admitted. Ids repeat within a
-// batch, so every step except the first and the last works on distinct keys:
-//   (1) The keys of each table are numbered in the order of their first positions (number_keys).
-//   (2) They are found and touched.
-//   (3) The missing keys are inserted, and their rows get their first values.
-//   (4) The positions are grouped by key. The sizes of groups are known from (1), so this is one
-//       pass, not a sort. The backward pass takes the groups.
-// If stores in host memory are behind the tables (tier_insert_batch_), rows of evicted keys are
-// copied out after (3), and keys of the store get their rows from the store.
+// `hash_insert_batch_` and `tier_insert_batch_` on the CPU: the insertion of a training batch and
+// the grouping of its lookups in one call, for batches in which every missing key is admitted. Ids
+// repeat within a batch, so every step except the first and the last works on distinct keys:
+//   (1) Number the keys of each table in the order of their first positions (number_keys).
+//   (2) Find the keys, and touch the hits.
+//   (3) Insert the missing keys, and write the initial values of their rows.
+//   (4) Group the positions by key. The sizes of groups are known from (1), so this is one pass,
+//   not
+//       a sort. The backward pass uses the groups.
+// tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
+// copies the rows of evicted keys out of their slots, and the rows of keys that are in a store into
+// theirs.
 //
-// Index and rows end as hash_touch_, hash_insert_ and hash_initial_rows_ leave them. A batch is
-// *served*, or the op changes nothing: see hash_insert_batch_.
+// hash_insert_batch_ leaves the index and the rows as hash_touch_, hash_insert_ and
+// hash_initial_rows_ would. The ops *serve* only some batches, and change nothing for others: see
+// hash_insert_batch_.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -32,18 +35,17 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 namespace {
 
-// The maximum number of positions of a table that one thread numbers: the scratch table then fits
-// the private cache of a core.
+// The maximum number of positions of a table that one thread numbers, so that the scratch table
+// fits into the private cache of a core.
 constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
-constexpr int64_t kPositionGrain = 4096;  // minimum number of positions that a thread numbers
+constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced for positions
 // The maximum number of positions of a table, relative to the number of all positions per thread.
 constexpr int64_t kMaxImbalance = 4;
 
-// Copy offsets, [num_bags + 1], to `copy`; return whether they ascend from 0 to n. A negative sign
-// of an offset or of a difference sets the sign of `signs`.
+// Copy `offsets`, [num_bags + 1], to `copy`. Return whether they ascend from 0 to n.
 template <class I>
 bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) {
-  int64_t signs = 0;
+  int64_t signs = 0;  // negative if an offset is negative or less than the previous one
   for (int64_t i = 0; i < num_bags; ++i) {
     signs |= static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
     copy[i] = static_cast<int32_t>(offsets[i]);
@@ -52,7 +54,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
   return signs >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
 }
 
-// The arguments of `op`, hash_insert_batch_ or tier_insert_batch_, checked. It points into the
+// The arguments of hash_insert_batch_ or tier_insert_batch_, checked. The struct points into the
 // tensors of the caller.
 //   row_buffers, layout, rules  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature
@@ -67,13 +69,13 @@ struct HashBatchCall {
   FeatureBags bags;
   const Feature* features;  // [F]
   int64_t n, num_bags;
-  Tensor offsets;          // int32 [bags + 1], a copy of the offsets of the call
-  Tensor starts;           // int64 [F + 1], the first position of each feature
-  Tensor first_misses;     // int64 [T + 1], 0 until MissingKeys writes it: the misses of each table
+  Tensor offsets;          // int32 [num_bags + 1], a copy of the offsets of the call
+  Tensor starts;           // int64 [F + 1], the first position of each feature, then n
+  Tensor miss_offsets;     // int64 [T + 1], see Misses; 0 until MissingKeys writes it
   Tensor empty;            // int64 [0]
   HashBatch batch;         // its segments are the features
-  InitialRows rows;        // of all tables
-  bool has_valid_offsets;  // if not, `starts` is not written and `batch` not checked
+  InitialRows rows;        // the rows of all tables
+  bool has_valid_offsets;  // if false, `starts` is not written and `batch` is not checked
 
   HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
                 std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
@@ -90,19 +92,20 @@ struct HashBatchCall {
         num_bags(bags.num_bags()),
         offsets(allocate(ids, {num_bags + 1}, ScalarType::Int)),
         starts(allocate(ids, {bags.num_features() + 1})),
-        first_misses(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
+        miss_offsets(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
         empty(allocate(ids, {0})),
         batch(op, ids, starts, tables),
-        rows(op, checked(op, {row_buffers, layout, rules, ids, empty, first_misses, empty})) {
+        rows(op, checked(op, {row_buffers, layout, rules, ids, empty, miss_offsets, empty})) {
     check_same_device(op, "ids", ids, tensors[0]);
     index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
-    const IndexArray given = index_array(contiguous);
+    const IndexArray source = index_array(contiguous);
     int32_t* copy = offsets.mutable_data_ptr<int32_t>();
     has_valid_offsets =
         num_bags > 0 &&
-        (given.is_int64 ? copy_offsets(static_cast<const int64_t*>(given.data), num_bags, n, copy)
-                        : copy_offsets(static_cast<const int32_t*>(given.data), num_bags, n, copy));
+        (source.is_int64
+             ? copy_offsets(static_cast<const int64_t*>(source.data), num_bags, n, copy)
+             : copy_offsets(static_cast<const int32_t*>(source.data), num_bags, n, copy));
     if (!has_valid_offsets) return;
     int64_t* start = starts.mutable_data_ptr<int64_t>();
     for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = copy[bags.first_bags[f]];
@@ -122,56 +125,59 @@ struct HashBatchCall {
   }
 };
 
-// The segments of a batch by table, each table's in their order.
+// The segments of a batch by table, in ascending order within a table.
 struct TableSegments {
-  std::vector<int64_t> segments;         // [segments], table by table
-  std::vector<int64_t> first_segments;   // [T + 1]: table t has segments[first_segments[t]] to
-                                         // segments[first_segments[t + 1] - 1]
-  std::vector<int64_t> first_positions;  // [T + 1]: positions of the tables before, then of all
+  std::vector<int64_t> segments;          // [segments], table by table
+  std::vector<int64_t> first_segments;    // [T + 1]: table t has segments[first_segments[t]] to
+                                          // segments[first_segments[t + 1] - 1]
+  std::vector<int64_t> positions_before;  // [T + 1]: the number of positions of the tables before
+                                          // each table, then of all tables
 
   TableSegments(const HashBatch& batch, int64_t num_tables)
       : segments(batch.segments),
         first_segments(num_tables + 1, 0),
-        first_positions(num_tables + 1, 0) {
+        positions_before(num_tables + 1, 0) {
     for (int64_t f = 0; f < batch.segments; ++f) {
       ++first_segments[batch.tables[f] + 1];
-      first_positions[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
+      positions_before[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
     }
     std::partial_sum(first_segments.begin(), first_segments.end(), first_segments.begin());
-    std::partial_sum(first_positions.begin(), first_positions.end(), first_positions.begin());
+    std::partial_sum(positions_before.begin(), positions_before.end(), positions_before.begin());
     std::vector<int64_t> next(first_segments.begin(), first_segments.end() - 1);
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads may take whole tables: no table is too large for the cache of a core,
+  // Return whether threads can take whole tables: no table is too large for the cache of a core,
   // and the other threads do not wait long for the thread of the largest table.
   bool are_balanced() const {
     int64_t largest = 0;
-    for (size_t t = 0; t + 1 < first_positions.size(); ++t) {
-      largest = std::max(largest, first_positions[t + 1] - first_positions[t]);
+    for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
+      largest = std::max(largest, positions_before[t + 1] - positions_before[t]);
     }
-    const int64_t useful = first_positions.back() / kPositionGrain + 1;
-    return largest <= kMaxTablePositions && largest * std::min<int64_t>(num_threads(), useful) <=
-                                                kMaxImbalance * first_positions.back();
+    const int64_t max_threads = positions_before.back() / kPositionGrain + 1;
+    return largest <= kMaxTablePositions &&
+           largest * std::min<int64_t>(num_threads(), max_threads) <=
+               kMaxImbalance * positions_before.back();
   }
 
   // Call `body(t)` for every table, in parallel.
   template <class Body>
   void for_tables(const Body& body) const {
-    const auto cost = [&](int64_t t) { return first_positions[t] + t; };
-    parallel_balanced(static_cast<int64_t>(first_positions.size()) - 1, kPositionGrain, cost,
+    const auto cost = [&](int64_t t) { return positions_before[t] + t; };
+    parallel_balanced(static_cast<int64_t>(positions_before.size()) - 1, kPositionGrain, cost,
                       [&](int64_t begin, int64_t end) {
                         for (int64_t t = begin; t < end; ++t) body(t);
                       });
   }
 };
 
-// The distinct keys of a batch. A key has a *number* among those of its table; table t has the keys
-// [first_keys[t], first_keys[t + 1]) of the arrays.
+// The distinct keys of a batch, table by table. A key has a *number* among the keys of its table,
+// and an index in the arrays: first_keys[t] plus the number, for a key of table t.
 struct DistinctKeys {
-  Scratch<int64_t> keys, uses;  // by key: the key, and its number of positions
-  Scratch<int32_t> numbers;     // [n], by position
-  std::vector<int64_t> first_keys;
+  Scratch<int64_t> keys, uses;      // the key, and its number of positions
+  Scratch<int32_t> numbers;         // [n], by position: the number of its key
+  std::vector<int64_t> first_keys;  // [T + 1]: table t has the indices first_keys[t] to
+                                    // first_keys[t + 1] - 1
 
   DistinctKeys(const HashBatch& batch, const TableSegments& tables, const HashIndex& index)
       : keys(new_scratch<int64_t>(batch.n)),
@@ -181,7 +187,7 @@ struct DistinctKeys {
     tables.for_tables(
         [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
     for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
-      const int64_t count = first_keys[t + 1], from = tables.first_positions[t];
+      const int64_t count = first_keys[t + 1], from = tables.positions_before[t];
       std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
       std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
       first_keys[t + 1] += first_keys[t];
@@ -192,18 +198,18 @@ struct DistinctKeys {
 
  private:
   // Number the keys of table t; return their count. A cell of the scratch table has the number of a
-  // key, or -1. Whether a key is new is unpredictable, so nothing branches on it: a key is always
-  // written behind the last one, where it stays if it is new.
+  // key, or -1. Whether a key is new is unpredictable, so nothing branches on it: every key is
+  // written after the last known key, and stays there if it is new.
   int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
                       int64_t t) {
-    const int64_t positions = tables.first_positions[t + 1] - tables.first_positions[t];
+    const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
     const auto size =
         static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(positions + positions / 2 + 1)));
     const uint64_t mask = static_cast<uint64_t>(size) - 1;
     const Scratch<int32_t> cells = new_scratch<int32_t>(size);
     std::memset(cells.get(), 0xff, size * sizeof(int32_t));
-    int64_t* known = keys.get() + tables.first_positions[t];
-    int64_t* counts = uses.get() + tables.first_positions[t];
+    int64_t* known = keys.get() + tables.positions_before[t];
+    int64_t* counts = uses.get() + tables.positions_before[t];
     int32_t next = 0;
     for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
@@ -231,7 +237,7 @@ struct DistinctKeys {
     return (number & ~is_free) | (next & is_free);
   }
 
-  static constexpr int kCellShift = 16;  // so that equal buckets do not mean equal cells
+  static constexpr int kCellShift = 16;  // keys of one bucket must not share a cell too
 };
 
 // Return whether no table has to grow if all keys of the batch are inserted.
@@ -248,8 +254,8 @@ bool fit_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   return true;
 }
 
-// Begin the batch: advance the clock, find and touch the distinct keys, and write their slots to
-// `slots` [count()].
+// Begin the batch: advance the clock, find the distinct keys, touch the hits, and write the slots
+// to `slots` [count()].
 void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
   const HashIndex& index = call.index;
   const int64_t stamp = ++*index.clock;
@@ -265,36 +271,36 @@ void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t
   });
 }
 
-// The missing keys of a batch in the order of their tables and numbers, and their insertion. All
-// arrays are by miss.
+// The missing keys of a batch, and their insertion. All arrays are by miss.
 struct MissingKeys {
   std::vector<int64_t> keys;    // index of the key in DistinctKeys
   std::vector<int64_t> uses;    // number of positions of the key
   std::vector<int64_t> slots;   // slot of the key after `insert`, kNoSlot if it was refused
   std::vector<uint8_t> status;  // InsertStatus after `insert`
 
-  // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Writes
-  // `offsets` [T + 1]: table t has the misses [offsets[t], offsets[t + 1]).
+  // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Write
+  // `offsets` [T + 1], see Misses.
   MissingKeys(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
               const int64_t* key_slots, int64_t* offsets) {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
-      int64_t missed = 0;
+      int64_t missing_positions = 0;
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
         if (key_slots[k] >= 0) continue;
         keys.push_back(k);
         uses.push_back(distinct.uses[k]);
-        missed += distinct.uses[k];
+        missing_positions += distinct.uses[k];
       }
       offsets[t + 1] = static_cast<int64_t>(keys.size());
-      const int64_t positions = tables.first_positions[t + 1] - tables.first_positions[t];
+      const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
       call.index.counter(t, HashCounter::kLookups) += positions;
-      call.index.counter(t, HashCounter::kHits) += positions - missed;
+      call.index.counter(t, HashCounter::kHits) += positions - missing_positions;
     }
     slots.resize(keys.size());
     status.resize(keys.size());
   }
 
-  // Insert them. Writes the evicted entries, three words per miss, unless `evicted` is null.
+  // Insert the missing keys. Write the evicted entries, three words per miss, unless `evicted` is
+  // null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
               int64_t* evicted) {
     insert_misses(
@@ -302,17 +308,19 @@ struct MissingKeys {
         {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), evicted});
   }
 
-  // Complete `key_slots`, the slots of all keys.
+  // Write the slots of the missing keys to `key_slots`, which has the slots of all distinct keys.
   void add_slots(int64_t* key_slots) const {
     for (size_t miss = 0; miss < keys.size(); ++miss) key_slots[keys[miss]] = slots[miss];
   }
 };
 
-// The results by position, and the groups of positions by key, as tbe_group returns them, but in
-// the order of tables and numbers. Positions of keys without a slot are in no group and come last.
+// The slots of positions, and the groups of positions by key. The groups are like the results of
+// tbe_group, but in the order of DistinctKeys. Positions of keys without a slot are in no group and
+// come last.
 struct BatchGroups {
-  Tensor slots, rows, segments, lookups, bags, count;
-  Scratch<int32_t> next;  // by key: where its positions continue
+  Tensor slots;  // int64 [n], by position: the slot of the key
+  Tensor rows, segments, lookups, bags, count;
+  Scratch<int32_t> next;  // by distinct key: the index in `lookups` of its next position
 
   BatchGroups(const Tensor& ids, int64_t n, int64_t num_keys)
       : slots(allocate_output(ids, {n}, ScalarType::Long)),
@@ -323,18 +331,19 @@ struct BatchGroups {
         count(allocate(ids, {1}, ScalarType::Int)),
         next(new_scratch<int32_t>(num_keys)) {}
 
-  // Write all of them; `key_slots` has the slot of each distinct key, kNoSlot for none.
+  // Write all results. `key_slots` has the slot of each distinct key, kNoSlot for none.
   void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
              const int64_t* key_slots) const {
     const int64_t num_tables = call.index.num_tables;
-    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);  // by table
+    // By table: the index in `lookups` of its next position without a group.
+    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);
     std::vector<int64_t> first_rows(num_tables, 0);
     for (int64_t f = 0; f < call.batch.segments; ++f) {
       first_rows[call.batch.tables[f]] = call.features[f].row_base;
     }
     auto* row = rows.mutable_data_ptr<int64_t>();
     auto* segment = segments.mutable_data_ptr<int32_t>();
-    int32_t groups = 0, grouped = 0;
+    int32_t num_groups = 0, num_grouped = 0;
     segment[0] = 0;
     for (int64_t t = 0; t < num_tables; ++t) {
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
@@ -343,14 +352,14 @@ struct BatchGroups {
           next_ungrouped[t + 1] += positions;
           continue;
         }
-        next[k] = grouped;
-        row[groups] = first_rows[t] + key_slots[k];
-        grouped += positions;
-        segment[++groups] = grouped;
+        next[k] = num_grouped;
+        row[num_groups] = first_rows[t] + key_slots[k];
+        num_grouped += positions;
+        segment[++num_groups] = num_grouped;
       }
     }
-    *count.mutable_data_ptr<int32_t>() = groups;
-    next_ungrouped[0] = grouped;
+    *count.mutable_data_ptr<int32_t>() = num_groups;
+    next_ungrouped[0] = num_grouped;
     std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
     tables.for_tables([&](int64_t t) {
       scatter(call, tables, distinct, key_slots, t, next.get(), &next_ungrouped[t]);
@@ -358,8 +367,7 @@ struct BatchGroups {
   }
 
  private:
-  // Write the results of the positions of table t; `next` and `next_ungrouped` are where those of
-  // each key, and those without a group, continue.
+  // Write the results of the positions of table t. `next_ungrouped` points to the entry of table t.
   void scatter(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
                const int64_t* key_slots, int64_t t, int32_t* next, int32_t* next_ungrouped) const {
     const auto* offset = call.offsets.const_data_ptr<int32_t>();
@@ -384,30 +392,29 @@ struct BatchGroups {
 // Return the status of the key of each position, uint8 [n].
 Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
                   const DistinctKeys& distinct, const MissingKeys& missing) {
-  std::vector<uint8_t> by_key(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
+  std::vector<uint8_t> key_statuses(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
   for (size_t miss = 0; miss < missing.keys.size(); ++miss) {
-    by_key[missing.keys[miss]] = missing.status[miss];
+    key_statuses[missing.keys[miss]] = missing.status[miss];
   }
   Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
   tables.for_tables([&](int64_t t) {
-    const uint8_t* of_table = by_key.data() + distinct.first_keys[t];
+    const uint8_t* table_statuses = key_statuses.data() + distinct.first_keys[t];
     for (int64_t s = tables.first_segments[t]; s < tables.first_segments[t + 1]; ++s) {
       const int64_t f = tables.segments[s];
       for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
-        out[i] = of_table[distinct.numbers[i]];
+        out[i] = table_statuses[distinct.numbers[i]];
       }
     }
   });
   return status;
 }
 
-// Insert a batch. Return [offsets, starts, slots, rows, segments, lookups, bags, count]: the
-// offsets as int32; the first position of each feature, int64 [F + 1]; BatchGroups. If keys were
-// missing, the status of the key of each position follows, uint8 [n]. Return nothing, and change
-// nothing, if the batch is not served: if there are no bags, if the offsets do not ascend from 0 to
-// n, if a table may have to grow, or if a table has too many positions for one thread
-// (are_balanced).
+// Insert a batch. Return [offsets, starts, slots, rows, segments, lookups, bags, count]; the first
+// two are members of HashBatchCall, the others of BatchGroups. If keys were missing, the status of
+// the key of each position follows, uint8 [n]. The batch is not served if it has no bags, if its
+// offsets do not ascend from 0 to n, if a table may have to grow, or if threads cannot take whole
+// tables (are_balanced): then return an empty list and change nothing.
 std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                        const Tensor& features, const Tensor& ids,
                                        const Tensor& offsets, const Tensor& tables,
@@ -424,11 +431,11 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, key_slots.get());
-  int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, key_slots.get(), first_misses);
+  int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
+  MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
   if (!missing.keys.empty()) {
-    missing.insert(call, distinct, first_misses, nullptr);
-    call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, missing.slots.data(),
+    missing.insert(call, distinct, miss_offsets, nullptr);
+    call.rows.write(distinct.keys.get(), missing.keys.data(), miss_offsets, missing.slots.data(),
                     seed);
     missing.add_slots(key_slots.get());
   }
@@ -441,9 +448,8 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   return results;
 }
 
-// The stores in host memory behind the tables of a batch, checked.
-//   stores          the tensors of an index of one table per table of the batch, one after the
-//                   other; it has the keys in the store
+// The stores in host memory of the tables of a batch, checked. The arguments are
+//   indices         six tensors per table: the index of the keys in its store, which has one table
 //   records         uint8 [S, stride] per table, by slot of its store: stamp, score, packed row
 //   first_overflow  the first overflow row of each table
 struct BatchStores {
@@ -452,8 +458,8 @@ struct BatchStores {
   struct Store {
     HashIndex index;
     Records records;
-    PackedRows rows;  // of the table, by slot
-    int64_t first_overflow;
+    PackedRows rows;         // the rows of the table, by slot
+    int64_t first_overflow;  // the rows from this number on are overflow rows
   };
   std::vector<Store> stores;
 
@@ -489,7 +495,8 @@ struct BatchStores {
     }
   }
 
-  // Return whether every table has an overflow row for each key, so that none can be left out.
+  // Return whether every table has an overflow row for each key of the batch, so that every key
+  // gets a row.
   bool have_rows_for(const DistinctKeys& distinct) const {
     for (size_t t = 0; t < stores.size(); ++t) {
       const int64_t keys = distinct.first_keys[t + 1] - distinct.first_keys[t];
@@ -499,12 +506,12 @@ struct BatchStores {
   }
 };
 
-// The missing keys of a batch that are in a store.
+// The records of the missing keys of a batch.
 struct StoredMisses {
-  std::vector<int64_t> slots;  // by miss: the record of its key, kNoSlot if it has none
+  std::vector<int64_t> slots;  // by miss: the slot of the key in its store, kNoSlot if it has none
 
-  // Find the records of the misses. Where the order counts uses, add the uses in a record to the
-  // uses of its miss in `missing`.
+  // Find the records of the misses. If the order counts uses, add the uses in a record to the uses
+  // of its miss in `missing`.
   StoredMisses(const HashBatchCall& call, const BatchStores& stores, const DistinctKeys& distinct,
                const int64_t* offsets, MissingKeys* missing)
       : slots(missing->keys.size()) {
@@ -534,19 +541,28 @@ struct StoredMisses {
   }
 };
 
-// The numbers of results of tier_insert_batch_ about misses: of all tables, and per table.
+// The number of results of tier_insert_batch_ about the misses of all tables, and the number of
+// results of TableMoves per table.
 constexpr int64_t kMissResults = 7, kMoveResults = 4;
 
-// The numbers of rows of a table that a batch moved between the tiers.
-enum TierCount { kStored, kNew, kPromoted, kDemoted, kRefusedKeys, kTierCounts };
+// The counts of the missing keys of a table in a batch.
+enum TierCount {
+  kStored,       // keys that are in the store
+  kNew,          // keys that are not
+  kPromoted,     // keys of the store that got a slot
+  kDemoted,      // keys that were evicted
+  kRefusedKeys,  // keys that got an overflow row
+  kTierCounts
+};
 
-// The rows and keys that a batch moves between a table and its store. The memory of this and of the
-// other results is allocated before the batch is inserted: an error after that would lose evicted
-// rows.
+// The rows and keys that a batch moves between a table and its store. Their memory, and that of the
+// other results, must be allocated before the batch is inserted, because an error after that would
+// lose evicted rows.
 struct TableMoves {
-  Tensor demoted, demoted_rows;  // evicted entries [misses, 3], their rows [misses, row_bytes]
-  Tensor promoted, refused;      // keys that left the store [misses]; keys, uses [misses, 2] of
-                                 // misses in overflow rows
+  Tensor demoted;                        // [misses, 3], the evicted entries
+  Tensor demoted_rows;                   // [misses, row_bytes], their rows
+  Tensor promoted;                       // [misses], keys of the store that got a slot
+  Tensor refused;                        // [misses, 2], keys and uses of misses in overflow rows
   std::vector<int64_t> demoted_numbers;  // by miss of the table: row in `demoted_rows`, -1 for none
   int64_t counts[kTierCounts] = {};
 
@@ -557,19 +573,19 @@ struct TableMoves {
         refused(allocate_words(like, {misses, 2})),
         demoted_numbers(misses, -1) {}
 
-  // Swap the rows of a table whose first miss is `first`: copy the rows of evicted keys out of
-  // their slots, and rows of the store to the slots of their keys. Misses without a slot get
-  // overflow rows. Update slots and status in `missing`: kHit for a key with a row in the store,
-  // else kNew for a miss that was refused.
+  // Swap the rows of a table whose first miss is `first_miss`: copy the rows of evicted keys out of
+  // their slots, and rows of the store to the slots of their keys. Refused misses get overflow
+  // rows. Update slots and status in `missing`: kHit for a key of the store, else kNew for a
+  // refused miss.
   void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
-            const StoredMisses& stored, int64_t first, const int64_t* evicted,
+            const StoredMisses& stored, int64_t first_miss, const int64_t* evicted,
             MissingKeys* missing) {
     const auto n = static_cast<int64_t>(demoted_numbers.size());
     const int64_t bytes = store.rows.row_bytes;
     auto* const promoted_keys = promoted.mutable_data_ptr<int64_t>();
     auto* const refused_words = refused.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t miss = first + i;
+      const int64_t miss = first_miss + i;
       const int64_t key = distinct.keys[missing->keys[miss]];
       const auto status = static_cast<InsertStatus>(missing->status[miss]);
       const bool is_stored = stored.slots[miss] != kNoSlot;
@@ -589,24 +605,25 @@ struct TableMoves {
     auto* const entries = demoted.mutable_data_ptr<int64_t>();
     auto* const out = static_cast<char*>(demoted_rows.mutable_data_ptr());
     const auto record = [&](int64_t i) {
-      return stored.slots[first + i] == kNoSlot ? nullptr
-                                                : store.records.at(stored.slots[first + i]);
+      return stored.slots[first_miss + i] == kNoSlot
+                 ? nullptr
+                 : store.records.at(stored.slots[first_miss + i]);
     };
     const auto cost = [&](int64_t i) { return 2 * bytes * i; };
     parallel_balanced(n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         if (i + kRowsAhead < end) {
-          store.rows.prefetch(missing->slots[first + i + kRowsAhead]);
+          store.rows.prefetch(missing->slots[first_miss + i + kRowsAhead]);
           const char* const later = record(i + kRowsAhead);
           if (later != nullptr) prefetch_row(later, store.records.stride);
         }
-        const int64_t slot = missing->slots[first + i];
+        const int64_t slot = missing->slots[first_miss + i];
         if (const int64_t number = demoted_numbers[i]; number >= 0) {
-          std::memcpy(entries + 3 * number, evicted + 3 * (first + i), 3 * sizeof(int64_t));
+          std::memcpy(entries + 3 * number, evicted + 3 * (first_miss + i), 3 * sizeof(int64_t));
           store.rows.read(slot, out + number * bytes);
         }
-        const char* const row = record(i);
-        if (row != nullptr) store.rows.write(slot, row + store.records.head_bytes());
+        const char* const source = record(i);
+        if (source != nullptr) store.rows.write(slot, source + store.records.head_bytes());
       }
     });
   }
@@ -625,7 +642,7 @@ struct TableMoves {
   }
 };
 
-// The misses of a batch by position, as hash_touch_ returns them.
+// The first position of each miss and the miss of each position, as hash_touch_ returns them.
 struct MissPositions {
   Tensor first_positions, groups;
 
@@ -640,12 +657,12 @@ struct MissPositions {
     int64_t* const positions = first_positions.mutable_data_ptr<int64_t>();
     int32_t* const group = groups.mutable_data_ptr<int32_t>();
     tables.for_tables([&](int64_t t) {
-      const int32_t* const of_table = miss_of.get() + distinct.first_keys[t];
-      // Backwards, so that the first position of a key is written last.
+      const int32_t* const table_misses = miss_of.get() + distinct.first_keys[t];
+      // Backwards, so that the first position of a key is written last and remains.
       for (int64_t s = tables.first_segments[t + 1] - 1; s >= tables.first_segments[t]; --s) {
         const int64_t f = tables.segments[s];
         for (int64_t i = call.batch.starts[f + 1] - 1; i >= call.batch.starts[f]; --i) {
-          group[i] = of_table[distinct.numbers[i]];
+          group[i] = table_misses[distinct.numbers[i]];
           if (group[i] >= 0) positions[group[i]] = i;
         }
       }
@@ -653,19 +670,21 @@ struct MissPositions {
   }
 };
 
-// Copy a vector of int64_t or uint8_t to a tensor of as many elements of that type.
+// Copy a vector to a tensor, which must have as many elements of type T.
 template <class T>
 void copy_to(const std::vector<T>& values, Tensor tensor) {
   std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
 }
 
-// Insert a batch into tables in front of stores in host memory; the stores are not changed. Return
-// nothing and change nothing if hash_insert_batch_ would not serve the batch, or if a table has
-// fewer overflow rows than the batch has keys. Otherwise return the first eight results of
-// hash_insert_batch_ and, if keys were missing, by miss: first position, uses including the uses in
-// the store, slot, and status as TableMoves::swap leaves it; then the miss of each position, int32
-// [n]; the misses of each table, [T + 1]; the counts of each table, [T, kTierCounts]; the tensors
-// of TableMoves, four per table.
+// Insert a batch into tables with stores in host memory. The stores are not changed. The batch is
+// not served if hash_insert_batch_ would not serve it, or if a table has fewer overflow rows than
+// the batch has keys of it: then return an empty list and change nothing. Otherwise return the
+// first eight results of hash_insert_batch_ and, if keys were missing, these:
+//   - by miss: first position, uses including the uses in the store, slot, and status as
+//     TableMoves::swap leaves it
+//   - the miss of each position, int32 [n], and the misses of each table, int64 [T + 1]
+//   - the counts of each table, int64 [T, kTierCounts]
+//   - the tensors of TableMoves, kMoveResults per table
 std::vector<Tensor> tier_insert_batch_(
     std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
     const Tensor& ids, const Tensor& offsets, const Tensor& tables,
@@ -684,16 +703,16 @@ std::vector<Tensor> tier_insert_batch_(
   const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> key_slots = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, key_slots.get());
-  int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
-  MissingKeys missing(call, segments, distinct, key_slots.get(), first_misses);
-  std::vector<Tensor> of_misses;
+  int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
+  MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
+  std::vector<Tensor> miss_results;
   if (!missing.keys.empty()) {
-    const StoredMisses stored(call, stores, distinct, first_misses, &missing);
+    const StoredMisses stored(call, stores, distinct, miss_offsets, &missing);
     const MissPositions positions(ids, call, segments, distinct, missing);
     const int64_t num_tables = call.index.num_tables;
     std::vector<TableMoves> moves;
     for (int64_t t = 0; t < num_tables; ++t) {
-      moves.emplace_back(ids, first_misses[t + 1] - first_misses[t],
+      moves.emplace_back(ids, miss_offsets[t + 1] - miss_offsets[t],
                          stores.stores[t].rows.row_bytes);
     }
     const Scratch<int64_t> evicted =
@@ -702,32 +721,32 @@ std::vector<Tensor> tier_insert_batch_(
     Tensor uses = allocate_words(ids, {num_misses}), slots = allocate_words(ids, {num_misses});
     Tensor status = allocate(ids, {num_misses}, ScalarType::Byte);
     Tensor counts = allocate_words(ids, {num_tables, kTierCounts});
-    std::vector<int64_t> new_slots(missing.keys.size());
-    of_misses.reserve(kMissResults + kMoveResults * num_tables);
-    missing.insert(call, distinct, first_misses, evicted.get());
+    std::vector<int64_t> new_slots(missing.keys.size());  // by miss; kNoSlot for a key of the store
+    miss_results.reserve(kMissResults + kMoveResults * num_tables);
+    missing.insert(call, distinct, miss_offsets, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
-      moves[t].swap(stores.stores[t], distinct, stored, first_misses[t], evicted.get(), &missing);
+      moves[t].swap(stores.stores[t], distinct, stored, miss_offsets[t], evicted.get(), &missing);
       std::copy_n(moves[t].counts, kTierCounts,
                   counts.mutable_data_ptr<int64_t>() + t * kTierCounts);
     }
     for (size_t miss = 0; miss < new_slots.size(); ++miss) {
       new_slots[miss] = stored.slots[miss] == kNoSlot ? missing.slots[miss] : kNoSlot;
     }
-    call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, new_slots.data(), seed);
+    call.rows.write(distinct.keys.get(), missing.keys.data(), miss_offsets, new_slots.data(), seed);
     missing.add_slots(key_slots.get());
     copy_to(missing.uses, uses);
     copy_to(missing.slots, slots);
     copy_to(missing.status, status);
     for (const Tensor& result : {positions.first_positions, uses, slots, status, positions.groups,
-                                 call.first_misses, counts}) {
-      of_misses.push_back(result);
+                                 call.miss_offsets, counts}) {
+      miss_results.push_back(result);
     }
-    for (const TableMoves& of_table : moves) of_table.add_to(&of_misses);
+    for (const TableMoves& table_moves : moves) table_moves.add_to(&miss_results);
   }
   groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
-  results.insert(results.end(), of_misses.begin(), of_misses.end());
+  results.insert(results.end(), miss_results.begin(), miss_results.end());
   return results;
 }
 

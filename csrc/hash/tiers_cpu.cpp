@@ -1,16 +1,16 @@
 // Rows that move between the slots of a dynamic table and its backing store, on the CPU:
-// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for records of a store, and
-// `tier_put_` for a store with an index in host memory.
+// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for the records of a store, and
+// `tier_put_` for a store with an index in host memory. emblib/ops/tiers.py describes the arguments
+// and results.
 //
 // Between the tiers a row is packed: its bytes in all row buffers, weights then optimizer states,
 // one after the other. So it is copied twice, out of one tier into a packed matrix, and from there
-// into the other tier. A swap goes through the misses of a batch once: for each it copies the row
-// of the evicted key out of the slot and the stored row in, while the slot is in the cache. The
+// into the other tier. A swap visits each miss of a batch once: it copies the row of the evicted
+// key out of the slot and the stored row into the slot while the slot is in the cache. The
 // addresses are random, so rows are prefetched some rows ahead.
 //
-// The caller must pass distinct slots; this is not checked. Then threads need no order, and a
-// result is the same for any number of threads. emblib/ops/tiers.py describes arguments and
-// results.
+// The caller must pass distinct slots, which is not checked. Then threads may work in any order,
+// and no result depends on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,11 +26,11 @@
 namespace emb {
 namespace {
 
-// The rows that a swap moves out of and into the slot of a miss.
-struct Move {
-  int64_t slot;  // -1 for none
-  int64_t out;   // number of the demoted row that leaves the slot, -1 for none
-  int64_t in;    // number of the stored row that enters it, -1 for none
+// The rows that a swap copies out of and into the slot of a miss.
+struct SlotSwap {
+  int64_t slot;         // -1 for none
+  int64_t demoted_row;  // number of the demoted row that leaves the slot, -1 for none
+  int64_t stored_row;   // number of the stored row that enters the slot, -1 for none
 };
 
 // The arguments of `tier_swap_`, checked, and its results. `demoted` and `demoted_rows` are
@@ -38,16 +38,20 @@ struct Move {
 struct SwapCall {
   static constexpr const char* kOp = "tier_swap_";
 
-  PackedRows table;
-  int64_t n, num_found;           // misses; misses whose row is in the store
+  PackedRows table;               // the rows of the table, by slot
+  int64_t n, num_found;           // number of misses; of misses whose row is in the store
   const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the evicted entry
   const int64_t* found;           // [num_found], the misses whose row is in the store
   const char* rows;               // [num_found, row_bytes], these rows
-  std::vector<Move> moves;        // by miss
+  std::vector<SlotSwap> swaps;    // by miss
   std::vector<int64_t> evicting;  // the misses that evict a key, ascending
-  // int64 [n], uint8 [n], int64 [3, k], uint8 [k, row_bytes] for k evicted keys, int64 [r] for r
-  // refused misses, int64 [num_found].
-  Tensor slots, status, demoted, demoted_rows, refused, found_slots;
+  // Results for k evicted keys and r refused misses.
+  Tensor slots;         // int64 [n], by miss: the slot, or the overflow row of a refused miss
+  Tensor status;        // uint8 [n], by miss: InsertStatus
+  Tensor demoted;       // int64 [3, k]: keys, stamps and scores of the evicted entries
+  Tensor demoted_rows;  // uint8 [k, row_bytes], their rows
+  Tensor refused;       // int64 [r]: the refused misses
+  Tensor found_slots;   // int64 [num_found]: the entries of `slots` for the misses `found`
 
   SwapCall(const std::vector<Tensor>& buffers, const Tensor& slots_in, const Tensor& status_in,
            const Tensor& evicted_in, const Tensor& found_in, const Tensor& rows_in,
@@ -58,7 +62,7 @@ struct SwapCall {
         evicted(required_array<int64_t>(kOp, "evicted", evicted_in, 3 * n, slots_in)),
         found(required_array<int64_t>(kOp, "found", found_in, num_found, slots_in)),
         rows(byte_rows(kOp, "rows", rows_in, num_found, table.row_bytes)) {
-    const auto* slot_of = required_array<int64_t>(kOp, "slots", slots_in, n, slots_in);
+    const auto* miss_slots = required_array<int64_t>(kOp, "slots", slots_in, n, slots_in);
     check_dtype(kOp, "status", status_in, ScalarType::Byte, "uint8");
     STD_TORCH_CHECK(status_in.numel() == n && status_in.is_contiguous(), kOp,
                     ": status must be contiguous with ", n, " entries");
@@ -66,10 +70,11 @@ struct SwapCall {
                     ": first_overflow must be in [0, ", table.slots, "], got ", first_overflow);
     slots = allocate_words(slots_in, {n});
     status = allocate(status_in, {n});
-    assign_slots(slot_of, static_cast<const uint8_t*>(status_in.const_data_ptr()), first_overflow);
+    assign_slots(miss_slots, static_cast<const uint8_t*>(status_in.const_data_ptr()),
+                 first_overflow);
     add_stored_rows();
-    for (Move& move : moves) {
-      if (move.out >= 0) evicting.push_back(&move - moves.data());
+    for (SlotSwap& swap : swaps) {
+      if (swap.demoted_row >= 0) evicting.push_back(&swap - swaps.data());
     }
     const auto count = static_cast<int64_t>(evicting.size());
     demoted = allocate_words(slots_in, {3, count});
@@ -77,50 +82,52 @@ struct SwapCall {
   }
 
  private:
-  // Write slots and status of the misses; misses that were refused get overflow rows in order.
-  // Throws for a slot outside the buffers.
-  void assign_slots(const int64_t* slot_of, const uint8_t* status_of, int64_t first_overflow) {
+  // Write `slots`, `status` and `refused`, and begin `swaps`. Refused misses get overflow rows in
+  // order. `miss_slots` and `miss_status` are the results of the insertion. Throws for a slot
+  // outside the buffers.
+  void assign_slots(const int64_t* miss_slots, const uint8_t* miss_status, int64_t first_overflow) {
     int64_t* slot = slots.mutable_data_ptr<int64_t>();
-    auto* state = static_cast<uint8_t*>(status.mutable_data_ptr());
-    std::vector<int64_t> without_slot;
-    moves.resize(n);
+    auto* new_status = static_cast<uint8_t*>(status.mutable_data_ptr());
+    std::vector<int64_t> refused_misses;
+    swaps.resize(n);
     int64_t num_evicting = 0;
     for (int64_t i = 0; i < n; ++i) {
-      const auto before = static_cast<InsertStatus>(status_of[i]);
-      const bool is_refused = before == InsertStatus::kRefused;
-      const bool is_evicting = before == InsertStatus::kEvicting;
-      if (is_refused) without_slot.push_back(i);
-      slot[i] =
-          is_refused ? first_overflow + static_cast<int64_t>(without_slot.size()) - 1 : slot_of[i];
-      state[i] = is_refused ? static_cast<uint8_t>(InsertStatus::kNew) : status_of[i];
+      const auto old_status = static_cast<InsertStatus>(miss_status[i]);
+      const bool is_refused = old_status == InsertStatus::kRefused;
+      const bool is_evicting = old_status == InsertStatus::kEvicting;
+      if (is_refused) refused_misses.push_back(i);
+      slot[i] = is_refused ? first_overflow + static_cast<int64_t>(refused_misses.size()) - 1
+                           : miss_slots[i];
+      new_status[i] = is_refused ? static_cast<uint8_t>(InsertStatus::kNew) : miss_status[i];
       STD_TORCH_CHECK(slot[i] >= (is_evicting || is_refused ? 0 : -1) && slot[i] < table.slots, kOp,
                       ": slots of misses must be rows of the buffers, in [0, ", table.slots,
                       "), or -1 for none, got ", slot[i]);
-      moves[i] = {slot[i], is_evicting ? num_evicting++ : -1, -1};
+      swaps[i] = {slot[i], is_evicting ? num_evicting++ : -1, -1};
     }
-    const auto count = static_cast<int64_t>(without_slot.size());
+    const auto count = static_cast<int64_t>(refused_misses.size());
     refused = allocate_words(slots, {count});
-    std::copy(without_slot.begin(), without_slot.end(), refused.mutable_data_ptr<int64_t>());
+    std::copy(refused_misses.begin(), refused_misses.end(), refused.mutable_data_ptr<int64_t>());
   }
 
-  // Add the rows that are in the store to the moves; their misses count as hits.
+  // Add the rows that are in the store to `swaps`, and write `found_slots`. Their misses get the
+  // status kHit.
   void add_stored_rows() {
     found_slots = allocate_words(slots, {num_found});
     int64_t* found_slot = found_slots.mutable_data_ptr<int64_t>();
-    auto* state = static_cast<uint8_t*>(status.mutable_data_ptr());
+    auto* new_status = static_cast<uint8_t*>(status.mutable_data_ptr());
     for (int64_t j = 0; j < num_found; ++j) {
-      STD_TORCH_CHECK(found[j] >= 0 && found[j] < n && moves[found[j]].in < 0, kOp,
+      STD_TORCH_CHECK(found[j] >= 0 && found[j] < n && swaps[found[j]].stored_row < 0, kOp,
                       ": found must be distinct misses in [0, ", n, "), got ", found[j]);
-      Move& move = moves[found[j]];
-      found_slot[j] = move.slot;
-      state[found[j]] = static_cast<uint8_t>(InsertStatus::kHit);
-      move.in = j;
+      SlotSwap& swap = swaps[found[j]];
+      found_slot[j] = swap.slot;
+      new_status[found[j]] = static_cast<uint8_t>(InsertStatus::kHit);
+      swap.stored_row = j;
     }
   }
 };
 
 // Copy the rows of evicted keys out of their slots, and write rows of the store to the slots of
-// their keys. See SwapCall.
+// their keys. SwapCall describes the results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
     std::vector<Tensor> buffers, const Tensor& slots, const Tensor& status, const Tensor& evicted,
     const Tensor& found, const Tensor& rows, int64_t first_overflow) {
@@ -134,18 +141,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   }
   auto* out = static_cast<char*>(call.demoted_rows.mutable_data_ptr());
   const int64_t bytes = call.table.row_bytes;
-  const auto moves = [&](const Move& move) { return move.out >= 0 || move.in >= 0; };
+  const auto has_rows = [&](const SlotSwap& swap) {
+    return swap.demoted_row >= 0 || swap.stored_row >= 0;
+  };
   const auto cost = [&](int64_t i) { return 2 * bytes * i; };
   parallel_balanced(call.n, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const Move& move = call.moves[i];
+      const SlotSwap& swap = call.swaps[i];
       if (i + kRowsAhead < end) {
-        const Move& later = call.moves[i + kRowsAhead];
-        if (moves(later) && later.slot >= 0) call.table.prefetch(later.slot);
-        if (later.in >= 0) prefetch_row(call.rows + later.in * bytes, bytes);
+        const SlotSwap& later = call.swaps[i + kRowsAhead];
+        if (has_rows(later) && later.slot >= 0) call.table.prefetch(later.slot);
+        if (later.stored_row >= 0) prefetch_row(call.rows + later.stored_row * bytes, bytes);
       }
-      if (move.out >= 0) call.table.read(move.slot, out + move.out * bytes);
-      if (move.in >= 0 && move.slot >= 0) call.table.write(move.slot, call.rows + move.in * bytes);
+      if (swap.demoted_row >= 0) call.table.read(swap.slot, out + swap.demoted_row * bytes);
+      if (swap.stored_row >= 0 && swap.slot >= 0) {
+        call.table.write(swap.slot, call.rows + swap.stored_row * bytes);
+      }
     }
   });
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
@@ -167,17 +178,19 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   Tensor positions = allocate_words(slots_in, {count});
   Tensor words_out = allocate_words(slots_in, {records.num_words, count});
   Tensor values = allocate_output(slots_in, {count, row_bytes}, ScalarType::Byte);
-  int64_t* at = positions.mutable_data_ptr<int64_t>();
+  int64_t* position = positions.mutable_data_ptr<int64_t>();
   for (int64_t i = 0, k = 0; i < n; ++i) {
-    if (slots[i] >= 0) at[k++] = i;
+    if (slots[i] >= 0) position[k++] = i;
   }
   int64_t* words = words_out.mutable_data_ptr<int64_t>();
   auto* out = static_cast<char*>(values.mutable_data_ptr());
   const auto cost = [&](int64_t i) { return records.stride * i; };
   parallel_balanced(count, kCopyGrain, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end) prefetch_row(records.at(slots[at[i + kRowsAhead]]), records.stride);
-      const char* record = records.at(slots[at[i]]);
+      if (i + kRowsAhead < end) {
+        prefetch_row(records.at(slots[position[i + kRowsAhead]]), records.stride);
+      }
+      const char* record = records.at(slots[position[i]]);
       for (int64_t word = 0; word < records.num_words; ++word) {
         std::memcpy(words + word * count + i, record + word * Records::kWordBytes,
                     Records::kWordBytes);
@@ -188,8 +201,9 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
   return {positions, words_out, values};
 }
 
-// Write records to `slots`, int64 [n], which must be distinct or -1 for none (only the range is
-// checked): words, int64 [num_words, n], and rows, uint8 [n, row_bytes].
+// Write records to `slots`, int64 [n]. A slot is -1 for no record; the others must be distinct,
+// which is not checked. `words` is int64 [num_words, n], and `values`, the rows, uint8 [n,
+// row_bytes].
 void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_in,
                  const Tensor& values_in) {
   const char* op = "tier_write_";
@@ -216,7 +230,8 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
-// A store in host memory: an index of one table, and records of stamp, score and row by its slots.
+// A store in host memory: an index of one table, and records by its slots. A record has stamp,
+// score and row.
 struct HostStore {
   HashIndex index;
   Records records;
@@ -253,8 +268,8 @@ struct HostStore {
     std::memcpy(record + records.head_bytes(), row, records.stride - records.head_bytes());
   }
 
-  // Write stamp and score of the entry in a slot. Its rank may fall, so the bucket's queue is
-  // emptied.
+  // Write `head`, stamp and score, to the entry in a slot. Its rank and stamp may fall, so the
+  // bucket's queue is reset.
   void set_entry(int64_t slot, const int64_t* head) const {
     int64_t* entry = index.table(0).entry(slot);
     entry[HashEntry::kStamp] = head[0];
@@ -266,10 +281,10 @@ struct HostStore {
   }
 };
 
-// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that lose their record when the
-// n `entries` with their `rows` are put: evicted entries, whose records must still be in their
-// slots, then entries that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted`
-// are results of hash_insert_, by miss.
+// Return the entries, int64 [k, 3], and rows, uint8 [k, row_bytes], that a put of n `entries` with
+// their `rows` drops: the evicted entries, whose records must still be in their slots, then those
+// of the n entries that got no slot. `slots` is by entry; `miss_slots`, `status` and `evicted` are
+// results of hash_insert_, by miss.
 std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
                                         const char* rows, int64_t n, const int64_t* slots,
                                         const int64_t* miss_slots, const uint8_t* status,
@@ -302,11 +317,11 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
   return {dropped, dropped_rows};
 }
 
-// Remove the keys `lifted`, int64 [m], from a store, and put rows into it: `entries` int64 [n, 3]
-// has their keys, stamps and scores, `rows` is uint8 [n, row_bytes]. The keys must be distinct; not
-// checked. A row replaces the stored row of its key; a new key evicts the row of the lowest rank
-// where its buckets are full. The clock of the store advances. Return entries and rows that were
-// dropped, [k, 3] and [k, row_bytes]: the evicted entries, then the `entries` without a slot.
+// Remove the keys `lifted`, int64 [m], from a store, and put rows into it. `entries`, int64 [n, 3],
+// has the keys, stamps and scores of the rows, `rows` is uint8 [n, row_bytes]. The keys of
+// `entries` must be distinct; not checked. A row replaces the stored row of its key. A new key
+// whose buckets are full evicts the row of the lowest rank in them. If n > 0, the clock of the
+// store advances. Return the dropped entries and rows, see copy_dropped.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {
@@ -339,7 +354,8 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
     key[i] = entries[3 * i + HashEntry::kKey];
     newest = std::max(newest, entries[3 * i + HashEntry::kStamp]);
   }
-  // Every row in the store must be older than this call, so that it can be evicted.
+  // hash_insert_ evicts only entries with stamps below the clock, which hash_touch_ increments: so
+  // every stored row can be evicted.
   *store.index.clock = std::max(*store.index.clock, newest);
   const bool counts_uses = order_counts_uses(store.order);
   std::optional<Tensor> no_uses, none;
@@ -348,10 +364,10 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
       hash_touch_(index, keys, segment(n), table_0, no_uses, none, order_code);
   const int64_t num_misses = offsets.const_data_ptr<int64_t>()[1];
   if (counts_uses) {  // new rows rank by their scores
-    const auto* at = first.const_data_ptr<int64_t>();
+    const auto* first_position = first.const_data_ptr<int64_t>();
     auto* uses = totals.mutable_data_ptr<int64_t>();
     for (int64_t miss = 0; miss < num_misses; ++miss)
-      uses[miss] = entries[3 * at[miss] + HashEntry::kScore];
+      uses[miss] = entries[3 * first_position[miss] + HashEntry::kScore];
   }
   const auto [miss_slots, status, evicted, slots_out, key_status] =
       hash_insert_(index, keys, first, totals, offsets, none, none, order_code,
