@@ -247,11 +247,11 @@ def _add_dynamic(
         ("no_slot", statistics.refused, statistics.refused_lookups),
         ("admission", statistics.not_admitted, statistics.not_admitted_lookups),
     ):
-        of_reason = {**labels, "reason": reason}
+        reason_labels = {**labels, "reason": reason}
         text = "Keys per batch that got no row."
-        _add(metrics, "emblib_refused_keys_total", text, of_reason, keys)
+        _add(metrics, "emblib_refused_keys_total", text, reason_labels, keys)
         text = "Lookups of keys that got no row."
-        _add(metrics, "emblib_refused_lookups_total", text, of_reason, lookups)
+        _add(metrics, "emblib_refused_lookups_total", text, reason_labels, lookups)
     if statistics.eviction_ages is not None:
         _add_ages(metrics, labels, statistics.eviction_ages)
     if statistics.tiers is not None:

@@ -20,7 +20,7 @@ from emblib.compat.dynamicemb_types import (
     warns_of_lower_scores,
 )
 from emblib.dynamic.saving import dynamicemb_files
-from emblib.dynamic.saving.dumps import DumpError, field
+from emblib.dynamic.saving.dumps import DumpError, entry_of
 from emblib.dynamic.saving.dynamicemb import export_dynamicemb
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable
 from emblib.sharding.ranks import RankGroup
@@ -98,14 +98,14 @@ def check_kind(
     for name in names:
         if name not in content or name not in current:
             continue
-        saved = field(path, content, name, str)
+        saved = entry_of(path, content, name, str)
         if saved != current[name]:
             raise ValueError(
                 f"{name} of table {table!r} is {saved} in the dump and {current[name]} here; "
                 "load into a table of the same options"
                 + (", or with optim=False" if name == "opt_type" else "")
             )
-    if "dist_type" in content and field(path, content, "dist_type", str) == "continuous":
+    if "dist_type" in content and entry_of(path, content, "dist_type", str) == "continuous":
         raise ValueError(
             f"table {table!r} was dumped with dist_type continuous, whose files have remainders of "
             "keys in place of the keys; dump it with another dist_type"
@@ -139,7 +139,7 @@ def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
     """Return the changes for `set_hyperparameters` that a file has of the optimizer `rule`."""
 
     def number(name: str) -> float:
-        return float(field(path, content, name, int, float))
+        return float(entry_of(path, content, name, int, float))
 
     def decay() -> dict[str, Any]:
         rate = number("weight_decay") if "weight_decay" in content else 0.0
@@ -168,7 +168,7 @@ def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
 
 
 def _whole(path: Path, content: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int:
-    number: int = field(path, content, name, int)
+    number: int = entry_of(path, content, name, int)
     if not minimum <= number <= maximum:
         raise DumpError(
             f"{path} is malformed: {name!r} must be in [{minimum}, {maximum}], is {number}"

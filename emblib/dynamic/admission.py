@@ -306,8 +306,8 @@ class _Sketches(nn.Module):
         cells = torch.where(rows < depth, begin + rows * width + column, unused)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # The minimum is taken before the sum, which would wrap for counts near the largest int64.
-        more = torch.minimum(missing_keys.counts, threshold - num_seen)
-        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, more)
+        num_new = torch.minimum(missing_keys.counts, threshold - num_seen)
+        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, num_new)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, cells.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
@@ -559,10 +559,10 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
 def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:
     """Return the answer of a rule, bool `[n]`; raise ValueError unless it has one per key."""
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
-        given = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
+        described = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
         raise ValueError(
             f"the admission rule of table {spec.name!r} must return bool {list(keys.shape)}, got "
-            f"{given}"
+            f"{described}"
         )
     return answer.to(keys.device)
 

@@ -66,7 +66,8 @@ class BudgetedTable(NamedTuple):
         name: name of the table in the model; of a sharded table, with the number of the shard.
         nbytes: bytes that the table may use now.
         rows: rows that it may use now.
-        pressure: the pressure at the last decision; None before the first.
+        pressure: the pressure as last published; None if it was not yet, and for the two tables of
+            a decision until they publish again.
     """
 
     name: str
@@ -206,11 +207,11 @@ class MemoryBudget:
         with self._lock:
             reserved = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
             free = max(0, self.nbytes - self._used() - reserved)
-            more = min(buckets - table.limit, free // table.bucket_bytes)
-            if more > 0:
-                taken = min(table.reserved_bytes, more * table.bucket_bytes)
+            num_more = min(buckets - table.limit, free // table.bucket_bytes)
+            if num_more > 0:
+                taken = min(table.reserved_bytes, num_more * table.bucket_bytes)
                 table.reserved_bytes -= taken
-                table.limit += more
+                table.limit += num_more
 
     def lower_limit(self, table: _Table, buckets: int) -> None:
         """Lower the limit of a table that has shrunk; it is no donor any more.

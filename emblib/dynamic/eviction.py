@@ -175,7 +175,7 @@ class Sweep(NamedTuple):
 
 
 class Expiry(nn.Module):
-    """Choose the keys that expire: which buckets a step searches, and for which age.
+    """Chooses the keys that expire: which buckets a step searches, and for which age.
 
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
@@ -254,7 +254,8 @@ class Expiry(nn.Module):
                 number = numbers.pop(0)
                 latest = self.now - self._lists[number][1]
                 pairs = self._pairs(number)
-                ticks.append(max((stamp + 1 for stamp, at in pairs if at <= latest), default=0))
+                expired = (stamp + 1 for stamp, time_us in pairs if time_us <= latest)
+                ticks.append(max(expired, default=0))
             else:
                 ticks.append(0 if ttl is None else tick - ttl)
         return ticks[0], *(max(first_tick, 1) for first_tick in ticks[1:])
@@ -298,22 +299,22 @@ class Expiry(nn.Module):
         for table, ttl in self._shortest_lifetimes().items():
             if not isinstance(ttl, timedelta):
                 continue
-            first_bucket, at, num_buckets = self._due_buckets(table, ttl)
+            first_bucket, time_us, num_buckets = self._due_buckets(table, ttl)
             max_buckets = self._max_buckets[table]
             if num_buckets == max_buckets:
-                at = self.now
+                time_us = self.now
             else:  # the time by which these buckets were due
-                at += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
-            self._progress[table] = (first_bucket + num_buckets) % max_buckets, at
+                time_us += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
+            self._progress[table] = (first_bucket + num_buckets) % max_buckets, time_us
         self.record(step)
 
     def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
         """Return the next bucket to search, the time up to it, and how many buckets are due."""
-        first_bucket, at = self._progress.get(table, (0, self.now))
-        at = min(at, self.now)
+        first_bucket, time_us = self._progress.get(table, (0, self.now))
+        time_us = min(time_us, self.now)
         max_buckets = self._max_buckets[table]
-        due = (self.now - at) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
-        return first_bucket, at, min(due, max_buckets)
+        due = (self.now - time_us) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
+        return first_bucket, time_us, min(due, max_buckets)
 
     def record(self, tick: int) -> None:
         """Note that keys with stamps up to `tick` were used no later than now."""
@@ -322,7 +323,11 @@ class Expiry(nn.Module):
         now, lists = self.now, self.times.tolist()
         for number, (_, duration) in enumerate(self._lists):
             # A clock that was set back makes later times now.
-            pairs = [(stamp, min(at, now)) for stamp, at in self._pairs(number) if stamp <= tick]
+            pairs = [
+                (stamp, min(time_us, now))
+                for stamp, time_us in self._pairs(number)
+                if stamp <= tick
+            ]
             if not pairs or pairs[-1][0] < tick:
                 # The new pair replaces the last one, unless the one before is a 16th of ttl ago.
                 if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < duration:
@@ -330,14 +335,14 @@ class Expiry(nn.Module):
                 pairs.append((tick, now))
             while len(pairs) > 1 and pairs[1][1] <= now - duration:
                 pairs.pop(0)
-            newest = [(MAX_TICK - stamp, at) for stamp, at in pairs[-_MAX_PAIRS:]]
+            newest = [(MAX_TICK - stamp, time_us) for stamp, time_us in pairs[-_MAX_PAIRS:]]
             lists[number] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
         self.times = torch.tensor(lists)  # another tensor: state dicts have the old one
 
     def _pairs(self, number: int) -> list[tuple[int, int]]:
         """Return the (tick, time in microseconds) pairs of a list, both ascending."""
         rows = self.times[number].tolist()
-        return [(MAX_TICK - code, at) for code, at in rows if code <= MAX_TICK]
+        return [(MAX_TICK - code, time_us) for code, time_us in rows if code <= MAX_TICK]
 
     def skip(self, duration: timedelta | None) -> None:
         """Leave a pause out of the ages of all keys; None is the time since the last step."""
@@ -391,7 +396,7 @@ class _LoggedKeys(NamedTuple):
 
 
 class EvictionLog:
-    """Record the keys that left each table, by tick.
+    """Records the keys that left each table, by tick.
 
     Beyond `max_keys` per table the oldest entries are dropped. Keys stay in the log when they are
     inserted again: a reader checks which of them are in the table. Recording keys of a CUDA table

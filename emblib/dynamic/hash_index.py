@@ -269,10 +269,8 @@ class HashIndex(nn.Module):
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
-        slots, *of_misses = effects.once(
-            hash.hash_touch_, index, *keys, counts, batch_scores, order
-        )
-        misses = Misses(*of_misses)
+        slots, *missing = effects.once(hash.hash_touch_, index, *keys, counts, batch_scores, order)
+        misses = Misses(*missing)
         if not slots.is_cuda and misses.offsets.tolist()[-1] == 0:
             return InsertedBatch(slots)
         admitted = None
@@ -410,8 +408,8 @@ class HashIndex(nn.Module):
         """
         self.versions.advance()
         first_bucket = min(first_bucket, self.limits[table])
-        rest = self.limits[table] - first_bucket
-        num_buckets = rest if num_buckets is None else min(num_buckets, rest)
+        num_left = self.limits[table] - first_bucket
+        num_buckets = num_left if num_buckets is None else min(num_buckets, num_left)
         effects = Effects() if effects is None else effects
         is_freed = effects.once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before

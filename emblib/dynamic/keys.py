@@ -143,9 +143,9 @@ class LastBatch(NamedTuple):
         if not ids.numel() or not keys.numel():
             return result
         ordered, order = ids.sort()
-        at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-        is_match = ordered[at] == keys
-        result[is_match] = status[order[at[is_match]]]
+        places = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+        is_match = ordered[places] == keys
+        result[is_match] = status[order[places[is_match]]]
         return result
 
 

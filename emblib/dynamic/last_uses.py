@@ -106,14 +106,14 @@ class LastUses:
         tables, levels = tables_of(keys), self._levels[features_of(keys)]
         slots = inserted.slots
         first_element, width = self._table_ranges[tables].unbind(1)
-        at, spare = first_element + slots * width, self.buffer.numel() - 1
+        first_uses, spare = first_element + slots * width, self.buffer.numel() - 1
         is_new = torch.zeros_like(slots, dtype=torch.bool)
         if inserted.misses is not None and slots.numel():
             is_new = inserted.misses.groups >= 0
         for level in range(1, max(self.widths) + 1):
             # Positions without this level write to the spare element.
             has_level = (slots >= 0) & (level <= width)
-            positions = at + level - 1
+            positions = first_uses + level - 1
             self.buffer.index_fill_(0, torch.where(has_level & is_new, positions, spare), 0)
             is_use = has_level & (levels >= level)
             positions = torch.where(is_use, positions, spare)
@@ -176,7 +176,7 @@ class LastUses:
 
 
 class _InUse:
-    """Stand for `LastUses` in a state that is copied or pickled: with the slots in use alone."""
+    """Stands for `LastUses` in a state that is copied or pickled: with the slots in use alone."""
 
     def __init__(self, uses: LastUses, capacities: Sequence[int]) -> None:
         self._uses, self._capacities = uses, list(capacities)

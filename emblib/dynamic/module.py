@@ -313,10 +313,9 @@ class DynamicEmbeddingBags(FusedTables):
             ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
         """
         if is_padded() and (padding := training.num_padding_ids(indices, offsets)):
-            rest = (
+            weights, uses = (
                 None if part is None else part[padding:] for part in (per_sample_weights, counts)
             )
-            weights, uses = rest
             ids = indices[padding:]
             out = self(ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses)
             is_pooled = self.pooling is not Pooling.NONE

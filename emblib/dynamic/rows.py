@@ -165,8 +165,8 @@ class RowLayout:
 
     def fallback_views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
         """Return the fallback rows of a table by name, `[rows, dim]` or `[rows]`."""
-        first = self.first_fallback_row(table)
-        return self._views(buffers, table, first, self.specs[table].fallback_rows)
+        first_row = self.first_fallback_row(table)
+        return self._views(buffers, table, first_row, self.specs[table].fallback_rows)
 
     def _views(
         self, buffers: Sequence[Tensor], table: int, first_row: int, count: int
@@ -175,8 +175,8 @@ class RowLayout:
         views = {}
         for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
             width = self.width(table, number)
-            first = self.first_element(table, number) + first_row * width
-            rows = buffer[first : first + count * width]
+            begin = self.first_element(table, number) + first_row * width
+            rows = buffer[begin : begin + count * width]
             views[name] = rows if self._per_row[number] else rows.view(count, width)
         return views
 

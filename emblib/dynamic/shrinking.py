@@ -152,8 +152,8 @@ class _TableShrink:
             (self._slot_views, self._slot_values),
             (self._row_views, self._row_values),
         ):
-            for view, of_view in zip(views, values, strict=True):
-                view[slots] = of_view[: self._num_inserted][is_placed]
+            for view, saved_rows in zip(views, values, strict=True):
+                view[slots] = saved_rows[: self._num_inserted][is_placed]
         counters = self._counters.clone()
         counters[HashCounter.EVICTED] += len(leaving.keys)
         index.counters[table] = counters

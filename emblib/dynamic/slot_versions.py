@@ -143,8 +143,8 @@ class SlotVersions:
         """Note that keys of a table were put into these slots, int64; -1 for none."""
         self.settle(index)
         if self._watchers:
-            at = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
-            self._allocated(index)[at] = self.current
+            positions = slots[slots >= 0].to(index.tags.device) + self._first_slots[table]
+            self._allocated(index)[positions] = self.current
 
     def settle(self, index: VersionedIndex) -> None:
         """Store the last insertion's version by slot if a watcher needs it, then forget it."""
@@ -162,18 +162,18 @@ class SlotVersions:
 
     def _store(self, index: VersionedIndex, insertion: LastInsertion) -> None:
         keys, (is_new, was_missing) = insertion.keys, insertion.changed()
-        at = self._positions(index, keys, torch.where(was_missing, index.find(keys), -1))
+        positions = self._positions(index, keys, torch.where(was_missing, index.find(keys), -1))
         versions = self._allocated(index)
         # A promoted key was missing but never left its table: 0 replaces its slot's old version.
-        versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
+        versions.scatter_(0, positions, torch.where(is_new, insertion.version, 0))
         versions[-1:].zero_()  # positions that were not missing wrote to the spare entry
 
     def _positions(self, index: VersionedIndex, keys: Keys, slots: Tensor) -> Tensor:
         """Return the element of `by_slot` of each slot; -1 maps to the spare last entry."""
         tables = tables_of(keys)
         rows = index.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
-        at = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
-        return torch.where((slots >= 0) & (slots < rows), at, self._first_slots[-1])
+        positions = index.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
+        return torch.where((slots >= 0) & (slots < rows), positions, self._first_slots[-1])
 
     def _allocated(self, index: VersionedIndex) -> Tensor:
         """Return `by_slot`, allocated with zeros at first use."""

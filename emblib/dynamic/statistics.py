@@ -294,12 +294,13 @@ class StatisticsCollector:
         table_of.clamp_(max=self._num_tables - 1)
         is_evicting = status == hash.EVICTING
         if self._evicted_keys is not None:
-            at, weight = _selected(is_evicting | (status == hash.NEW))
-            cells = self._cells(table_of[at], keys.ids[misses.first[: status.numel()][at]])
-            self._count_reinserted(cells, table_of[at], weight, effects)
-        at, weight = _selected(is_evicting)
-        evicted_keys, stamps, _ = result.evicted[: status.numel()][at].unbind(1)
-        self._add_evicted(table_of[at], evicted_keys, clock - stamps, weight, effects)
+            positions, weight = _selected(is_evicting | (status == hash.NEW))
+            inserted_keys = keys.ids[misses.first[: status.numel()][positions]]
+            cells = self._cells(table_of[positions], inserted_keys)
+            self._count_reinserted(cells, table_of[positions], weight, effects)
+        positions, weight = _selected(is_evicting)
+        evicted_keys, stamps, _ = result.evicted[: status.numel()][positions].unbind(1)
+        self._add_evicted(table_of[positions], evicted_keys, clock - stamps, weight, effects)
         self._count_lookups(keys, inserted, status, effects)
 
     def record_evicted(
@@ -340,15 +341,15 @@ class StatisticsCollector:
     ) -> None:
         """Count the keys of weight 1 that are remembered as evicted."""
         assert self._evicted_keys is not None
-        is_known = self._evicted_keys[cells.at] == cells.keys
+        is_known = self._evicted_keys[cells.numbers] == cells.keys
         _add(effects, self._reinserted, tables, is_known * weight)
 
     def _remember(self, cells: _Cells, weight: Tensor) -> None:
         """Store evicted keys; of several keys of one cell the largest, in any order of threads."""
         assert self._evicted_keys is not None
         spare = self._evicted_keys.numel() - 1
-        at = torch.where(weight > 0, cells.at, spare)
-        self._evicted_keys.scatter_reduce_(0, at, cells.keys, "amax", include_self=False)
+        numbers = torch.where(weight > 0, cells.numbers, spare)
+        self._evicted_keys.scatter_reduce_(0, numbers, cells.keys, "amax", include_self=False)
 
     def _count_lookups(
         self, keys: Keys, inserted: InsertedBatch, status_of_misses: Tensor, effects: Effects
@@ -364,8 +365,8 @@ class StatisticsCollector:
             (self._refused, hash.REFUSED),
             (self._not_admitted, hash.NOT_ADMITTED),
         ):
-            at, weight = _selected(status == code)
-            _add(effects, counts, tables[at], weight)
+            positions, weight = _selected(status == code)
+            _add(effects, counts, tables[positions], weight)
 
     def read(self) -> list[TrackedCounts]:
         """Return the counts per table (reads the device)."""
@@ -385,9 +386,9 @@ class StatisticsCollector:
 
 
 class _Cells(NamedTuple):
-    """Keys, and the cell of each in the memory of evicted keys; int64 `[n]` each."""
+    """Keys, and the number of each one's cell in the memory of evicted keys; int64 `[n]` each."""
 
-    at: Tensor
+    numbers: Tensor
     keys: Tensor
 
 
@@ -398,10 +399,10 @@ def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
     """
     if mask.is_cuda:
         return torch.arange(mask.numel(), device=mask.device), mask.long()
-    at = mask.nonzero().view(-1)
-    return at, torch.ones_like(at)
+    positions = mask.nonzero().view(-1)
+    return positions, torch.ones_like(positions)
 
 
-def _add(effects: Effects, counts: Tensor, at: Tensor, values: Tensor) -> None:
+def _add(effects: Effects, counts: Tensor, positions: Tensor, values: Tensor) -> None:
     """Add values to counts once, though an interrupted caller may run again."""
-    effects.once(torch.ops.aten.index_add_.default, counts, 0, at, values)
+    effects.once(torch.ops.aten.index_add_.default, counts, 0, positions, values)

@@ -63,19 +63,19 @@ class StoredTables(NamedTuple):
         if begin != len(saved_keys):
             yield f"{keys_name}: there are {len(saved_keys)} keys of {begin} stored rows"
 
-    def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
-        """Yield a message if `used` keys, int64, are of other tables or too many for the table.
+    def _key_problems(self, table: int, used_keys: Tensor) -> Iterator[str]:
+        """Yield a message if `used_keys`, int64, are of other tables or too many for the table.
 
         The caller must have checked that they are distinct.
         """
         low, high = self.first_keys[table : table + 2]
         name, capacity = self.names[table], len(self.views[table]["weight"])
-        if bool(((used < low) | (used >= high)).any()):
-            yield f"key_of_row: keys of table {name!r} must be in [{low}, {high}), got {used}"
-        if len(used) > capacity:
+        if bool(((used_keys < low) | (used_keys >= high)).any()):
+            yield f"key_of_row: keys of table {name!r} must be in [{low}, {high}), got {used_keys}"
+        if len(used_keys) > capacity:
             yield (
-                f"the state dict has {len(used)} stored rows of table {name!r}, this module has "
-                f"{capacity}: construct it with a larger TTCache, or call empty_cache() before "
+                f"the state dict has {len(used_keys)} stored rows of table {name!r}, this module "
+                f"has {capacity}: construct it with a larger TTCache, or call empty_cache() before "
                 "saving"
             )
 
@@ -96,11 +96,13 @@ class StoredTables(NamedTuple):
             keys = saved_keys[begin : begin + num_rows]
             begin += num_rows
             if num_rows != capacity:
-                used = (keys >= 0).nonzero().squeeze(1)
+                used_rows = (keys >= 0).nonzero().squeeze(1)
                 for name, view in views.items():
-                    source = state_dict[name]
+                    saved_rows = state_dict[name]
                     entries[name] = torch.zeros_like(view)
-                    entries[name][: len(used)] = source[used.to(source.device)].to(view)
-                keys = torch.cat([keys[used], keys.new_full((capacity - len(used),), -1)])
+                    entries[name][: len(used_rows)] = saved_rows[
+                        used_rows.to(saved_rows.device)
+                    ].to(view)
+                keys = torch.cat([keys[used_rows], keys.new_full((capacity - len(used_rows),), -1)])
             new_keys.append(keys)
         return {**entries, f"{prefix}key_of_row": torch.cat(new_keys)}

@@ -43,24 +43,26 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         New cores, or `cores` themselves if no step comes closer. The host waits for a GPU.
     """
     train_rows = _train_rows_of(spec, ids)
-    error = float((_rows_at(spec, cores, train_rows) - values).square().sum())
+    squared_error = float((_rows_at(spec, cores, train_rows) - values).square().sum())
     for _ in range(_STEPS):
         residual = values - _rows_at(spec, cores, train_rows)
         grads = reference.core_grads(
             cores, train_rows, residual, spec.row_factors, spec.dim_factors
         )
         direction = _row_derivative(spec, cores, grads, train_rows)
-        size = float(direction.square().sum())
-        step = float((direction * residual).sum()) / size if size else 0.0
+        squared_norm = float(direction.square().sum())
+        step = float((direction * residual).sum()) / squared_norm if squared_norm else 0.0
         while step > _SHORTEST_STEP:
             new_cores = [c + step * g for c, g in zip(cores, grads, strict=True)]
-            new_error = float((_rows_at(spec, new_cores, train_rows) - values).square().sum())
-            if new_error < error:
+            new_squared_error = float(
+                (_rows_at(spec, new_cores, train_rows) - values).square().sum()
+            )
+            if new_squared_error < squared_error:
                 break
             step /= 2
         else:
             break
-        cores, error = new_cores, new_error
+        cores, squared_error = new_cores, new_squared_error
     return cores
 
 

@@ -52,9 +52,9 @@ def for_inference(
 ) -> ReadOnly | Collections:
     """Copy trained tables into read-only ones.
 
-    Keys of dynamic tables become an index before rows in the order of the keys, and keys without a
-    row read the default value. Of a sharded collection all ranks must call this together, and each
-    gets all rows; its tables must be dynamic ones.
+    Keys of dynamic tables become an index before rows in the order of the keys; keys without a row
+    read the default value, or their fallback row. Of a sharded collection all ranks must call this
+    together, and each gets all rows; its tables must be dynamic ones.
 
     Args:
         source: `DynamicEmbeddingBags`, with or without a backing store; `CachedTTEmbeddingBags`;
@@ -207,11 +207,9 @@ def _tables_to_compare(
     """Yield each table: its name, the rows that it was made of, its module and its number there."""
     if isinstance(served, InferenceCollection):
         readers = readers_of(source)
-        for table_group in served.parts:
-            any_group: Any = table_group
-            module = (
-                any_group.rows if isinstance(table_group, InferenceEmbeddingBags) else any_group
-            )
+        for part in served.parts:
+            any_part: Any = part
+            module = any_part.rows if isinstance(part, InferenceEmbeddingBags) else any_part
             for table, name in enumerate(module.table_names):
                 yield name, readers[name].blocks(), module, table
         return
@@ -231,7 +229,9 @@ class _ErrorSums:
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag
         self.rows = self._values = 0
-        self._largest = self._squares = self._pooled_errors = self._pooled = 0.0
+        self._largest = self._squared_errors = self._squared_pooled_errors = (
+            self._squared_pooled
+        ) = 0.0
 
     def add(self, exact: Tensor, served: Tensor) -> None:
         """Add a block of rows and what is served for it.
@@ -244,16 +244,20 @@ class _ErrorSums:
         self._values += exact.numel()
         if exact.numel():
             self._largest = max(self._largest, float(error.abs().amax()))
-        self._squares += float(error.square().sum())
+        self._squared_errors += float(error.square().sum())
         order = torch.randperm(exact.size(0), generator=self._generator)
         bags = order[: len(order) // self._bag * self._bag].view(-1, self._bag)
-        self._pooled_errors += float(error[bags].sum(1).square().sum())
-        self._pooled += float(exact[bags].sum(1).square().sum())
+        self._squared_pooled_errors += float(error[bags].sum(1).square().sum())
+        self._squared_pooled += float(exact[bags].sum(1).square().sum())
 
     def result(self, name: str, module: QuantizedEmbeddingBags, table: int) -> QuantizationError:
         """Return the errors of the table."""
         nbytes = module.table_views()[table]["packed"].nbytes
-        rms = (self._squares / max(self._values, 1)) ** 0.5
-        relative = (self._pooled_errors / self._pooled) ** 0.5 if self._pooled else 0.0
+        rms = (self._squared_errors / max(self._values, 1)) ** 0.5
+        relative = (
+            (self._squared_pooled_errors / self._squared_pooled) ** 0.5
+            if self._squared_pooled
+            else 0.0
+        )
         format = module.formats[table]
         return QuantizationError(name, format, self.rows, nbytes, self._largest, rms, relative)

@@ -87,8 +87,7 @@ class RowIndex:
 
     def table_row(self, begin: int) -> list[int]:
         """Return the columns of `IndexColumn`, for entries that begin at `begin` of `index`."""
-        size = (self.num_entries, self.hash_bits, self.num_ids, self.missing)
-        return [int(self.kind), begin, *size]
+        return [int(self.kind), begin, self.num_entries, self.hash_bits, self.num_ids, self.missing]
 
 
 class InferenceEmbeddingBags(nn.Module):
@@ -97,7 +96,8 @@ class InferenceEmbeddingBags(nn.Module):
     Rows are looked up as in `QuantizedEmbeddingBags`. An id that a pruned table has no row for
     reads zeros, and so does -1; an id outside the table before pruning is handled as its
     `bounds_check` says. In a table of keys every int64 is a key, and a key without a row reads the
-    default value. Bags are averaged over all of their ids, with or without a row.
+    default value, or its fallback row. Bags are averaged over all of their ids, with or without a
+    row.
 
     Args:
         rows: the stored rows; an index with a `missing` row of its own counts it among them.
@@ -140,14 +140,14 @@ class InferenceEmbeddingBags(nn.Module):
         if memory is None:
             entries = [index.entries.to(device) for index in indexes if index is not None]
             memory = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *entries])
-        tables, begin = [], 0
+        rows_by_table, begin = [], 0
         for index in indexes:
             if index is None:
-                tables.append([IndexKind.NONE, 0, 0, 0, -1, -1])
+                rows_by_table.append([IndexKind.NONE, 0, 0, 0, -1, -1])
             else:
-                tables.append(index.table_row(begin))
+                rows_by_table.append(index.table_row(begin))
                 begin += index.entries.numel()
-        table_rows = torch.tensor(tables, dtype=torch.int64).view(-1, 6)
+        table_rows = torch.tensor(rows_by_table, dtype=torch.int64).view(-1, 6)
         by_feature = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
         self.register_buffer("index", memory)
         self.register_buffer("index_tables", by_feature.to(device))

@@ -313,7 +313,7 @@ def convert(
         dtype, device = source.groups.output_dtype, source.device
     parts = []
     for key, tables in groups.items():
-        positions = [n for n, unit in enumerate(features) if unit.table in tables]
+        positions = [n for n, table_feature in enumerate(features) if table_feature.table in tables]
         module = _convert_part(
             [configs[table] for table in tables],
             readers,
@@ -326,8 +326,10 @@ def convert(
         )
         parts.append((module, positions))
     served = [
-        ServedFeature(unit.feature, unit.name, configs[unit.table].embedding_dim)
-        for unit in features
+        ServedFeature(
+            table_feature.feature, table_feature.name, configs[table_feature.table].embedding_dim
+        )
+        for table_feature in features
     ]
     if not pooled:
         sequences = InferenceEmbeddingCollection(served, parts)
@@ -345,17 +347,17 @@ def _convert_part(
     formats: Sequence[RowFormat],
     **options: Any,
 ) -> ReadOnly:
-    """Convert the tables of a part; `options` are arguments of `FloatTables`."""
+    """Convert the tables of a part; `options` are `bounds_check` and arguments of `FloatTables`."""
     specs, blocks, indexes = [], [], list[RowIndex | None]()
     for config in configs:
         reader, size = readers[config.name], config.num_embeddings
-        index, read = None, reader.blocks
+        index, yield_blocks = None, reader.blocks
         if reader.keyed is not None:
             index, stored = reader.keyed.indexed()
             # At least one row, of zeros, so that no table is without memory.
-            read, size = partial(stored.split, _BLOCK), max(len(stored), 1)
+            yield_blocks, size = partial(stored.split, _BLOCK), max(len(stored), 1)
         specs.append(TableSpec(size, config.embedding_dim, config.name))
-        blocks.append(read)
+        blocks.append(yield_blocks)
         indexes.append(index)
     any_blocks: Any = _RowBlocks(blocks)
     bounds_check = options.pop("bounds_check")

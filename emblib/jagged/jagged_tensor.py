@@ -283,15 +283,15 @@ class JaggedTensor(metaclass=TracedClass):
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
         """Overwrite every tensor with the same tensor of `other`; return self.
 
-        Both must have equal sizes; not checked, apart from what `Tensor.copy_` refuses.
-
         Raises:
             ValueError: weights in only one of them, or other sizes; nothing is changed.
         """
         if (self._weights is None) != (other._weights is None):
-            owner, rest = ("other", "self") if self._weights is None else ("self", "other")
+            with_weights, without = (
+                ("other", "self") if self._weights is None else ("self", "other")
+            )
             raise ValueError(
-                f"copy_: {owner} has weights and {rest} has none: both or none need them"
+                f"copy_: {with_weights} has weights and {without} has none: both or none need them"
             )
         size, other_size = ((tuple(x._values.shape), x._num_bags()) for x in (self, other))
         if size != other_size:
@@ -443,11 +443,11 @@ def flat_integers(tensor: Tensor, name: str) -> Tensor:
     return tensor.reshape(-1)
 
 
-def check_int32_range(tensor: Tensor, rows: int, name: str) -> None:
+def check_int32_range(tensor: Tensor, num_values: int, name: str) -> None:
     """Raise ValueError if int32 `tensor` cannot count `rows` values."""
-    if rows > _MAX_INT32 and tensor.dtype is _INT32:
+    if num_values > _MAX_INT32 and tensor.dtype is _INT32:
         raise ValueError(
-            f"int32 {name} count up to {_MAX_INT32} values, got {rows}: give {name}.long()"
+            f"int32 {name} count up to {_MAX_INT32} values, got {num_values}: give {name}.long()"
         )
 
 
@@ -483,13 +483,14 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
 
     `values` is `[N, ...]`, `lengths` `[B]`, `offsets` `[B + 1]`.
     """
-    rows = values.size(0)
+    num_values = values.size(0)
     if offsets is not None:
         steps = offsets.diff()
-        if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != rows:
-            ends = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
+        if not offsets.numel() or int(offsets[0]) != 0 or int(offsets[-1]) != num_values:
+            bounds = (int(offsets[0]), int(offsets[-1])) if offsets.numel() else "none"
             raise ValueError(
-                f"offsets must go from 0 to the number of values = {rows}, they go from/to {ends}"
+                f"offsets must go from 0 to the number of values = {num_values}, they go from/to "
+                f"{bounds}"
             )
         if steps.numel() and int(steps.min()) < 0:
             bag = int(steps.argmin())
@@ -502,9 +503,10 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     elif lengths is not None:
         if lengths.numel() and int(lengths.min()) < 0:
             raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
-        if int(lengths.sum()) != rows:
+        if int(lengths.sum()) != num_values:
             raise ValueError(
-                f"lengths must add up to the number of values = {rows}, got {int(lengths.sum())}"
+                f"lengths must add up to the number of values = {num_values}, got "
+                f"{int(lengths.sum())}"
             )
 
 

@@ -56,17 +56,17 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     return list(keys)
 
 
-def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> list[int]:
-    """Return `length_per_key` as a list; `values` is the number of values of the batch.
+def known_lengths(lengths: Sequence[int], keys: Sequence[str], num_values: int) -> list[int]:
+    """Return `length_per_key` as a list; `num_values` is the number of values of the batch.
 
     Raises:
         ValueError: not one length per key, or their sum is not the number of values.
     """
     counts = list(lengths)
-    if len(counts) != len(keys) or sum(counts) != values:
+    if len(counts) != len(keys) or sum(counts) != num_values:
         raise ValueError(
             f"length_per_key must have one entry per key = {len(keys)} and add up to the number of "
-            f"values = {values}, got {counts}"
+            f"values = {num_values}, got {counts}"
         )
     return counts
 
@@ -78,28 +78,28 @@ def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     return [list(row) for row in strides]
 
 
-def bags_per_key(strides: list[list[int]], keys: int, bags: int) -> list[int]:
+def bags_per_key(strides: list[list[int]], num_keys: int, num_bags: int) -> list[int]:
     """Return the number of bags of each feature over all ranks.
 
     Args:
         strides: number of bags per feature and rank, `[F][R]`.
-        keys: number of features of the batch.
-        bags: number of bags of the batch.
+        num_keys: number of features of the batch.
+        num_bags: number of bags of the batch.
 
     Raises:
         ValueError: not one list per key, lists of different lengths, a negative number, or a sum
             that is not the number of bags.
     """
-    if len(strides) != keys or len({len(row) for row in strides}) > 1:
+    if len(strides) != num_keys or len({len(row) for row in strides}) > 1:
         raise ValueError(
-            f"stride_per_key_per_rank must have one list per key = {keys}, of the same number of "
-            f"ranks, got {len(strides)} of {sorted({len(row) for row in strides})}"
+            f"stride_per_key_per_rank must have one list per key = {num_keys}, of the same number "
+            f"of ranks, got {len(strides)} of {sorted({len(row) for row in strides})}"
         )
     sums = [sum(row) for row in strides]
-    if sum(sums) != bags or any(count < 0 for row in strides for count in row):
+    if sum(sums) != num_bags or any(count < 0 for row in strides for count in row):
         raise ValueError(
             "stride_per_key_per_rank must be >= 0 and add up to the number of bags = "
-            f"{bags}, got {strides}"
+            f"{num_bags}, got {strides}"
         )
     return sums
 
@@ -123,11 +123,12 @@ def cached_strides(
     return [[count] for count in stride_per_key] if len(set(stride_per_key)) > 1 else None
 
 
-def refuse_stride(stride: int, keys: int, bags: int) -> None:
+def refuse_stride(stride: int, num_keys: int, num_bags: int) -> None:
     """Raise ValueError: the number of bags is not `stride` per key."""
     raise ValueError(
-        f"lengths must have the same number of bags for every key, got {bags} for {keys} keys"
-        + (f" with stride {stride}" if bags == 0 or bags % max(keys, 1) == 0 else "")
+        f"lengths must have the same number of bags for every key, got {num_bags} for "
+        f"{num_keys} keys"
+        + (f" with stride {stride}" if num_bags == 0 or num_bags % max(num_keys, 1) == 0 else "")
         + ": where features differ in it give stride_per_key_per_rank"
     )
 
@@ -207,8 +208,10 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
     """Join the numbers of bags of batches; raise ValueError if their numbers of ranks differ."""
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
-    some_are_equal = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
-    if len(ranks) > 1 or (some_are_equal and ranks != {1}):
+    has_equal_strides = any(
+        batch.keys() and not batch.variable_stride_per_key() for batch in batches
+    )
+    if len(ranks) > 1 or (has_equal_strides and ranks != {1}):
         raise ValueError(
             "batches of variable stride must have the same number of ranks, got "
             f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "

@@ -519,12 +519,12 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
     for change in changes:
         blocks.setdefault(change.first_column, []).append(change)
     shards = [_newest(block_changes) for _, block_changes in sorted(blocks.items())]
-    first, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
-    if any(not torch.equal(shard.keys, first.keys) for shard in shards):
+    first_shard, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
+    if any(not torch.equal(shard.keys, first_shard.keys) for shard in shards):
         raise LogError("the shards of a table by columns have logged different rows")
-    if weight.size(1) != first.dim:
-        raise LogError(f"the log has {weight.size(1)} of the {first.dim} columns of a table")
-    return [first._replace(weight=weight, first_column=0)]
+    if weight.size(1) != first_shard.dim:
+        raise LogError(f"the log has {weight.size(1)} of the {first_shard.dim} columns of a table")
+    return [first_shard._replace(weight=weight, first_column=0)]
 
 
 def _newest(changes: Sequence[TableChange]) -> TableChange:
@@ -532,9 +532,9 @@ def _newest(changes: Sequence[TableChange]) -> TableChange:
     keys = torch.cat([change.keys for change in changes])
     weight = torch.cat([change.weight for change in changes])
     distinct, numbers = keys.unique(return_inverse=True)
-    last = torch.zeros_like(distinct)
-    last.scatter_reduce_(0, numbers, torch.arange(keys.numel()), "amax")
-    return changes[0]._replace(keys=distinct, weight=weight[last])
+    last_rows = torch.zeros_like(distinct)
+    last_rows.scatter_reduce_(0, numbers, torch.arange(keys.numel()), "amax")
+    return changes[0]._replace(keys=distinct, weight=weight[last_rows])
 
 
 def concatenate(changes: Sequence[TableChange]) -> TableChange:

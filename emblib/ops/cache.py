@@ -172,12 +172,12 @@ def _(
     check: int | None,
     violations: Tensor,
 ) -> list[Tensor]:
-    lookups = indices.numel()
-    rows = indices.new_empty(lookups, dtype=torch.int64)
-    entries = (lookups + 1, lookups, lookups, 1, lookups, lookups)
-    results = [rows, *(rows.new_empty(n, dtype=torch.int32) for n in entries)]
+    num_lookups = indices.numel()
+    rows = indices.new_empty(num_lookups, dtype=torch.int64)
+    sizes = (num_lookups + 1, num_lookups, num_lookups, 1, num_lookups, num_lookups)
+    results = [rows, *(rows.new_empty(n, dtype=torch.int32) for n in sizes)]
     if postpones:
-        slots, count = (rows.new_empty(n, dtype=torch.int32) for n in (lookups, 1))
+        slots, count = (rows.new_empty(n, dtype=torch.int32) for n in (num_lookups, 1))
         results.extend([torch.empty_like(rows), slots, count])
     if indices.is_cuda and check is not None:
         results.append(offsets.new_empty(offsets.numel(), dtype=torch.int32))

@@ -39,8 +39,9 @@ The ops of the index; optional arguments may be None, and all tensors are on one
   misses, moves the rows of keys whose bucket is split, and corrects `slots` of the batch in place;
   `admitted` bool `[L]` says by miss whether it counts, None for all
 - `insert_(index, ids, first, totals, offsets, admitted, batch_scores, order, insert_policy, slots,
-  groups)` inserts misses: `ids` of the batch and the fields of its `Misses`. Returns the fields of
-  `InsertResult`, then slot and status by position, which are empty without `slots` and `groups`
+  groups)` inserts misses: `ids` of the batch and the fields of its `Misses`; `totals` are their
+  `counts`. Returns the fields of `InsertResult`, then slot and status by position, which are empty
+  without `slots` and `groups`
 - `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed)`, on the CPU only, is a training step in one call: it touches
   and inserts the keys of a batch, admits all of them, and writes their initial rows as
@@ -134,8 +135,8 @@ class Keys(NamedTuple):
 
     Attributes:
         ids: int64 `[L]`, keys of all segments.
-        starts: int64 `[S + 1]`, first key of each segment, then L.
-        tables: int64 `[S]`, table of each segment.
+        starts: int64 `[F + 1]`, first key of each segment, then L.
+        tables: int64 `[F]`, table of each segment.
     """
 
     ids: Tensor
@@ -392,8 +393,9 @@ def _(
     values: list[Tensor], slots: Tensor, status: Tensor, evicted: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor, Tensor, Tensor]:
     n = slots.numel()
-    words = (slots.new_empty(n), slots.new_empty(n), slots.new_empty(1))
-    return torch.empty_like(slots), [v.new_empty(n, v.size(1)) for v in values], *words
+    rows = [v.new_empty(n, v.size(1)) for v in values]
+    stamps, scores, count = slots.new_empty(n), slots.new_empty(n), slots.new_empty(1)
+    return torch.empty_like(slots), rows, stamps, scores, count
 
 
 initial_rows_ = torch.ops.emblib.hash_initial_rows_.default
@@ -424,7 +426,7 @@ def rule_of(initializer: Initializer, spec: DynamicSpec) -> InitialRule:
         return InitialRule(InitialKind.KEY_MODULO)
     mean, std = initializer.mean, initializer.std
     if isinstance(initializer, Normal):
-        return InitialRule(InitialKind.NORMAL, mean, std, 0.0, 1.0, -math.inf, math.inf)
+        return InitialRule(InitialKind.NORMAL, mean, std, span=1.0, low=-math.inf, high=math.inf)
     begin, end = initializer.probabilities
     return InitialRule(InitialKind.NORMAL, mean, std, begin, end - begin, *initializer.bounds)
 

@@ -90,7 +90,7 @@ class JointStep:
         warning.
 
         Returns:
-            Tensor: the gradient of the anchor, a float32 0.
+            The gradient of the anchor, a float32 0.
         """
         if task is None:
             task = torch._C._current_graph_task_id()
@@ -191,10 +191,10 @@ def apply_contributions(
         _row_gradients(contribution, rule, feature[FeatureColumn.DIM])
         for contribution in contributions
     ]
-    rows, values, finite = zip(*row_gradients, strict=True)
+    rows, values, finite_flags = zip(*row_gradients, strict=True)
     batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
     groups = autograd.groups_of(batch)
-    known_flags = [flag for flag in finite if flag is not None]
+    known_flags = [flag for flag in finite_flags if flag is not None]
     is_finite = torch.stack(known_flags).all() if known_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
@@ -233,5 +233,5 @@ def _row_gradients(
         codes.POOLING[batch.pooling.value],
         dim,
     )
-    number = torch.arange(groups.rows.numel(), device=groups.rows.device)
-    return torch.where(number < groups.count, groups.rows, -1), values, is_finite
+    numbers = torch.arange(groups.rows.numel(), device=groups.rows.device)
+    return torch.where(numbers < groups.count, groups.rows, -1), values, is_finite

@@ -113,8 +113,8 @@ def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     order = order[hashes[order].argsort(stable=True)]
     numbers = torch.arange(keys.numel(), device=keys.device)
     positions = numbers + (hashes[order] - numbers).cummax(0).values if keys.numel() else numbers
-    last = int(positions[-1]) if keys.numel() else 0
-    entries = torch.full((max(1 << bits, last + 2), 2), -1, device=keys.device)
+    last_position = int(positions[-1]) if keys.numel() else 0
+    entries = torch.full((max(1 << bits, last_position + 2), 2), -1, device=keys.device)
     entries[positions, 0], entries[positions, 1] = keys[order], rows[order]
     return entries, bits
 

@@ -149,12 +149,12 @@ def _(
     total_rows: int,
     repaired: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    lookups = indices.numel()
+    num_lookups = indices.numel()
     return (
-        indices.new_empty(lookups, dtype=torch.int64),
-        indices.new_empty(lookups + 1, dtype=torch.int32),
-        indices.new_empty(lookups, dtype=torch.int32),
-        indices.new_empty(lookups, dtype=torch.int32),
+        indices.new_empty(num_lookups, dtype=torch.int64),
+        indices.new_empty(num_lookups + 1, dtype=torch.int32),
+        indices.new_empty(num_lookups, dtype=torch.int32),
+        indices.new_empty(num_lookups, dtype=torch.int32),
         indices.new_empty(1, dtype=torch.int32),
     )
 

@@ -565,7 +565,7 @@ def _update(
 
     `grad` has the shape of the output; `states` are the optimizer states of each core.
     """
-    all_states = [state for of_core in states for state in of_core]
+    all_states = [state for core_states in states for state in core_states]
     optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
     if _has_whole_passes(batch):
         torch.autograd.graph.increment_version(cores)  # first: an interrupt must not omit it

@@ -74,7 +74,7 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         ValueError: more halves or keys than the ops can number.
     """
     tables = []
-    keys = lefts = rights = 0
+    num_keys = left_ids = right_ids = 0
     for spec in specs:
         p = spec.row_factors
         cores_in_left = 1 if len(p) == 2 else 2
@@ -82,13 +82,17 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         left_inner_rows = p[1] if cores_in_left == 2 else 1
         halves = p[0], left_inner_rows, num_rights, int(cores_in_left == 2)
         # In the order of `TTTableColumn`.
-        tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
-        keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
-    if keys > _MAX_KEYS or max(lefts, rights) > _MAX_HALVES:
+        tables.append((spec.rows, *spec.permutation, *halves, num_keys, left_ids, right_ids))
+        num_keys, left_ids, right_ids = (
+            num_keys + num_lefts * num_rights,
+            left_ids + num_lefts,
+            right_ids + num_rights,
+        )
+    if num_keys > _MAX_KEYS or max(left_ids, right_ids) > _MAX_HALVES:
         raise ValueError(
             f"the row factors of all tables must make fewer than 2^31 halves and {_MAX_KEYS} "
-            f"keys, got {lefts} and {rights} halves and {keys} keys; use several modules, more "
-            "cores or more even factors"
+            f"keys, got {left_ids} and {right_ids} halves and {num_keys} keys; use several "
+            "modules, more cores or more even factors"
         )
     dims = [spec.dim for spec in specs]
     return TTLayout(
@@ -96,9 +100,9 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         tuple(q for spec in specs for q in spec.dim_factors),
         tuple(len(spec.row_factors) for spec in specs),
         tuple(tables),
-        keys,
-        lefts,
-        rights,
+        num_keys,
+        left_ids,
+        right_ids,
         max(dims, default=0),
         len(set(dims)) <= 1,
     )
@@ -196,8 +200,8 @@ class Chunk(NamedTuple):
         columns = torch.arange(self.batch.output_dim)
         if batch.bag_layout is not None:
             return (batch.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
-        first_row = self.feature * tensor.size(0)
-        bags = slice(self.bags.start - first_row, self.bags.stop - first_row)
+        first_bag = self.feature * tensor.size(0)
+        bags = slice(self.bags.start - first_bag, self.bags.stop - first_bag)
         return bags, slice(column, column + self.batch.output_dim)
 
 
@@ -249,8 +253,8 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
             stop = min(bag_end, bag + max_bags)
             candidates = batch.offsets[bag + 1 : stop + 1]
             begin = int(batch.offsets[bag])
-            last_whole_bag = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
-            stop = bag + max(last_whole_bag, 1)
+            num_whole_bags = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
+            stop = bag + max(num_whole_bags, 1)
             end = int(batch.offsets[stop])
             for chunk_begin in range(begin, max(end, begin + 1), max_lookups):
                 lookups = slice(chunk_begin, min(chunk_begin + max_lookups, end))
@@ -273,7 +277,7 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     for column in (TTTableColumn.FIRST_KEY, TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT):
         row[column] = 0  # the table is the only one of its chunk
     p = layout.row_factors[cores]
-    rights = row[TTTableColumn.RIGHT_IDS]
+    right_ids = row[TTTableColumn.RIGHT_IDS]
     dim = math.prod(layout.dim_factors[cores])
     num_keys = math.prod(p)
     chunk_layout = TTLayout(
@@ -282,8 +286,8 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         (len(p),),
         (tuple(row),),
         num_keys,
-        num_keys // rights,
-        rights,
+        num_keys // right_ids,
+        right_ids,
         dim,
         True,
     )

@@ -126,10 +126,10 @@ class Counter:
         These are halflife, code and rate of the decay, start, bound, code of the tail, threshold,
         whether it is relative, and the largest count plus 1, which is 1 at first.
         """
-        tail = float(_TAILS.index(self.tail)) if self.tail in _TAILS else -1.0
+        tail_code = float(_TAILS.index(self.tail)) if self.tail in _TAILS else -1.0
         rate = 0.0 if decay is None else float(decay.rate)
-        code = float(_DECAYS.index(None if decay is None else type(decay)))
-        numbers = (self.halflife, code, rate, float(self.start), self.bound, tail)
+        decay_code = float(_DECAYS.index(None if decay is None else type(decay)))
+        numbers = (self.halflife, decay_code, rate, float(self.start), self.bound, tail_code)
         if isinstance(self.threshold, RelativeThreshold):
             return (*numbers, self.threshold.fraction_of_largest, 1.0, 1.0)
         return (*numbers, self.threshold, 0.0, 1.0)
@@ -214,8 +214,8 @@ class GlobalDecay:
         factor = ((1 - rate).clamp(min=0) ** num_missed_steps.clamp(min=0)).clamp(
             min=self.lower_bound
         )
-        holds = (previous > 0) & (num_missed_steps > 0) & (current_step >= self.start)
-        return torch.where(holds, factor, 1.0).to(prev_iter.dtype)
+        is_decayed = (previous > 0) & (num_missed_steps > 0) & (current_step >= self.start)
+        return torch.where(is_decayed, factor, 1.0).to(prev_iter.dtype)
 
 
 @dataclass(frozen=True)
@@ -299,16 +299,16 @@ class RowwiseAdagrad(Optimizer):
         if self.name == "rowwise_adagrad":
             return {"eps": numbers[0]}
         fields: dict[str, Any] = {"eps": numbers[0], "max_norm": numbers[1]}
-        decay_numbers = numbers[2:]
+        variant_numbers = numbers[2:]
         if isinstance(self.counter, Counter):
-            fields["counter"] = self.counter.with_parameters(decay_numbers)
-            kind = _DECAYS[int(decay_numbers[1])]
-            fields["weight_decay"] = None if kind is None else kind(decay_numbers[2])
+            fields["counter"] = self.counter.with_parameters(variant_numbers)
+            kind = _DECAYS[int(variant_numbers[1])]
+            fields["weight_decay"] = None if kind is None else kind(variant_numbers[2])
         elif isinstance(self.counter, CowClip):
-            fields["counter"] = CowClip(*decay_numbers)
+            fields["counter"] = CowClip(*variant_numbers)
         elif self.global_decay is not None:
             fields["global_decay"] = GlobalDecay(
-                decay_numbers[0], int(decay_numbers[2]), decay_numbers[1]
+                variant_numbers[0], int(variant_numbers[2]), variant_numbers[1]
             )
         return fields
 
@@ -335,16 +335,16 @@ class RowwiseAdagrad(Optimizer):
         """Return `(eps,)`, and for a variant max_norm and the numbers of the variant."""
         if self.name == "rowwise_adagrad":
             return (self.eps,)
-        norms = (self.eps, self.max_norm)
+        common = (self.eps, self.max_norm)
         if isinstance(self.counter, Counter):
-            return (*norms, *self.counter.parameters(self.weight_decay))
+            return (*common, *self.counter.parameters(self.weight_decay))
         if self.counter is not None:
             clip = self.counter
-            return (*norms, clip.halflife, clip.coefficient, clip.lower_bound)
+            return (*common, clip.halflife, clip.coefficient, clip.lower_bound)
         if self.global_decay is not None:
             decay = self.global_decay
-            return (*norms, decay.rate, decay.lower_bound, float(decay.start))
-        return norms
+            return (*common, decay.rate, decay.lower_bound, float(decay.start))
+        return common
 
     def _kernel_decay_rates(self) -> tuple[float, float]:
         return (0.0, 0.0) if isinstance(self.counter, Counter) else super()._kernel_decay_rates()
@@ -420,16 +420,16 @@ def ensemble_(
     `weights` are views of the tables, `slow` of their states `sparse_ema`: `[rows, dim]` each, in
     the same order. Both are written in place.
     """
-    average, swap = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
-    if not (average or swap):
+    averages, swaps = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
+    if not (averages or swaps):
         return
-    decay = 0.0 if step <= optimizer.start else optimizer.keep
+    keep = 0.0 if step <= optimizer.start else optimizer.keep
     for fast, ema in zip(weights, slow, strict=True):
-        if average:
-            ema.lerp_(fast.to(ema), 1.0 - decay)
-        if swap:
+        if averages:
+            ema.lerp_(fast.to(ema), 1.0 - keep)
+        if swaps:
             fast.copy_(ema)
-        if average and optimizer.slow is EmaReset.CLEAR:
+        if averages and optimizer.slow is EmaReset.CLEAR:
             ema.zero_()
 
 

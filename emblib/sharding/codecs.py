@@ -482,8 +482,8 @@ def start_values(
         if local_values is not None:
             local, begin = local_values.of(message.sent), sum(sizes[: ranks.rank])
             sent, received = (
-                without_local(of_message, ranks)
-                for of_message in (message.sizes, message.received_sizes)
+                without_local(all_sizes, ranks)
+                for all_sizes in (message.sizes, message.received_sizes)
             )
             message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)

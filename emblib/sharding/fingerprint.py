@@ -241,10 +241,10 @@ def collection_description(
 
 def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
     """Return whether the table is on meta, and the current hyperparameters of its optimizer."""
-    hyper = getattr(module, "hyperparams", None)
-    if device.type == "meta" or not isinstance(hyper, Tensor):
+    hyperparams = getattr(module, "hyperparams", None)
+    if device.type == "meta" or not isinstance(hyperparams, Tensor):
         return {"is_on_meta": device.type == "meta"}
-    rate, step, *other_numbers = hyper.tolist()
+    rate, step, *other_numbers = hyperparams.tolist()
     return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": other_numbers}}
 
 

@@ -26,7 +26,7 @@ from emblib.tables.durable_files import load_json, save_json
 ModulePlan = Mapping[str, ParameterSharding]
 """The sharding of each table of one collection, by name."""
 
-_MAKE_RULES: tuple[Any, ...] = (
+_RULE_MAKERS: tuple[Any, ...] = (
     sharding_types.data_parallel,
     sharding_types.table_wise,
     sharding_types.row_wise,
@@ -170,7 +170,7 @@ def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
             f"the plan of a collection is {{table: rule}}, but {name!r} has {list(rule)}: a plan "
             "of a model, {path: {table: rule}}, is for emblib.sharding.shard"
         )
-    if not callable(rule) or rule in _MAKE_RULES:
+    if not callable(rule) or rule in _RULE_MAKERS:
         raise TypeError(
             f"table {name}: a rule is made by a call, e.g. row_wise() or table_wise(0), got "
             f"{getattr(rule, '__name__', repr(rule))}"

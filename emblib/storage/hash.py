@@ -404,7 +404,7 @@ def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
     assert isinstance(counter, CountMinSketch)
     threshold = admission.max_threshold
     # Counters are uint8, int32 or int64, the smallest that can count to the threshold.
-    itemsize = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
+    itemsize = next((size for size, bits in ((1, 8), (4, 31)) if threshold < 2**bits), 8)
     return counter.width * counter.depth * itemsize
 
 

@@ -115,9 +115,9 @@ def open_file(path: Path) -> int:
     return open_own(path, os.O_RDWR)
 
 
-def write_at(handle: int, data: memoryview, at: int) -> int:
+def write_at(handle: int, data: memoryview, offset: int) -> int:
     """Write at a position; return the number of bytes written, which may be fewer."""
-    return os.pwrite(handle, data, at)
+    return os.pwrite(handle, data, offset)
 
 
 def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: int = 0) -> bool:

@@ -34,7 +34,7 @@ _HEADER = struct.Struct(f"<8sQ{_BOOT_ID_BYTES}sI")
 # Magic, block, number of rows, CRC-32 of the body, CRC-32 of these. The body follows: `rows` as
 # int64, their old bytes in each of the block's tensors, and padding to whole words.
 _RECORD = struct.Struct("<4sIQII")
-_MAGIC, _ROWS = b"emblib-1", b"rows"
+_HEADER_MAGIC, _RECORD_MAGIC = b"emblib-1", b"rows"
 _CHECKSUM = struct.Struct("<I")
 _ROW_NUMBER_BYTES = 8  # an int64
 _MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
@@ -94,7 +94,7 @@ class Journal:
         """Start a journal of rows at commit `epoch`; repeated calls for one epoch do nothing."""
         if self._end:
             return
-        header = _HEADER.pack(_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
+        header = _HEADER.pack(_HEADER_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
         end = self._write(header + _CHECKSUM.pack(zlib.crc32(header)))
         durable_files.sync_file(self._handle, self.path)
         self._end = end  # not before: an interrupt must not leave a header that is never synced
@@ -120,7 +120,7 @@ class Journal:
         for tensor, image in zip(block.tensors, images, strict=True):
             torch.index_select(tensor, 0, rows, out=image)
         checksum = crc32(torch.frombuffer(body, dtype=torch.uint8))
-        head = _RECORD.pack(_ROWS, index, rows.numel(), checksum, 0)[: -_CHECKSUM.size]
+        head = _RECORD.pack(_RECORD_MAGIC, index, rows.numel(), checksum, 0)[: -_CHECKSUM.size]
         data[: _RECORD.size] = head + _CHECKSUM.pack(zlib.crc32(head))
         return data
 
@@ -179,14 +179,14 @@ class Journal:
             # store verifies this.
             self.interrupted = True
             return False
-        of_epoch, start = self._header(memoryview(data))
-        if of_epoch > epoch:
+        journal_epoch, boot_id = self._header(memoryview(data))
+        if journal_epoch > epoch:
             raise self._damage_error(
-                f"it leads back to commit {of_epoch}, the tables are at {epoch}"
+                f"it leads back to commit {journal_epoch}, the tables are at {epoch}"
             )
-        if of_epoch < epoch:
+        if journal_epoch < epoch:
             return False
-        if start != machine_start() or not any(start):
+        if boot_id != machine_start() or not any(boot_id):
             self.interrupted = True
         records = list(self._records(memoryview(data)))
         if records:
@@ -202,11 +202,11 @@ class Journal:
             durable_files.sync_file(self._handle, self.path)
 
     def _header(self, data: memoryview) -> tuple[int, bytes]:
-        """Return epoch and start of a journal's header; raise JournalError if it is damaged."""
-        magic, epoch, start, checksum = _HEADER.unpack_from(data)
-        if magic != _MAGIC or checksum != zlib.crc32(data[: _HEADER.size - _CHECKSUM.size]):
+        """Return epoch and boot id of a journal's header; raise JournalError if it is damaged."""
+        magic, epoch, boot_id, checksum = _HEADER.unpack_from(data)
+        if magic != _HEADER_MAGIC or checksum != zlib.crc32(data[: _HEADER.size - _CHECKSUM.size]):
             raise self._damage_error("its header has a wrong checksum")
-        return epoch, start
+        return epoch, boot_id
 
     def _records(self, data: memoryview) -> Iterator[_Record]:
         """Yield the verified records.
@@ -217,20 +217,22 @@ class Journal:
         offset = _HEADER.size
         while offset + _RECORD.size <= len(data):
             magic, index, count, checksum, head_checksum = _RECORD.unpack_from(data, offset)
-            body = offset + _RECORD.size
-            if magic != _ROWS or head_checksum != zlib.crc32(data[offset : body - _CHECKSUM.size]):
+            begin = offset + _RECORD.size
+            if magic != _RECORD_MAGIC or head_checksum != zlib.crc32(
+                data[offset : begin - _CHECKSUM.size]
+            ):
                 if self.interrupted:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong head")
             block = self.blocks[index]
-            end = body + _body_bytes(block, count)
+            end = begin + _body_bytes(block, count)
             if end > len(data):
                 return
-            if checksum != zlib.crc32(data[body:end]):
+            if checksum != zlib.crc32(data[begin:end]):
                 if self.interrupted:
                     return
                 raise self._damage_error(f"the record at byte {offset} has a wrong checksum")
-            yield _Record(block, *_body(block, count, data[body:end]))
+            yield _Record(block, *_body(block, count, data[begin:end]))
             offset = end
 
     def _damage_error(self, defect: str) -> JournalError:

@@ -142,14 +142,14 @@ def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
             cache_stride=stride if spec.placement.cached else 0,
         )
         row_base += spec.rows
-    first_disk = first_rows.get(_ORDER[Placement.DISK], row_base)
+    first_disk_row = first_rows.get(_ORDER[Placement.DISK], row_base)
     return TableLayout(
         offsets=tuple(offsets[t] for t in range(len(tables))),
         elements=tuple(elements),
         rows=tuple(rows),
         total_rows=row_base,
-        first_cached_row=first_rows.get(_ORDER[Placement.MANAGED_CACHING], first_disk),
-        first_disk_row=first_disk,
+        first_cached_row=first_rows.get(_ORDER[Placement.MANAGED_CACHING], first_disk_row),
+        first_disk_row=first_disk_row,
         cache_stride=stride,
     )
 
@@ -445,17 +445,17 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
     if tensor.device.type != "cpu" or used_now <= used_before:
         return
     size = tensor.element_size()
-    address = tensor.data_ptr() + first_element * size
-    end = address + used_now * size
+    begin_address = tensor.data_ptr() + first_element * size
+    used_end = begin_address + used_now * size
     if (
-        end // _HUGE_PAGE_BYTES == (address + used_before * size) // _HUGE_PAGE_BYTES
+        used_end // _HUGE_PAGE_BYTES == (begin_address + used_before * size) // _HUGE_PAGE_BYTES
         or used_now * size < _HUGE_PAGE_BYTES
     ):
         return
     # Including the page that the last row begins to fill.
-    end_address = min(
-        -(-end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, tensor.data_ptr() + tensor.nbytes
+    advised_end = min(
+        -(-used_end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, tensor.data_ptr() + tensor.nbytes
     )
     torch.ops.emblib.advise_huge_pages_(
-        tensor[first_element : first_element + (end_address - address) // size]
+        tensor[first_element : first_element + (advised_end - begin_address) // size]
     )

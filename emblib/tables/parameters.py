@@ -52,10 +52,10 @@ def _optimizers_of(parameter: Any) -> list[Any]:
     if marks is None:
         raise AttributeError(_MARK)
     if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
-        of_tables = [mark for mark in marks if isinstance(mark, Optimizer)]
-        if any(map(updates_in_backward, of_tables)):
+        table_optimizers = [mark for mark in marks if isinstance(mark, Optimizer)]
+        if any(map(updates_in_backward, table_optimizers)):
             refuse_replicas()
-        if of_tables:
+        if table_optimizers:
             raise AttributeError(_MARK)
     return marks
 

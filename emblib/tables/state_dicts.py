@@ -48,7 +48,7 @@ def refuses(
     errors.extend(problems_found)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         del state_dict[key]
-    for path, submodule in _modules_with_problems(module, prefix):
+    for path, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):
             if submodule is not module:
                 state_dict[path + _REFUSED] = True
@@ -172,14 +172,14 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
 
 def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """Yield one message per invalid entry of a module and its descendants."""
-    for path, submodule in _modules_with_problems(module, prefix):
+    for path, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):
             yield from submodule.state_problems(state_dict, path)
         elif _is_plain(submodule):
             yield from entry_problems(state_dict, own_tensors(submodule, path))
 
 
-def _modules_with_problems(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_by_prefix(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, part in module.named_modules():
         yield (f"{prefix}{name}." if name else prefix), part
 

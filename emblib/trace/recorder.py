@@ -76,11 +76,11 @@ def distinct(names: Sequence[str]) -> list[str]:
     """Return distinct names: a repeated name gets its position appended, or a larger number."""
     used_names, result = set(names), []
     for position, name in enumerate(names):
-        new, number = name, position
-        while names.count(name) > 1 and new in used_names:
-            new, number = f"{name}-{number}", number + 1
-        used_names.add(new)
-        result.append(new)
+        new_name, number = name, position
+        while names.count(name) > 1 and new_name in used_names:
+            new_name, number = f"{name}-{number}", number + 1
+        used_names.add(new_name)
+        result.append(new_name)
     return result
 
 
@@ -108,8 +108,8 @@ def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
         return torch.cat(rows), torch.tensor([row.numel() for row in rows])
-    samples = ids.size(0) if ids.dim() else 1
-    return ids, torch.full((samples,), ids.numel() // max(samples, 1), dtype=torch.int64)
+    num_samples = ids.size(0) if ids.dim() else 1
+    return ids, torch.full((num_samples,), ids.numel() // max(num_samples, 1), dtype=torch.int64)
 
 
 def _read_bag(
@@ -121,8 +121,8 @@ def _read_bag(
     if offsets is None:
         ids, lengths = _bags_of_one_length(ids)
     else:
-        ends = offsets if module.include_last_offset else _append_offset(offsets, ids.numel())
-        ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids after the last end
+        bounds = offsets if module.include_last_offset else _append_offset(offsets, ids.numel())
+        ids, lengths = ids[: int(bounds[-1])], bounds.diff()  # torch ignores ids after the last end
     if module.padding_idx is not None:
         ids = torch.where(ids == module.padding_idx, -1, ids)
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
@@ -193,16 +193,18 @@ def _feature_major(
     Invalid offsets are repaired as the modules repair them.
     """
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
-    batch = (offsets.numel() - 1) // len(features)
-    bags_per_feature = [sum(s) for s in sizes] if sizes is not None else [batch] * len(features)
+    batch_size = (offsets.numel() - 1) // len(features)
+    bags_per_feature = (
+        [sum(s) for s in sizes] if sizes is not None else [batch_size] * len(features)
+    )
     return _split(features, ids, repair_offsets(offsets, ids.numel()).diff(), bags_per_feature)
 
 
 def _split(
-    features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags: Sequence[int]
+    features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags_per_feature: Sequence[int]
 ) -> list[Bags]:
-    """Split the bags of a batch by feature; `bags` is the number of bags per feature."""
-    by_feature = lengths.to("cpu", torch.int64).split(list(bags))
+    """Split the bags of a batch by feature."""
+    by_feature = lengths.to("cpu", torch.int64).split(list(bags_per_feature))
     ids_by_feature = ids.split([int(feature_lengths.sum()) for feature_lengths in by_feature])
     return [Bags(*fields) for fields in zip(features, ids_by_feature, by_feature, strict=True)]
 

@@ -52,9 +52,9 @@ class IdSkew:
         head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
         low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
-        ends = torch.cat([head_ids, steps.exp().round()]).unique()
-        sizes = ends.diff()
-        shares = (ends[:-1] + (sizes - 1) / 2) ** -exponent
+        first_ids = torch.cat([head_ids, steps.exp().round()]).unique()
+        sizes = first_ids.diff()
+        shares = (first_ids[:-1] + (sizes - 1) / 2) ** -exponent
         return cls(shares / (shares @ sizes), sizes)
 
     def missed(self, rows: int) -> float:

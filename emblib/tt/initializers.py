@@ -45,8 +45,8 @@ class CoreLayout(NamedTuple):
 
     def entry_std(self, std: float) -> float:
         """Return the standard deviation of core entries that gives rows the deviation `std`."""
-        cores = len(self.row_factors)
-        return (std / math.sqrt(math.prod(self.full_ranks))) ** (1.0 / cores)
+        num_cores = len(self.row_factors)
+        return (std / math.sqrt(math.prod(self.full_ranks))) ** (1.0 / num_cores)
 
 
 def gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
@@ -113,12 +113,12 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     few dimensions: in docs/tensor_trains.md a table of 64 columns has the effective rank 3.8 with
     it, and 63.8 with this scheme.
     """
-    ranks, cores, device = layout.full_ranks, len(layout.row_factors), layout.device
-    scale = (std * math.sqrt(3.0)) ** (1.0 / cores)
+    ranks, num_cores, device = layout.full_ranks, len(layout.row_factors), layout.device
+    scale = (std * math.sqrt(3.0)) ** (1.0 / num_cores)
     values = []
     for k, (p, q) in enumerate(zip(layout.row_factors, layout.dim_factors, strict=True)):
         shape = (p, ranks[k], q, ranks[k + 1])
-        if k == cores - 1:
+        if k == num_cores - 1:
             # Permuted, not drawn: draws of a small core would miss parts of the interval by chance.
             count = math.prod(shape)
             level = torch.randperm(count, device=device).view(shape)
@@ -153,9 +153,9 @@ def _num_rows(std: float) -> float:
 
 def positive_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw entries uniform from 0 up: all are positive, and rows almost equal."""
-    cores = len(layout.row_factors)
+    num_cores = len(layout.row_factors)
     variance = 2.0 / (_num_rows(std) + math.prod(layout.dim_factors))
-    bound = (variance / math.prod(layout.full_ranks)) ** (1.0 / (2 * cores))
+    bound = (variance / math.prod(layout.full_ranks)) ** (1.0 / (2 * num_cores))
     return [torch.rand(shape, device=layout.device) * bound for shape in layout.shapes()]
 
 

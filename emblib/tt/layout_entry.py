@@ -102,14 +102,16 @@ def describe_mismatch(
 def _parse_entry(numbers: Tensor) -> dict[str, Any]:
     """Return the fields of the entry of one table, by name; the inverse of `from_spec`."""
     rows, dim, *more_numbers = numbers.tolist()
-    cores = (len(more_numbers) + 1) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
-    seed = more_numbers.pop() - 1 if len(more_numbers) == 3 * cores else None
+    num_cores = (
+        len(more_numbers) + 1
+    ) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
+    seed = more_numbers.pop() - 1 if len(more_numbers) == 3 * num_cores else None
     return {
         "rows": rows,
         "dim": dim,
-        "row_factors": tuple(more_numbers[:cores]),
-        "dim_factors": tuple(more_numbers[cores : 2 * cores]),
-        "ranks": tuple(more_numbers[2 * cores :]),
+        "row_factors": tuple(more_numbers[:num_cores]),
+        "dim_factors": tuple(more_numbers[num_cores : 2 * num_cores]),
+        "ranks": tuple(more_numbers[2 * num_cores :]),
         "ids": "as_given" if seed is None else f"permuted by seed {seed}",
     }
 

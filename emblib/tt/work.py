@@ -53,8 +53,8 @@ class TTWork(NamedTuple):
             lefts: number of distinct left halves.
             rights: number of distinct right halves.
         """
-        cores = len(dim_factors)
-        split = 1 if cores == 2 else 2
+        num_cores = len(dim_factors)
+        split = 1 if num_cores == 2 else 2
         per_row = math.prod(dim_factors) * full_ranks[split]
         per_left = _multiply_adds_of_half(dim_factors[:split], full_ranks[: split + 1])
         per_right = _multiply_adds_of_half(dim_factors[split:], full_ranks[split:])

@@ -16,7 +16,7 @@ from emblib.dynamic.saving.dumps import (
     PartReader,
     Report,
     Writer,
-    field,
+    entry_of,
     read_parts,
 )
 from emblib.dynamic.saving.entries import Entries, Rows, combine, concatenate
@@ -198,10 +198,10 @@ def _check(part: PartReader) -> None:
     path, content = part.path, part.content
     if "tree" in content:
         raise DumpError(f"{path.parent} holds a snapshot, not a dump of entries")
-    field(path, content, "identity", str)
-    clock = field(path, content, "clock", int)
-    since = field(path, content, "since", int, type(None))
-    numbers = field(path, content, "numbers", list)
+    entry_of(path, content, "identity", str)
+    clock = entry_of(path, content, "clock", int)
+    since = entry_of(path, content, "since", int, type(None))
+    numbers = entry_of(path, content, "numbers", list)
     if not 0 <= clock < MAX_TICK or not 0 <= (since or 0) < MAX_TICK:
         raise DumpError(
             f"{path} is malformed: 'clock' and 'since' are ticks in [0, 2^62), are "
@@ -209,21 +209,21 @@ def _check(part: PartReader) -> None:
         )
     if not all(type(number) in (int, float) for number in numbers):
         raise DumpError(f"{path} is malformed: 'numbers' must be a list of numbers")
-    for value in field(path, content, "others", dict).values():
+    for value in entry_of(path, content, "others", dict).values():
         part.array(value)
-    for table in field(path, content, "tables", list):
-        name = field(path, table, "name", str)
-        field(path, table, "order", str)
-        arrays = field(path, table, "arrays", dict)
-        columns = [field(path, arrays, column, dict) for column in ("keys", "stamps")]
-        columns += [field(path, table, "removed", dict), *arrays.values()]
+    for table in entry_of(path, content, "tables", list):
+        name = entry_of(path, table, "name", str)
+        entry_of(path, table, "order", str)
+        arrays = entry_of(path, table, "arrays", dict)
+        columns = [entry_of(path, arrays, column, dict) for column in ("keys", "stamps")]
+        columns += [entry_of(path, table, "removed", dict), *arrays.values()]
         for array in map(part.array, columns):
             if array.dtype != torch.int64 or array.dim() != 1:
                 raise DumpError(
                     f"{path} is malformed: 'arrays' and 'removed' of table {name!r} must be int64, "
                     f"one number per key, one is {array.dtype} {list(array.shape)}"
                 )
-        for key, value in field(path, table, "rows", dict).items():
+        for key, value in entry_of(path, table, "rows", dict).items():
             if not part.array(value).dim():
                 raise DumpError(f"{path} is malformed: {key!r} of table {name!r} has no rows")
 

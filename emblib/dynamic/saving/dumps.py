@@ -81,7 +81,7 @@ Report = Callable[[DumpProgress], None]
 """Function that saving and loading call after each block of rows; its exceptions end them."""
 
 
-def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
+def entry_of(path: Path, tree: Any, name: str, *kinds: type) -> Any:
     """Return an entry of a manifest, after checking its type.
 
     Raises:
@@ -276,14 +276,14 @@ class PartReader:
             saved = json.loads(path.read_text())
         except (ValueError, RecursionError) as error:
             raise DumpError(f"{path} is damaged: it cannot be read ({error})") from error
-        self.content: dict[str, Any] = field(path, saved, "content", dict)
-        if field(path, saved, "checksum", int) != _checksum(self.content):
+        self.content: dict[str, Any] = entry_of(path, saved, "content", dict)
+        if entry_of(path, saved, "checksum", int) != _checksum(self.content):
             raise DumpError(f"{path} is damaged: its checksum is wrong")
         format_and_order = tuple(
-            field(path, self.content, name, kind)
+            entry_of(path, self.content, name, kind)
             for name, kind in (("format", int), ("byteorder", str))
         )
-        part = field(path, self.content, "part", list)
+        part = entry_of(path, self.content, "part", list)
         if [type(number) for number in part] != [int, int] or not 0 <= part[0] < part[1]:
             raise DumpError(
                 f"{path} is malformed: 'part' must be a rank and a number of ranks above it, is "
@@ -479,13 +479,13 @@ def _read_tree(part: PartReader, tree: Any) -> Any:
     """Return the tree that a description of `_write_tree` stands for."""
     kind = next(iter(tree)) if isinstance(tree, dict) and len(tree) == 1 else ""
     if kind == "dict":
-        branches = field(part.path, tree, kind, dict)
+        branches = entry_of(part.path, tree, kind, dict)
         return {name: _read_tree(part, branch) for name, branch in branches.items()}
     if kind == "list":
-        return [_read_tree(part, branch) for branch in field(part.path, tree, kind, list)]
+        return [_read_tree(part, branch) for branch in entry_of(part.path, tree, kind, list)]
     if kind == "none":
         return None
-    return part.array(field(part.path, tree, "tensor", dict))
+    return part.array(entry_of(part.path, tree, "tensor", dict))
 
 
 def check_entries(name: str, tree: Any, expected_names: Collection[str]) -> Mapping[str, Any]:

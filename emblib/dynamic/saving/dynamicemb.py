@@ -36,9 +36,9 @@ def save_dynamicemb(
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
     """
     t = state.table_number(table)
-    saved = export_dynamicemb(state, t, arguments, leave_out=leave_out)
+    content = export_dynamicemb(state, t, arguments, leave_out=leave_out)
     layout = Layout(state.index.order)
-    dynamicemb_files.write(directory, state.table_names[t], layout, saved, state.index.tick)
+    dynamicemb_files.write(directory, state.table_names[t], layout, content, state.index.tick)
 
 
 @of_state
@@ -161,10 +161,10 @@ def export_dynamicemb(
     counts, admission = None, state.admission
     if "counts" not in leave_out and admission is not None and admission.counts_exactly(table):
         counts = admission.counts(table)
-    saved = (
+    saved_arguments = (
         {"lr": float(state.hyperparams[Hyper.LEARNING_RATE])} if arguments is None else arguments
     )
-    return DynamicEmbTable(entries, saved, counts)
+    return DynamicEmbTable(entries, saved_arguments, counts)
 
 
 def _check_left_out(leave_out: Collection[str]) -> None:

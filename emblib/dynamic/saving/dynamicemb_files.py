@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
-from emblib.dynamic.saving.dumps import DumpError, Part
-from emblib.dynamic.saving.dumps import field as entry_of
+from emblib.dynamic.saving.dumps import DumpError, Part, entry_of
 from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows
 from emblib.reference.random import finalise
 from emblib.tables.durable_files import flush_directory, replacing

@@ -66,8 +66,8 @@ class ConcatenatedRows:
         for number, part in enumerate(self._parts):
             selected = (part_of == number).nonzero().view(-1)
             if selected.numel():
-                first = int(self._ends[number]) - part.shape[0]
-                out[selected] = part[index[selected] - first].to(out)
+                begin = int(self._ends[number]) - part.shape[0]
+                out[selected] = part[index[selected] - begin].to(out)
         return out
 
 

@@ -122,8 +122,8 @@ def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
         return
     numbers = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)
     for name, view in state.layout.fallback_views(state.row_buffers, table).items():
-        at = numbers.to(view.device)
+        rows_on_device = numbers.to(view.device)
         if name in rows:
-            view[at] = rows[name].to(view)
+            view[rows_on_device] = rows[name].to(view)
         else:
-            view[at] = state.specs[table].initial_state
+            view[rows_on_device] = state.specs[table].initial_state

@@ -485,7 +485,7 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
     """Insert missing keys; return their slots, int64 on the CPU, and how many others they evict."""
     index.versions.advance()
     device, count = keys.device, keys.numel()
-    first = torch.arange(count, device=device)
+    positions = torch.arange(count, device=device)
     offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64, device=device)
     offsets[table + 1 :] = count
     batch_scores = torch.zeros(len(index.specs), dtype=torch.int64, device=device)
@@ -493,8 +493,8 @@ def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tup
         *hash.hash_insert_(
             index.tensors(),
             keys,
-            first,
-            torch.ones_like(first),
+            positions,
+            torch.ones_like(positions),
             offsets,
             None,
             batch_scores,

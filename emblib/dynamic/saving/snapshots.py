@@ -32,13 +32,13 @@ def take(state: DynamicState) -> dict[str, Any]:
     """
     _check_no_backing(state)
     admission, scores = state.admission, state.scores
-    of_scores = None if scores is None else scores.state_dict()
+    score_states = None if scores is None else scores.state_dict()
     snapshot = {
         "index": state.index.snapshot(),
         "rows": state.layout.snapshot(state.row_buffers, state.capacities()),
         "hyper": state.hyperparams.clone(),
         "admission": None if admission is None else admission.snapshot(),
-        "scores": of_scores and {name: value.clone() for name, value in of_scores.items()},
+        "scores": score_states and {name: value.clone() for name, value in score_states.items()},
         **_times_of(state),
     }
     if state.last_uses is not None:

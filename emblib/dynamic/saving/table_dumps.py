@@ -228,11 +228,11 @@ def changes_since(
         RuntimeError: `track_evictions` was not called.
         ValueError: the eviction log does not reach back to the tick.
     """
-    numbers = list(range(len(state.specs)) if table_indices is None else table_indices)
-    tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
+    table_numbers = list(range(len(state.specs)) if table_indices is None else table_indices)
+    tables = {state.table_names[t]: _changes_of(state, t, since) for t in table_numbers}
     hyperparameters = state.hyperparams.cpu().clone()
-    hash_keys = state.index.hash_keys.cpu()[numbers]
-    rows = {state.table_names[t]: fallback.rows_of(state, t) for t in numbers}
+    hash_keys = state.index.hash_keys.cpu()[table_numbers]
+    rows = {state.table_names[t]: fallback.rows_of(state, t) for t in table_numbers}
     return ChangeSet(since, state.index.tick, tables, hyperparameters, hash_keys, rows)
 
 
@@ -385,15 +385,15 @@ def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
     Raises:
         ValueError: several tables share counters, scores or times.
     """
-    of_parts = child_state(state)
+    states_of_parts = child_state(state)
     if len(state.specs) == 1:
-        return of_parts
+        return states_of_parts
     if state.parts().keys() - {"index", "row_initializer"}:
         raise ValueError(
             f"tables {state.table_names} of one module share admission counters, scores or times, "
             "which are not divided: save the module instead, or give this table a module of its own"
         )
-    return {INDEX_HASH_KEYS: of_parts[INDEX_HASH_KEYS][table : table + 1]}
+    return {INDEX_HASH_KEYS: states_of_parts[INDEX_HASH_KEYS][table : table + 1]}
 
 
 @of_state
@@ -418,27 +418,37 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    content, numbers = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
-    check_hyperparameters(state, numbers)
-    saved = dump.others.get(INDEX_HASH_KEYS)
-    if saved is not None and len(dump.tables) > 1:
-        at = list(dump.tables).index(name)
-        saved = saved[at : at + 1]
-    hash_key = None if saved is None else int(saved[0])
+    dumped_table = dump.tables[name]
+    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64)
+    check_hyperparameters(state, hyperparameters)
+    hash_keys = dump.others.get(INDEX_HASH_KEYS)
+    if hash_keys is not None and len(dump.tables) > 1:
+        number = list(dump.tables).index(name)
+        hash_keys = hash_keys[number : number + 1]
+    hash_key = None if hash_keys is None else int(hash_keys[0])
     others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
     rows = fallback.select(dump.others, name)
     changes = None
     if dump.since is None:
-        loading.check(target_of(state, table), content.entries)
+        loading.check(target_of(state, table), dumped_table.entries)
         fallback.check(state, table, rows)
         check_child_state(state, others, directory)
     else:
-        tables = {state.table_names[table]: Changes(content.entries, content.removed)}
+        tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
         fallback_rows = {state.table_names[table]: rows}
-        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved, fallback_rows)
+        changes = ChangeSet(
+            dump.since, dump.clock, tables, hyperparameters, hash_keys, fallback_rows
+        )
         check_changes(state, changes)
     return TableDump(
-        Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others, rows
+        Path(directory),
+        dumped_table.entries,
+        changes,
+        dump.clock,
+        hyperparameters,
+        hash_key,
+        others,
+        rows,
     )
 
 

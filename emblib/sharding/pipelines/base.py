@@ -25,7 +25,14 @@ from emblib.sharding.pipelines.inputs import (
     SeparateCalls,
     sharded_modules,
 )
-from emblib.sharding.pipelines.loading import DrainAll, Loader, Meter, Progress, Slot, UnevenInputs
+from emblib.sharding.pipelines.loading import (
+    DrainAll,
+    Loader,
+    Meter,
+    PipelineStep,
+    Progress,
+    UnevenInputs,
+)
 from emblib.sharding.ranks import RankGroup
 
 
@@ -96,7 +103,7 @@ class TrainPipelineBase:
         self._loader = Loader(
             ranks, DrainAll() if uneven_inputs is None else uneven_inputs, self.device
         )
-        self._slots: deque[Slot] = deque()
+        self._steps_ahead: deque[PipelineStep] = deque()
         self._meter = Meter()
 
     @property
@@ -120,12 +127,12 @@ class TrainPipelineBase:
         """
         self._meter.begin()
         self._loader.read(batches)
-        slot = self._next()
-        if slot is None:
+        step = self._next()
+        if step is None:
             self._meter.pause()
             raise StopIteration
-        output = self._train(slot)
-        progress = self._meter.end(slot.counted())
+        output = self._train(step)
+        progress = self._meter.end(step.counted())
         if self._on_progress is not None:
             self._on_progress(progress)
         return output
@@ -141,28 +148,28 @@ class TrainPipelineBase:
                 return
             yield output
 
-    def _next(self) -> Slot | None:
-        """Remove and return the slot to train, after reading ahead; None at the end of an epoch.
+    def _next(self) -> PipelineStep | None:
+        """Remove and return the step to train, after reading ahead; None at the end of an epoch.
 
-        Waits for the numbers of all ranks for this slot, unless the pipeline assumes equal inputs.
+        Waits for the numbers of all ranks for this step, unless the pipeline assumes equal inputs.
         """
         while True:
-            while len(self._slots) <= self.ahead:
-                self._slots.append(self._loader.fetch())
-            slot = self._slots.popleft()
-            if self._loader.settle(slot):
-                return slot
-            if self._loader.is_last(slot, self._slots[-1]):
-                # No rank has a batch in the later slots; receive their messages and drop them.
-                while self._slots:
-                    self._loader.settle(self._slots.popleft())
+            while len(self._steps_ahead) <= self.ahead:
+                self._steps_ahead.append(self._loader.fetch())
+            step = self._steps_ahead.popleft()
+            if self._loader.settle(step):
+                return step
+            if self._loader.is_last(step, self._steps_ahead[-1]):
+                # No rank has a batch in the later steps; receive their messages and drop them.
+                while self._steps_ahead:
+                    self._loader.settle(self._steps_ahead.popleft())
                 self._loader.end()
                 return None
 
-    def _train(self, slot: Slot) -> Any:
-        """Run forward on the batch of a slot; in training mode also backward and the optimizer."""
-        assert slot.batch is not None
-        batch = slot.batch.take()
+    def _train(self, step: PipelineStep) -> Any:
+        """Run forward on the batch of a step; in training mode also backward and the optimizer."""
+        assert step.batch is not None
+        batch = step.batch.take()
         if self.model.training and self.optimizer is None:
             raise ValueError(
                 "a model in training needs an optimizer: give the pipeline one, of tables alone "
@@ -170,15 +177,15 @@ class TrainPipelineBase:
             )
         if self.model.training:
             self.optimizer.zero_grad()
-        self._before_forward(slot)
-        loss, output = self._output_of(self._run_forward(slot, batch))
-        self._after_forward(slot)
+        self._before_forward(step)
+        loss, output = self._output_of(self._run_forward(step, batch))
+        self._after_forward(step)
         if self.model.training:
             _backward(loss)
             self.optimizer.step()
         return output
 
-    def _run_forward(self, slot: Slot, batch: Any) -> Any:
+    def _run_forward(self, step: PipelineStep, batch: Any) -> Any:
         return self._forward(batch)
 
     def _output_of(self, result: Any) -> tuple[Any, Any]:
@@ -187,11 +194,11 @@ class TrainPipelineBase:
             return result[0], result[1]
         return result, result
 
-    def _before_forward(self, slot: Slot) -> None:
-        """Start other work before the forward of a slot."""
+    def _before_forward(self, step: PipelineStep) -> None:
+        """Start other work before the forward of a step."""
 
-    def _after_forward(self, slot: Slot) -> None:
-        """Start other work between the forward and the backward of a slot."""
+    def _after_forward(self, step: PipelineStep) -> None:
+        """Start other work between the forward and the backward of a step."""
 
 
 def _ranks_of(model: nn.Module) -> RankGroup:
@@ -278,7 +285,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             LearnedInputs(model) if inputs is None else CallerInputs(model, inputs)
         )
 
-    def _run_forward(self, slot: Slot, batch: Any) -> Any:
+    def _run_forward(self, step: PipelineStep, batch: Any) -> Any:
         """Run forward on ids that were sent before; without `inputs` the first forward learns them.
 
         The collections exchange by themselves in a forward that learns.
@@ -286,40 +293,40 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
-        with self._sent(slot).taken():
+        with self._sent(step).taken():
             return self._forward(batch)
 
-    def _before_forward(self, slot: Slot) -> None:
+    def _before_forward(self, step: PipelineStep) -> None:
         """Send the ids of this forward, unless they were, and the sizes of the next batch.
 
         Does nothing before the inputs are known.
         """
         if self._inputs.is_known:
-            self._sent(slot)
+            self._sent(step)
             self._send_sizes_of_next()
 
-    def _after_forward(self, slot: Slot) -> None:
+    def _after_forward(self, step: PipelineStep) -> None:
         """Send the ids of later batches."""
         self._send_sizes_of_next()
-        for later in self._next_to_send():
-            self._sent(later).send_ids()
+        for step_ahead in self._next_to_send():
+            self._sent(step_ahead).send_ids()
 
-    def _next_to_send(self) -> list[Slot]:
-        """Return the later slots that the ranks compute and whose ids are sent during this step."""
-        later = list(self._slots)[: self._sent_ahead]
-        return [slot for slot in later if self._loader.settle(slot)]
+    def _next_to_send(self) -> list[PipelineStep]:
+        """Return the later steps that the ranks compute and whose ids are sent during this one."""
+        later = list(self._steps_ahead)[: self._sent_ahead]
+        return [step for step in later if self._loader.settle(step)]
 
     def _send_sizes_of_next(self) -> None:
-        for slot in self._next_to_send():
-            self._sent(slot)
+        for step in self._next_to_send():
+            self._sent(step)
 
-    def _sent(self, slot: Slot) -> SentBatch:
-        """Return the inputs of a slot that were sent ahead; send them now if they were not."""
-        if slot.sent is None:
-            assert slot.batch is not None
-            calls = self._inputs(slot.batch.value)
-            slot.sent = SentBatch(calls, self._lane, slot.batch, self._separate_calls)
-        sent: SentBatch = slot.sent
+    def _sent(self, step: PipelineStep) -> SentBatch:
+        """Return the inputs of a step that were sent ahead; send them now if they were not."""
+        if step.sent is None:
+            assert step.batch is not None
+            calls = self._inputs(step.batch.value)
+            step.sent = SentBatch(calls, self._lane, step.batch, self._separate_calls)
+        sent: SentBatch = step.sent
         return sent
 
 
@@ -419,13 +426,13 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     def _prefetch_lane(self) -> Lane:
         return Lane(self.device)
 
-    def _before_forward(self, slot: Slot) -> None:
+    def _before_forward(self, step: PipelineStep) -> None:
         """Send as the base does, then prefetch rows of this and the next batch.
 
         Prefetches nothing before the inputs are known.
         """
-        super()._before_forward(slot)
+        super()._before_forward(step)
         if self._inputs.is_known:
             # In the order of the steps: a cache must get batches in the order of its lookups.
-            for next_slot in (slot, *self._next_to_send()[:1]):
-                self._sent(next_slot).prefetch(self._prefetch_lane)
+            for next_step in (step, *self._next_to_send()[:1]):
+                self._sent(next_step).prefetch(self._prefetch_lane)

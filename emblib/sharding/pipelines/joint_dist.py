@@ -200,11 +200,11 @@ class JointDist:
 
         After `_MAX_SEARCHES` searches the collections of the mode exchange separately instead.
         """
-        inputs = [_input_at(running.arguments, one) for one in mode_calls]
-        is_known = not running.mode.has_changed and all(one is not None for one in inputs)
+        inputs = [_input_at(running.arguments, call_path) for call_path in mode_calls]
+        is_known = not running.mode.has_changed and all(features is not None for features in inputs)
         calls = [
-            InputCall(one.module, features if is_known else None)
-            for one, features in zip(mode_calls, inputs, strict=True)
+            InputCall(call_path.module, features if is_known else None)
+            for call_path, features in zip(mode_calls, inputs, strict=True)
         ]
         ids = start_joint_input_dist(calls).wait()
         if ids is None:

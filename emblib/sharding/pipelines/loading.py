@@ -131,8 +131,8 @@ class ExampleCount(NamedTuple):
 
 
 @dataclass
-class Slot:
-    """One step in the pipeline: the batch of this rank, if it has one, and the state of all ranks.
+class PipelineStep:
+    """A step that the pipeline reads ahead: the batch of this rank, if any, and all ranks' numbers.
 
     Attributes:
         epoch: number of the epoch of this rank, see `Loader.begin`.
@@ -174,7 +174,8 @@ class Loader:
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
     to all ranks; on GPUs it does not wait for other ranks, on CPUs until all have called it (see
-    `Agreement`). `settle`, `is_last` and `Slot.counted` wait for the numbers of the other ranks.
+    `Agreement`). `settle`, `is_last` and `PipelineStep.counted` wait for the numbers of the
+    other ranks.
 
     Args:
         ranks: ranks that train together.
@@ -220,22 +221,22 @@ class Loader:
         """Release the iterator of an epoch that is drained on all ranks."""
         self._batches, self._attributes_at_end = None, []
 
-    def is_last(self, slot: Slot, newest: Slot) -> bool:
-        """Return whether an epoch ends with a slot that does not run: no rank has begun another.
+    def is_last(self, step: PipelineStep, newest: PipelineStep) -> bool:
+        """Return whether an epoch ends with a step that does not run: no rank has begun another.
 
         A rank that had no batch left notices that its iterator was reset; others do not. So all
-        ranks decide by the epochs that they have sent with `newest`, the slot read last. With
+        ranks decide by the epochs that they have sent with `newest`, the step read last. With
         `AssumeEqual` this rank decides by its own epoch.
         """
-        if slot.numbers_of_ranks is None or newest.numbers_of_ranks is None:
-            return slot.epoch == self.epoch
-        slot_numbers, newest_numbers = slot.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
+        if step.numbers_of_ranks is None or newest.numbers_of_ranks is None:
+            return step.epoch == self.epoch
+        step_numbers, newest_numbers = step.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
         return all(
             a[_BatchNumber.EPOCH] == b[_BatchNumber.EPOCH]
-            for a, b in zip(slot_numbers, newest_numbers, strict=True)
+            for a, b in zip(step_numbers, newest_numbers, strict=True)
         )
 
-    def fetch(self) -> Slot:
+    def fetch(self) -> PipelineStep:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks.
 
         With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too.
@@ -244,9 +245,9 @@ class Loader:
         examples = 0 if batch is None else examples_of(batch)
         # In the order of `_BatchNumber`.
         numbers = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
-        of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
+        numbers_of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
         staged = None if batch is None else self._copy(batch)
-        return Slot(self.epoch, staged, examples, of_ranks)
+        return PipelineStep(self.epoch, staged, examples, numbers_of_ranks)
 
     def _next(self) -> Any:
         """Return the next batch of this rank; None once it has no more."""
@@ -282,27 +283,27 @@ class Loader:
             event = torch.cuda.current_stream(self._device).record_event()
         return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
-    def settle(self, slot: Slot) -> bool:
-        """Decide whether the ranks compute this step, and return it; the slot stores the decision.
+    def settle(self, step: PipelineStep) -> bool:
+        """Decide whether the ranks compute this step, and return it; the step stores the decision.
 
-        If they do, a slot without a batch gets an empty one.
+        If they do, a step without a batch gets an empty one.
         """
-        if slot.runs is None:
-            slot.runs = self._decide(slot)
-            if slot.runs and slot.batch is None:
-                slot.batch = self._copy(self._empty)
-        return slot.runs
+        if step.runs is None:
+            step.runs = self._decide(step)
+            if step.runs and step.batch is None:
+                step.batch = self._copy(self._empty)
+        return step.runs
 
-    def _decide(self, slot: Slot) -> bool:
+    def _decide(self, step: PipelineStep) -> bool:
         """Return whether ranks compute a step, from the numbers that all ranks have sent.
 
         With `AssumeEqual` this rank decides by its own batch. With `DrainAll`, if a rank does not
         know an empty batch and another rank has a batch, the ranks gather their empty batches: a
         collective.
         """
-        if slot.numbers_of_ranks is None:
-            return slot.batch is not None
-        numbers_of_ranks = slot.numbers_of_ranks.wait()
+        if step.numbers_of_ranks is None:
+            return step.batch is not None
+        numbers_of_ranks = step.numbers_of_ranks.wait()
         num_batches = sum(numbers[_BatchNumber.HAS_BATCH] for numbers in numbers_of_ranks)
         if isinstance(self.uneven_inputs, StopAtShortest):
             return num_batches == len(numbers_of_ranks)

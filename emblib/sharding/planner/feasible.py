@@ -183,8 +183,10 @@ class _Search:
         world = len(self.rank_costs.totals)
         free_by_pool = zip(*(self._free_nbytes_of(rank) for rank in range(world)), strict=True)
         return [
-            sum(of_ranks) - world * common
-            for of_ranks, common in zip(free_by_pool, self.rank_costs.common_nbytes, strict=True)
+            sum(free_by_rank) - world * common
+            for free_by_rank, common in zip(
+                free_by_pool, self.rank_costs.common_nbytes, strict=True
+            )
         ]
 
 
@@ -234,7 +236,7 @@ def _cut_into_blocks(
     """
     shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world = problem.model.topology.world_size
-    unit = shape.row_unit  # blocks of rows are multiples of it
+    row_unit = shape.row_unit  # blocks of rows are multiples of it
 
     def shard(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
@@ -259,18 +261,19 @@ def _cut_into_blocks(
     received_nbytes = world * rows_sent * (shape.columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
     common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
     # The bytes of a shard are nearly linear in its rows: estimate the rows, then correct them.
-    unit_nbytes, table_nbytes = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
-    nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - unit, 1), 1e-9)
+    unit_nbytes, table_nbytes = nbytes(min(row_unit, shape.rows)), nbytes(shape.rows)
+    nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - row_unit, 1), 1e-9)
     shards: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free_nbytes(r), r)):
         available_nbytes = free_nbytes(rank) - common_nbytes
         rows = 0
         if available_nbytes >= unit_nbytes:
-            rows = unit + int((available_nbytes - unit_nbytes) / nbytes_per_row) // unit * unit
+            more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
+            rows = row_unit + more_rows // row_unit * row_unit
         rows = min(rows, shape.rows - begin)
         while rows > 0 and nbytes(rows) > available_nbytes:
-            rows -= unit if rows % unit == 0 else rows % unit
+            rows -= rows % row_unit or row_unit
         if rows > 0:
             shards.append(shard(rank, begin, rows))
             begin += rows
@@ -423,9 +426,10 @@ def _remedies(
     if types is not None and rows not in types and topology.world_size > 1:
         remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
     if missing_nbytes > 0 and rank_nbytes > 0:
-        more = -(-int(missing_nbytes) // int(rank_nbytes))
+        num_more = -(-int(missing_nbytes) // int(rank_nbytes))
         remedies.append(
-            f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
+            f"use {num_more} more rank{'s' if num_more > 1 else ''} or more, or ranks with more "
+            "memory"
         )
     if not largest.constraints.storages and not largest.config.storage.is_keyed:
         storages = _smaller_storages(topology.device)

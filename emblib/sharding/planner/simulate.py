@@ -249,9 +249,9 @@ def _steps(
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(workload.path for workload in workloads):
-        of_path = [workload for workload in workloads if workload.path == path]
+        collection_tables = [workload for workload in workloads if workload.path == path]
         collection = sharded.get_submodule(path)
-        batch = batch_of(of_path, seed + ranks.rank).to(ranks.device)
+        batch = batch_of(collection_tables, seed + ranks.rank).to(ranks.device)
         gradients = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
         steps.append(_CollectionStep(collection, batch, gradients))
     return steps
