@@ -195,11 +195,11 @@ def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     """
     changes = torch.ones_like(predictions, dtype=torch.bool)
     changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
-    tie = changes.cumsum(0) - 1
-    counts = torch.bincount(tie)
-    last_rank = counts.cumsum(0)  # 1 + the position of the last of a tie
+    tie_of = changes.cumsum(0) - 1
+    counts = torch.bincount(tie_of)
+    last_ranks = counts.cumsum(0)  # 1 + the position of the last of a tie
     starts = (sizes.cumsum(0) - sizes)[group_of]
-    return (last_rank - (counts - 1) / 2)[tie].double() - starts
+    return (last_ranks - (counts - 1) / 2)[tie_of].double() - starts
 
 
 def _check_shapes(predictions: Tensor, **optional_tensors: Tensor | None) -> None:

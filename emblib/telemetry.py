@@ -235,8 +235,8 @@ def _add_dynamic(
     metrics: dict[str, _Metric], labels: dict[str, str], statistics: TableStatistics
 ) -> None:
     """Add the numbers of a dynamic table to the metrics."""
-    steps = "Training forwards."
-    _add(metrics, "emblib_training_steps_total", steps, labels, statistics.step)
+    text = "Training forwards."
+    _add(metrics, "emblib_training_steps_total", text, labels, statistics.step)
     for name, text in _GAUGES.items():
         value = getattr(statistics, name)
         _add(metrics, f"emblib_{_GAUGE_NAMES.get(name, name)}", text, labels, value)

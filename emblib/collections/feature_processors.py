@@ -96,20 +96,20 @@ class PositionWeightedProcessor(PositionWeightedModule):
         missing_keys = sorted(self.max_feature_lengths.keys() - set(keys))
         if missing_keys:
             raise KeyError(f"there are no features {missing_keys}; there are {keys}")
-        by_key = lengths.split(features.stride_per_key())
+        lengths_by_key = lengths.split(features.stride_per_key())
         offset_of = self._weight_offsets()
         # Per feature: the offset of its weights, and the factor of the position, 0 without weights.
         rules = []
         for number, key in enumerate(keys):
             max_length = self.max_feature_lengths.get(key, 0)
-            _check_lengths(key, by_key[number], max_length)
+            _check_lengths(key, lengths_by_key[number], max_length)
             rules.append((offset_of.get(key, 0), min(max_length, 1)))
         unit_weight = torch.ones(1, device=lengths.device)  # the weight of all other features
         all_weights = torch.cat([unit_weight, *self.position_weights.values()])
         num_ids = features.values().shape[0]
-        bags = torch.tensor(features.stride_per_key(), device=lengths.device)
+        bags_per_key = torch.tensor(features.stride_per_key(), device=lengths.device)
         by_bag = torch.tensor(rules, device=lengths.device).repeat_interleave(
-            bags, 0, output_size=lengths.numel()
+            bags_per_key, 0, output_size=lengths.numel()
         )
         by_id = by_bag.repeat_interleave(lengths, 0, output_size=num_ids)
         weight_offset, position_factor = by_id.unbind(1)

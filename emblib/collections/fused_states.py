@@ -68,7 +68,7 @@ def optimizer_state(
 def _states(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Yield name, module and states of each parameter that backward updates."""
+    """Yield name, module and states of each parameter with a fused optimizer."""
     all_views = groups.all_views() if handles else []
     for views, (table, handle) in zip(all_views, handles.items(), strict=True):
         module: Any = handle.module

@@ -119,7 +119,7 @@ class TTCache:
         else:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
         row_counts = zip(cached, spilled, tables, strict=True)
-        return [min(rows + more, spec.rows) for rows, more, spec in row_counts]
+        return [min(rows + num_spilled, spec.rows) for rows, num_spilled, spec in row_counts]
 
     @property
     def placement(self) -> Placement:

@@ -57,7 +57,7 @@ def planned_tables(
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
         shared = {
-            name for collection_ in collections.values() for name in collection_.shared_tables()
+            name for collection in collections.values() for name in collection.shared_tables()
         }
         if shared:
             raise ValueError(

@@ -213,11 +213,14 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
         costs = torch.full_like(least_cost, math.inf)
         best_choice = torch.zeros_like(least_cost, dtype=torch.int16)
         for k, choice in enumerate(choices):
-            device, backing = _units_used(choice, limits, units)
-            if device <= units[0] and backing <= units[1]:
-                cost = least_cost[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
-                target = costs[device:, backing:]
-                best_choice[device:, backing:][cost < target] = k
+            device_units, backing_units = _units_used(choice, limits, units)
+            if device_units <= units[0] and backing_units <= units[1]:
+                cost = (
+                    least_cost[: units[0] + 1 - device_units, : units[1] + 1 - backing_units]
+                    + choice.cost
+                )
+                target = costs[device_units:, backing_units:]
+                best_choice[device_units:, backing_units:][cost < target] = k
                 torch.minimum(target, cost, out=target)
         least_cost = costs
         chosen_by_table.append(best_choice)
@@ -227,7 +230,7 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
     for choices, best_choice in zip(reversed(options), reversed(chosen_by_table), strict=True):
         indices.append(int(best_choice[units_left[0], units_left[1]]))
         used = _units_used(choices[indices[-1]], limits, units)
-        units_left = [have - units_used for have, units_used in zip(units_left, used, strict=True)]
+        units_left = [left - taken for left, taken in zip(units_left, used, strict=True)]
     return indices[::-1]
 
 
@@ -236,10 +239,10 @@ def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) ->
 
     `units` says into how many units each of the two limits is divided.
     """
-    device = -(-choice.nbytes * units[0] // limits.budget)
+    device_units = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:
-        return device, 0
-    return device, -(-choice.backing_nbytes * units[1] // max(limits.backing, 1))
+        return device_units, 0
+    return device_units, -(-choice.backing_nbytes * units[1] // max(limits.backing, 1))
 
 
 def _uniform_plans(options: Options) -> Iterator[list[int]]:
@@ -266,13 +269,13 @@ def _spend_rest(options: Options, indices: Sequence[int], limits: Limits) -> lis
         for table, (choices, k) in enumerate(zip(options, result, strict=True)):
             for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
-                bytes_more = better.nbytes - choices[k].nbytes
+                extra_nbytes = better.nbytes - choices[k].nbytes
                 backing_after = backing + better.backing_nbytes - choices[k].backing_nbytes
                 has_backing = limits.backing is None or backing_after <= max(
                     limits.backing, backing
                 )
-                if gain > 0 and nbytes + bytes_more <= limits.budget and has_backing:
-                    gains[table, index] = gain / max(bytes_more, 1)
+                if gain > 0 and nbytes + extra_nbytes <= limits.budget and has_backing:
+                    gains[table, index] = gain / max(extra_nbytes, 1)
         if not gains:
             return result
         # Ties: the first table, and the last of its choices.

@@ -115,7 +115,7 @@ class Migration:
             )
             if replaced.note:
                 lines.append(f"    {replaced.note}")
-        lines += [f"  left {replaced.path}: {replaced.reason}" for replaced in self.left]
+        lines += [f"  left {left.path}: {left.reason}" for left in self.left]
         if self.replaced:
             before, after = self._memory()
             lines.append(f"memory in training: {before} -> {after}")
@@ -297,11 +297,13 @@ def migrate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     optimizers = _as_list(optimizer)
-    for one in optimizers:
-        if type(one).__module__.startswith("torchrec.optim.") and hasattr(one, "params"):
+    for torch_optimizer in optimizers:
+        if type(torch_optimizer).__module__.startswith("torchrec.optim.") and hasattr(
+            torch_optimizer, "params"
+        ):
             raise TypeError(
-                f"{type(one).__name__} names its parameters, which would be stale: migrate with "
-                "the optimizer inside it, then wrap that one again"
+                f"{type(torch_optimizer).__name__} names its parameters, which would be stale: "
+                "migrate with the optimizer inside it, then wrap that one again"
             )
     embeddings = _embeddings(model)
     if any("" in paths for _, paths, _ in embeddings):
@@ -315,9 +317,9 @@ def migrate(
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
-    for new in replaced:
-        in_grad_mode(new.carry_over, enabled=False)()
-        _set_module(model, new.paths, new.new)
+    for swapped in replaced:
+        in_grad_mode(swapped.carry_over, enabled=False)()
+        _set_module(model, swapped.paths, swapped.new)
     return Migration(model, replaced, left_modules, optimizers, tables)
 
 
@@ -325,11 +327,11 @@ def _as_list(optimizer: Any) -> list[TorchOptimizer]:
     """Return one optimizer or several as a list; raise TypeError for anything else."""
     is_several = isinstance(optimizer, Sequence)
     optimizers = list(optimizer) if is_several else [optimizer]
-    for each in optimizers:
-        if not hasattr(each, "param_groups"):
+    for torch_optimizer in optimizers:
+        if not hasattr(torch_optimizer, "param_groups"):
             raise TypeError(
                 "optimizer must be an optimizer of torch.optim that trains the model, or a list "
-                f"of them, got {each!r}; tables= takes one of emblib.optim"
+                f"of them, got {torch_optimizer!r}; tables= takes one of emblib.optim"
             )
     return optimizers
 

@@ -132,8 +132,8 @@ class MigratedEmbeddingBag(_DropIn):
                 f"{tuple(input.shape)} and {'no ' * (offsets is None)}offsets"
             )
         if offsets is None:
-            batch, width = input.shape
-            offsets = torch.arange(batch + 1, device=input.device, dtype=input.dtype) * width
+            num_bags, width = input.shape
+            offsets = torch.arange(num_bags + 1, device=input.device, dtype=input.dtype) * width
             input = input.flatten()
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.flatten()

@@ -61,11 +61,11 @@ def _(data: Tensor, rows: Tensor, width: int, first_byte: int) -> tuple[Tensor, 
     return rows.new_empty(torch.library.get_ctx().new_dynamic_size()), rows.new_empty(1)
 
 
-_FIRST = torch.zeros(1, dtype=torch.int64, device="cpu")
+_FIRST_PAGE = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def crc32(data: Tensor) -> int:
     """Return the CRC-32 of bytes, uint8 `[N]`, as `zlib.crc32` does."""
     if not data.numel():
         return 0
-    return int(page_crc32(data, _FIRST, data.numel()).view(torch.int32)) & 0xFFFFFFFF
+    return int(page_crc32(data, _FIRST_PAGE, data.numel()).view(torch.int32)) & 0xFFFFFFFF

@@ -27,11 +27,11 @@ group_inverse = torch.ops.emblib.group_inverse.default
 
 @torch.library.register_fake("emblib::group")
 def _(keys: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lookups = keys.numel()
+    length = keys.numel()
     return (
-        keys.new_empty(lookups),
-        keys.new_empty(lookups + 1, dtype=torch.int32),
-        keys.new_empty(lookups, dtype=torch.int32),
+        keys.new_empty(length),
+        keys.new_empty(length + 1, dtype=torch.int32),
+        keys.new_empty(length, dtype=torch.int32),
         keys.new_empty(1, dtype=torch.int32),
     )
 

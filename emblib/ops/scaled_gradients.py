@@ -129,13 +129,13 @@ def mark_scaled(loss: Tensor, scale: Tensor) -> None:
     _mark_loss(loss, lambda: _Scaled(scale))
 
 
-def _mark_loss(loss: Tensor, scaled: Callable[[], _Scaled]) -> None:
+def _mark_loss(loss: Tensor, make_scaled: Callable[[], _Scaled]) -> None:
     """Record the scale of the backward that begins at a scaled loss."""
     if not loss.requires_grad:
         return
 
     def begin(grad: Tensor) -> None:
-        _scaled[torch._C._current_graph_task_id()] = scaled()
+        _scaled[torch._C._current_graph_task_id()] = make_scaled()
         while len(_scaled) > _MAX_TASKS:
             _scaled.popitem(last=False)
 

@@ -102,8 +102,8 @@ def _(
     groups = tbe.tbe_group(features, keys, offsets, bag_layout, 0)
     plan = _ops.tt_plan(keys, groups[4], tables, 0, 0)
     size = left_value_size(cores, dim_factors, num_cores)
-    prefixes = cores[0].new_empty((num_saved, size), dtype=torch.float32)
-    return [out, *groups, *plan, prefixes]
+    left_values = cores[0].new_empty((num_saved, size), dtype=torch.float32)
+    return [out, *groups, *plan, left_values]
 
 
 @torch.library.register_fake("emblib::tt_backward_")
@@ -120,8 +120,8 @@ def _(*arguments: Any) -> None:
 def _(
     indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stored = 0 if slots is None else ids.numel()
-    return ids.new_empty(stored), ids.new_empty(stored), ids.new_empty(ids.numel())
+    num_stored = 0 if slots is None else ids.numel()
+    return ids.new_empty(num_stored), ids.new_empty(num_stored), ids.new_empty(ids.numel())
 
 
 @torch.library.register_fake("emblib::tt_count_")

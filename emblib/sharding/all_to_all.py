@@ -456,8 +456,8 @@ class Headers:
             kinds.count(kinds[0]) < world
             or list(map(list, zip(*sent_sizes, strict=True))) != expected
         ):
-            tables = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))
-            _raise_difference(*tables, ranks=self._ranks)
+            matrices = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))
+            _raise_difference(*matrices, ranks=self._ranks)
         if any(header[begin] < 0 for header in headers):
             return None
         return [header[begin + 1 : begin + 1 + header[begin]] for header in headers]

@@ -89,11 +89,11 @@ def alltoallv(
     a rank without tables could not know.
     """
     _check_ranks("columns", columns, ranks)
-    widths_here = [tensor.size(-1) for tensor in values]
-    if widths_here != list(columns[ranks.rank]):
+    own_widths = [tensor.size(-1) for tensor in values]
+    if own_widths != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {widths_here}"
+            f"got {own_widths}"
         )
     if any(tensor.dtype != dtype for tensor in values):
         raise TypeError(
@@ -132,13 +132,13 @@ def variable_batch_alltoall_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    widths_here = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, widths_here, strict=True)) for row in batch_sizes]
+    own_widths = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, own_widths, strict=True)) for row in batch_sizes]
     _check_rows("values", values, 1, sum(sizes))
-    features = sum(map(len, columns))
-    if len(batch_sizes_here) != features:
+    num_features = sum(map(len, columns))
+    if len(batch_sizes_here) != num_features:
         raise ValueError(
-            f"batch_sizes_here must have an entry for each of the {features} features of all "
+            f"batch_sizes_here must have an entry for each of the {num_features} features of all "
             f"ranks: got {len(batch_sizes_here)}"
         )
     rows = iter(batch_sizes_here)
@@ -165,10 +165,13 @@ def alltoall_sequence(
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_rows("values", values, 2, sum(sizes))
     width = values.size(1)
-    sent_sizes, received = [n * width for n in sizes], [n * width for n in received_sizes]
+    sent_elements, received_elements = (
+        [n * width for n in sizes],
+        [n * width for n in received_sizes],
+    )
     rows = sum(received_sizes)
     options = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, sent_sizes, received, ranks, options=options).then(
+    return _start(values, sent_elements, received_elements, ranks, options=options).then(
         lambda received_rows: received_rows.view(rows, width)
     )
 
@@ -243,9 +246,9 @@ def all_gather_base_pooled(
     _check_ranks("batch_sizes", sizes, ranks)
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
-    sent_sizes, received = [values.numel()] * ranks.size, [n * width for n in sizes]
+    sent_elements, received_elements = [values.numel()] * ranks.size, [n * width for n in sizes]
     options = _Pattern.COPIES, comm_precision, gradients
-    return _start(values, sent_sizes, received, ranks, options=options).then(
+    return _start(values, sent_elements, received_elements, ranks, options=options).then(
         lambda received_rows: received_rows.view(rows, width)
     )
 
@@ -289,30 +292,34 @@ _BACK = {
 class _Direction:
     """One direction of a collective.
 
-    `sizes` and `received` are elements sent to and received from each rank, encoded by `codec`.
+    The sizes are elements sent to and received from each rank, encoded by `codec`.
     """
 
     pattern: _Pattern
-    sizes: tuple[int, ...]
-    received: tuple[int, ...]
+    sent_sizes: tuple[int, ...]
+    received_sizes: tuple[int, ...]
     codec: Codec
     ranks: RankGroup
 
     def start(self, values: Tensor) -> Any:
-        """Send flat `values`: `sum(sizes)` elements, or `sizes[0]` if all ranks get a copy."""
+        """Send flat `values`: the elements for all ranks, or once those that all ranks get."""
         splits = self.codec.payload_splits
         if self.pattern is _Pattern.COPIES:
-            payload = self.codec.encode(values, self.sizes[:1])
-            return start_all_gather(payload, splits(self.received), self.ranks)
-        payload = self.codec.encode(values, self.sizes)
-        return start_all_to_all(payload, splits(self.sizes), splits(self.received), self.ranks)
+            payload = self.codec.encode(values, self.sent_sizes[:1])
+            return start_all_gather(payload, splits(self.received_sizes), self.ranks)
+        payload = self.codec.encode(values, self.sent_sizes)
+        return start_all_to_all(
+            payload, splits(self.sent_sizes), splits(self.received_sizes), self.ranks
+        )
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
-        """Return the received elements, flat: `sum(received)`, or `received[0]` if summed."""
+        """Return the received elements, flat: those of all ranks, or their sum over ranks."""
         if self.pattern is not _Pattern.SUMS:
-            return self.codec.decode(pending.wait(), self.received, dtype)
+            return self.codec.decode(pending.wait(), self.received_sizes, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        by_rank = self.codec.decode(pending.wait(), self.received, wide).view(self.ranks.size, -1)
+        by_rank = self.codec.decode(pending.wait(), self.received_sizes, wide).view(
+            self.ranks.size, -1
+        )
         total = by_rank[0].clone()
         for values_of_rank in by_rank[1:]:
             total.add_(values_of_rank)

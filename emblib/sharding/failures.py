@@ -102,7 +102,7 @@ class detect_rank_failures:
                 "heartbeat_timeout_s must be at least two heartbeat intervals, got "
                 f"{heartbeat_timeout_s} s and intervals of {heartbeat_interval_s} s"
             )
-        self._ranks, self._interval, self._timeout = (
+        self._ranks, self._interval_s, self._timeout_s = (
             ranks,
             heartbeat_interval_s,
             heartbeat_timeout_s,
@@ -146,12 +146,12 @@ class detect_rank_failures:
                 state = f"{_FAILED} with {type(error).__name__}: {error}"
                 self._board.write_exit_state(state[:_MAX_STATE_CHARACTERS])
             else:
-                failure = self._board.find_failure(self._timeout)
+                failure = self._board.find_failure(self._timeout_s)
                 self._board.write_exit_state(_GAVE_UP)
                 if failure is not None:
                     # Log it now: torchrun may end this process before its traceback is printed.
                     _LOG.error("%s", failure)
-                self._board.wait_for_readers(self._timeout)
+                self._board.wait_for_readers(self._timeout_s)
                 if failure is not None:
                     raise failure from error
                 error.add_note(
@@ -165,7 +165,7 @@ class detect_rank_failures:
         self._stop.set()
         if self._thread is not None:
             # A thread that returns from the store while the interpreter ends would abort it.
-            self._thread.join(self._timeout)
+            self._thread.join(self._timeout_s)
         self._board = self._thread = None
 
     def _watch(self, name: str) -> None:
@@ -173,22 +173,22 @@ class detect_rank_failures:
         # It has its own connection: on a shared one it would wait for answers to other threads.
         board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
-        last_beat, since = b"", time.monotonic()
+        last_beat, since_s = b"", time.monotonic()
         with suppress(Exception):  # without the store the collectives fail too
-            while not self._stop.wait(self._interval):
+            while not self._stop.wait(self._interval_s):
                 board.beat()
                 beat, now_s = board.beat_of(watched), time.monotonic()
                 if beat != last_beat:
-                    last_beat, since = beat, now_s
-                elif beat and now_s - since > self._timeout and watched != self._ranks.rank:
+                    last_beat, since_s = beat, now_s
+                elif beat and now_s - since_s > self._timeout_s and watched != self._ranks.rank:
                     if not board.exit_state(watched):
                         _LOG.error(
                             "%s has written no heartbeat for %.0f s",
                             board.name_of(watched),
-                            now_s - since,
+                            now_s - since_s,
                         )
                     # The ranks of a node fail together: report them all, one after another.
-                    watched, last_beat, since = (watched + 1) % self._ranks.size, b"", now_s
+                    watched, last_beat, since_s = (watched + 1) % self._ranks.size, b"", now_s
 
 
 def is_collective_error(error: BaseException | None) -> bool:
@@ -274,8 +274,8 @@ class _StatusBoard:
         other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
         first_beats = {rank: self.beat_of(rank) for rank in other_ranks}
         silent_ranks = other_ranks
-        end = time.monotonic() + timeout_s
-        while silent_ranks and time.monotonic() < end:
+        deadline_s = time.monotonic() + timeout_s
+        while silent_ranks and time.monotonic() < deadline_s:
             faults = {rank: fault for rank in other_ranks if (fault := self._certain_fault(rank))}
             if faults:
                 return faults
@@ -315,10 +315,10 @@ class _StatusBoard:
         """
         if self._ranks.rank > 0 or _agent_has_store():
             return
-        end = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         with suppress(Exception):
             other_ranks = list(range(1, self._ranks.size))
-            while other_ranks and time.monotonic() < end:
+            while other_ranks and time.monotonic() < deadline_s:
                 time.sleep(_POLL_SECONDS)
                 other_ranks = [
                     r for r in other_ranks if not self.exit_state(r) and not self._certain_fault(r)
@@ -405,9 +405,9 @@ def init_distributed(
     if joins:
         _init_process_group(backend, timedelta(seconds=timeout_seconds))
     ranks = RankGroup(device=None if dist.is_initialized() else _device_alone())
-    beat = min(1.0, heartbeat_timeout_s / 5)
+    interval_s = min(1.0, heartbeat_timeout_s / 5)
     with detect_rank_failures(
-        ranks, heartbeat_interval_s=beat, heartbeat_timeout_s=heartbeat_timeout_s
+        ranks, heartbeat_interval_s=interval_s, heartbeat_timeout_s=heartbeat_timeout_s
     ):
         yield ranks
     # Skipped after a failure: the process ends, and the other ranks may not answer.
@@ -416,8 +416,8 @@ def init_distributed(
         _wait_for_gloo_threads()
 
 
-def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
-    """Wait up to `seconds` until gloo's threads have released the tensors of the last collectives.
+def _wait_for_gloo_threads(timeout_s: float = 2.0) -> None:
+    """Wait up to `timeout_s` until gloo's threads have released the tensors of collectives.
 
     Does nothing outside of Linux.
 
@@ -425,8 +425,8 @@ def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
     last reference to a tensor while the interpreter ends aborts the process ("terminate called
     without an active exception"), and torchrun would restart a job that has finished.
     """
-    end, last_states = time.monotonic() + seconds, None
-    while (threads := _gloo_threads()) and time.monotonic() < end:
+    deadline_s, last_states = time.monotonic() + timeout_s, None
+    while (threads := _gloo_threads()) and time.monotonic() < deadline_s:
         if threads == last_states and all(state == "S" for state, _ in threads.values()):
             return  # no thread has run since the last look, so none waits for the interpreter
         last_states = threads
@@ -475,35 +475,35 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     Raises:
         TimeoutError: some ranks did not call this within `timeout`.
     """
-    end = time.monotonic() + timeout.total_seconds()
+    deadline_s = time.monotonic() + timeout.total_seconds()
     meeting = dist.PrefixStore("emblib/meeting", store)
     if rank == 0:
-        number = str(meeting.add("rounds", 1))
-        meeting.set("newest", number)
+        round_number = str(meeting.add("rounds", 1))
+        meeting.set("newest", round_number)
         members: dict[str, str] = {}
         while len(members) < size - 1:
             for member in map(str, range(1, size)):
-                if member not in members and meeting.check([f"{number}/{member}"]):
-                    members[member] = meeting.get(f"{number}/{member}").decode()
+                if member not in members and meeting.check([f"{round_number}/{member}"]):
+                    members[member] = meeting.get(f"{round_number}/{member}").decode()
             missing_ranks = [r for r in range(1, size) if str(r) not in members]
-            _check_time(end, f"ranks {missing_ranks} of {size} have not started", timeout)
-        meeting.set(f"{number}/members", json.dumps(members))
-        return dist.PrefixStore(f"emblib/round/{number}", store)
-    name, number = uuid.uuid4().hex, ""
+            _check_time(deadline_s, f"ranks {missing_ranks} of {size} have not started", timeout)
+        meeting.set(f"{round_number}/members", json.dumps(members))
+        return dist.PrefixStore(f"emblib/round/{round_number}", store)
+    name, round_number = uuid.uuid4().hex, ""
     while True:
         newest = meeting.get("newest").decode() if meeting.check(["newest"]) else ""
-        if newest != number:
-            number = newest
-            meeting.set(f"{number}/{rank}", name)
-        if number and meeting.check([f"{number}/members"]):
-            members = json.loads(meeting.get(f"{number}/members"))
+        if newest != round_number:
+            round_number = newest
+            meeting.set(f"{round_number}/{rank}", name)
+        if round_number and meeting.check([f"{round_number}/members"]):
+            members = json.loads(meeting.get(f"{round_number}/members"))
             if members[str(rank)] == name:
-                return dist.PrefixStore(f"emblib/round/{number}", store)
-        _check_time(end, "rank 0, or another rank, has not started", timeout)
+                return dist.PrefixStore(f"emblib/round/{round_number}", store)
+        _check_time(deadline_s, "rank 0, or another rank, has not started", timeout)
 
 
-def _check_time(end: float, problem: str, timeout: timedelta) -> None:
-    if time.monotonic() > end:
+def _check_time(deadline_s: float, problem: str, timeout: timedelta) -> None:
+    if time.monotonic() > deadline_s:
         raise TimeoutError(
             f"{problem} within {timeout.total_seconds():.0f} s: look at the output of these "
             "processes, or give a larger timeout_seconds"

@@ -65,27 +65,29 @@ class TTSpec:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
-        cores = len(self.ranks) + 1
-        if not 2 <= cores <= 4:
+        num_cores = len(self.ranks) + 1
+        if not 2 <= num_cores <= 4:
             raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {self.ranks}")
         for rank in self.ranks:
             check_count("each rank", rank)
-        rows = tuple(self.row_factors or ()) or shapes.row_factors(self.rows, cores)
-        dims = tuple(self.dim_factors or ()) or shapes.dim_factors(self.dim, cores)
-        object.__setattr__(self, "row_factors", rows)
-        object.__setattr__(self, "dim_factors", dims)
-        for name, factors in (("row_factors", rows), ("dim_factors", dims)):
-            if len(factors) != cores:
+        row_factors = tuple(self.row_factors or ()) or shapes.row_factors(self.rows, num_cores)
+        dim_factors = tuple(self.dim_factors or ()) or shapes.dim_factors(self.dim, num_cores)
+        object.__setattr__(self, "row_factors", row_factors)
+        object.__setattr__(self, "dim_factors", dim_factors)
+        for name, factors in (("row_factors", row_factors), ("dim_factors", dim_factors)):
+            if len(factors) != num_cores:
                 raise ValueError(
-                    f"{name} must have one entry per core = {cores} (ranks has {cores - 1}), "
-                    f"got {factors}"
+                    f"{name} must have one entry per core = {num_cores} (ranks has "
+                    f"{num_cores - 1}), got {factors}"
                 )
             for factor in factors:
                 check_count(f"each of {name}", factor)
-        if math.prod(rows) < self.rows:
-            raise ValueError(f"row_factors {rows} multiply to {math.prod(rows)} < rows {self.rows}")
-        if math.prod(dims) != self.dim:
-            raise ValueError(f"dim_factors {dims} must multiply to dim {self.dim}")
+        if math.prod(row_factors) < self.rows:
+            raise ValueError(
+                f"row_factors {row_factors} multiply to {math.prod(row_factors)} < rows {self.rows}"
+            )
+        if math.prod(dim_factors) != self.dim:
+            raise ValueError(f"dim_factors {dim_factors} must multiply to dim {self.dim}")
 
     @property
     def full_ranks(self) -> tuple[int, ...]:
@@ -150,13 +152,13 @@ class TTSpec:
         """
         check_float_dtype("dtype", dtype)
         template = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
-        values = nbytes // dtype.itemsize
+        max_numel = nbytes // dtype.itemsize
         max_ranks = shapes.max_ranks(template.row_factors, template.dim_factors)
 
         def with_rank(rank: int) -> TTSpec:
             return replace(template, ranks=tuple(min(rank, top) for top in max_ranks))
 
-        if with_rank(1).numel > values:
+        if with_rank(1).numel > max_numel:
             raise ValueError(
                 f"a tensor train of {rows} x {dim} takes at least "
                 f"{with_rank(1).numel * dtype.itemsize} bytes with "
@@ -166,5 +168,7 @@ class TTSpec:
         low, high = 1, max(max_ranks)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if with_rank(middle).numel <= values else (low, middle - 1)
+            low, high = (
+                (middle, high) if with_rank(middle).numel <= max_numel else (low, middle - 1)
+            )
         return with_rank(low)

@@ -77,7 +77,7 @@ class QuotientRemainder(ComposedStorage):
         return cls(divisor, combine)
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for a divisor above the number of ids, odd halves, or an `init_fn`."""
+        """Raise ValueError as the base does, and for a divisor above the number of ids."""
         super().check_table(table)
         if self.divisor > table.num_embeddings:
             raise ValueError(

@@ -75,20 +75,22 @@ def first_violation(
         bag_layout: `[bags, 2]` with the feature of each bag, if batch sizes differ.
     """
     if bag_layout is None:
-        bags = torch.arange(len(features)).repeat_interleave((len(offsets) - 1) // len(features))
+        feature_of_bag = torch.arange(len(features)).repeat_interleave(
+            (len(offsets) - 1) // len(features)
+        )
     else:
-        bags = bag_layout[:, 0]
-    by_index = bags.repeat_interleave(offsets.diff())
+        feature_of_bag = bag_layout[:, 0]
+    feature_of_index = feature_of_bag.repeat_interleave(offsets.diff())
     first_offset = int(offsets[0])
-    checked_ids = indices[first_offset : first_offset + len(by_index)]
-    rows = features[by_index, FeatureColumn.ROWS]
+    checked_ids = indices[first_offset : first_offset + len(feature_of_index)]
+    rows = features[feature_of_index, FeatureColumn.ROWS]
     invalid = ((checked_ids < -1) | (checked_ids >= rows)).nonzero()
     if not len(invalid):
         return ""
     position = int(invalid[0])
     return (
         f" (the first: index {int(checked_ids[position])} at position {first_offset + position}, "
-        f"{feature_label(module, int(by_index[position]))} of {int(rows[position])} rows)"
+        f"{feature_label(module, int(feature_of_index[position]))} of {int(rows[position])} rows)"
     )
 
 

@@ -95,7 +95,7 @@ class TableGroup(dict[str, Any]):
         return name, self.pop(name)
 
     def clear(self) -> None:
-        """Raise ValueError: entries that act on tables stay."""
+        """Remove all entries; raise ValueError, and remove none, if one acts on tables."""
         for name in list(self):
             self._check_removable(name)
         super().clear()
@@ -198,8 +198,10 @@ class _GroupTables:
             {"lr": self._rates[id(module)], **hyperparameters.numbers_of(module.optimizer)}
             for module in self._modules
         ]
-        values = {name: {of_module[name] for of_module in numbers} for name in numbers[0]}
-        self._differing = {name: sorted(rates) for name, rates in values.items() if len(rates) > 1}
+        distinct = {name: {by_name[name] for by_name in numbers} for name in numbers[0]}
+        self._differing = {
+            name: sorted(values) for name, values in distinct.items() if len(values) > 1
+        }
         group.show_entries({k: v for k, v in numbers[0].items() if k not in self._differing})
         if not self._differing.keys() - {"lr"}:
             self._optimizer = self._modules[0].optimizer
