@@ -165,8 +165,8 @@ class _Counter(nn.Module):
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
         segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
-        entries_at = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        scores = self.index.entries[:, HashEntryColumn.SCORE][entries_at]
+        places = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
+        scores = self.index.entries[:, HashEntryColumn.SCORE][places]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
 
@@ -315,9 +315,9 @@ class _Sketches(nn.Module):
 
     def _fade(self, effects: Effects) -> None:
         """Halve the counters whose turn it is, and count the batch."""
-        batches = effects.once(torch.ops.aten.clone.default, self.batches)
+        num_batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, per_batch in self._fading:
-            first_cell = batches * per_batch % (per_batch * math.ceil(size / per_batch))
+            first_cell = num_batches * per_batch % (per_batch * math.ceil(size / per_batch))
             cells = first_cell + torch.arange(per_batch, device=first_cell.device)
             cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
             halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
@@ -357,7 +357,7 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Decide which missing keys get a row, by the number of their uses.
+    """Decides which missing keys get a row, by the number of their uses.
 
     The owner of the tables must hold its lock around every call.
 
@@ -542,18 +542,18 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
-    missing_entries = dict(expected)
+    expected_entries = dict(expected)
     entries = dumps.check_entries(name, state, ())
     for key in expected:
         stem, _, entry = key.rpartition(".")
         if entry == HASH_KEYS and key not in entries:
-            del missing_entries[key]
+            del expected_entries[key]
         elif entry in _ENTRIES:
             keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
-            missing_entries[key] = dumps.check_tensor(
+            expected_entries[key] = dumps.check_tensor(
                 f"{name}.{stem}.keys", keys, torch.int64, (None,)
             )
-    dumps.check_state(name, entries, missing_entries)
+    dumps.check_state(name, entries, expected_entries)
 
 
 def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:

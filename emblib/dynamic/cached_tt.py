@@ -383,10 +383,11 @@ class CachedTTEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Check a batch before anything is changed; return repaired offsets, `[F * B + 1]`."""
-        features, bags = len(self.rows_of_features), offsets.numel() - 1
-        if batch_sizes is None and (bags < 0 or bags % features):
+        num_features, num_bags = len(self.rows_of_features), offsets.numel() - 1
+        if batch_sizes is None and (num_bags < 0 or num_bags % num_features):
             raise RuntimeError(
-                f"offsets must have F * B + 1 entries for {features} features, got {bags + 1}"
+                f"offsets must have F * B + 1 entries for {num_features} features, got "
+                f"{num_bags + 1}"
             )
         layout = self.layout_of_bags(offsets, batch_sizes)
         return check_bounds(self, indices, offsets, self.features, layout)
@@ -414,11 +415,11 @@ class CachedTTEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
         """Split a batch into lookups of cores, stored rows, and ids to count."""
-        features, layout = len(self.rows_of_features), self.layout_of_bags(offsets, batch_sizes)
+        num_features, layout = len(self.rows_of_features), self.layout_of_bags(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
-        starts = feature_starts(offsets, features, batch_sizes)
+        starts = feature_starts(offsets, num_features, batch_sizes)
         keys = ids
-        if features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
+        if num_features > 1 or self.trains.feature_tables[0] != 0:  # else its keys are its ids
             keys = self._as_table_keys(ids, starts)
         segments = Keys(keys, starts, self.segment_tables)
         if not self._index_is_current:

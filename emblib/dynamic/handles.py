@@ -580,8 +580,8 @@ class DynamicTable:
             for number, state, index in self.local_shards():
                 positions = (owner == number).nonzero().view(-1)
                 owned_values = [] if every_value is None else [every_value[positions]]
-                answers_here = answer(state, index, all_keys[positions], *owned_values)
-                result[positions] = answers_here.cpu()
+                shard_answers = answer(state, index, all_keys[positions], *owned_values)
+                result[positions] = shard_answers.cpu()
             return result
 
         by_rank = self._run_on_all_ranks(method, answers)

@@ -119,16 +119,18 @@ class HashIndex(nn.Module):
         self.clear()
 
     def _allocate(self, device: torch.device) -> None:
-        slots = sum(spec.rows for spec in self.specs)
+        num_slots = sum(spec.rows for spec in self.specs)
         self._first_slots = [0]
         for spec in self.specs:
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
         words = 3 if self.order in SCORED else 2
-        used = sum(spec.buckets for spec in self.specs) * SLOTS / max(slots, 1)
-        entries = memory.reserve(slots * words, torch.int64, device, used).view(slots, words)
+        used = sum(spec.buckets for spec in self.specs) * SLOTS / max(num_slots, 1)
+        entries = memory.reserve(num_slots * words, torch.int64, device, used).view(
+            num_slots, words
+        )
         num_tables = len(self.specs)
-        self._register("tags", memory.reserve(slots, torch.uint8, device, used))
+        self._register("tags", memory.reserve(num_slots, torch.uint8, device, used))
         self._register("entries", entries)
         for name, shape in (
             ("tables", (num_tables, len(TABLE_FIELDS))),
@@ -144,8 +146,8 @@ class HashIndex(nn.Module):
         `used_share` is the share of them that is in use at once, see `memory.reserve`.
         """
         if self.tags.device.type == "cpu":
-            words = self.tags.numel() // SLOTS * QUEUE_WORDS
-            queues = memory.reserve(words, torch.int64, self.tags.device, used_share)
+            num_words = self.tags.numel() // SLOTS * QUEUE_WORDS
+            queues = memory.reserve(num_words, torch.int64, self.tags.device, used_share)
             self._register("queues", queues.view(-1, QUEUE_WORDS))
 
     def _register(self, name: str, tensor: Tensor) -> None:
@@ -504,8 +506,8 @@ class HashIndex(nn.Module):
         """
         if not self._has_queues:
             return
-        first, buckets = self._first_slots[table] // SLOTS, self.buckets(table)
-        queues = self.queues[first : first + buckets]
+        first_bucket = self._first_slots[table] // SLOTS
+        queues = self.queues[first_bucket : first_bucket + self.buckets(table)]
         if slots is None:
             queues.zero_()
         else:
@@ -525,10 +527,10 @@ class HashIndex(nn.Module):
 
     def nbytes(self) -> int:
         """Return the bytes of the slots in use."""
-        slots = sum(self.capacity(t) for t in range(len(self.specs)))
+        num_slots = sum(self.capacity(t) for t in range(len(self.specs)))
         words = self.entries.shape[1] + (self.versions.by_slot is not None)
-        queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
-        return slots + (slots * words + queues) * self.entries.itemsize
+        queue_words = num_slots // SLOTS * QUEUE_WORDS * self._has_queues
+        return num_slots + (num_slots * words + queue_words) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use.

@@ -641,7 +641,7 @@ def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
 
 
 def feature_starts(
-    offsets: Tensor, features: int, batch_sizes: Sequence[Sequence[int]] | None
+    offsets: Tensor, num_features: int, batch_sizes: Sequence[Sequence[int]] | None
 ) -> Tensor:
     """Return the first id of each feature, then the number of ids, int64 `[features + 1]`.
 
@@ -650,9 +650,9 @@ def feature_starts(
     if batch_sizes is not None:
         starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
     elif offsets.numel() > 1:
-        starts = offsets[:: (offsets.numel() - 1) // features]
+        starts = offsets[:: (offsets.numel() - 1) // num_features]
     else:
-        starts = offsets.expand(features + 1)
+        starts = offsets.expand(num_features + 1)
     return starts.long().contiguous()
 
 

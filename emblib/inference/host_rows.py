@@ -103,8 +103,8 @@ class HostEmbeddingBags(nn.Module):
             all_offsets = append_last_offset(indices, offsets)
         if batch_sizes is not None:
             dims = [rows.tables[table].dim for table in rows.feature_tables]
-            bags = max(all_offsets.numel() - 1, 0)
-            bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
+            num_bags = max(all_offsets.numel() - 1, 0)
+            bag_layout, _ = variable_batch(batch_sizes, dims, num_bags, indices.device)
         index, index_tables = self.stored.index, self.stored.index_tables
         # Rows on the device, -1 for ids that have none there; each module skips -1.
         device_rows = quant.map_ids(

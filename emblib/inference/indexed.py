@@ -183,9 +183,9 @@ class InferenceEmbeddingBags(nn.Module):
         if not rows.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if batch_sizes is not None:
-            bags = max(offsets.numel() - 1, 0)
+            num_bags = max(offsets.numel() - 1, 0)
             dims = [rows.tables[table].dim for table in rows.feature_tables]
-            bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
+            bag_layout, _ = variable_batch(batch_sizes, dims, num_bags, indices.device)
         row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )

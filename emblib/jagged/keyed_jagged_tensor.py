@@ -137,17 +137,17 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
                 check_int32_range(lengths, values.size(0), "lengths")
-            bags = lengths.numel()
+            num_bags = lengths.numel()
         elif offsets is None:
             raise no_bags("a KeyedJaggedTensor")
         if offsets is not None:
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
                 check_int32_range(offsets, values.size(0), "offsets")
-            num_bags = offsets.numel() - 1
-            if num_bags < 0 or (lengths is not None and num_bags != bags):
+            num_intervals = offsets.numel() - 1
+            if num_intervals < 0 or (lengths is not None and num_intervals != num_bags):
                 raise wrong_offsets(offsets, lengths)
-            bags = num_bags
+            num_bags = num_intervals
         if weights is not None and weights.size(0) != values.size(0):
             raise too_few_weights(values, weights)
         self._values = values
@@ -164,19 +164,19 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             self._length_per_key = known_lengths(length_per_key, self._keys, values.size(0))
             self._offset_per_key = bounds_of(self._length_per_key)
         if stride_per_key_per_rank is None:
-            count = len(self._keys)
+            num_keys = len(self._keys)
             if stride is None:
-                stride = bags // count if count else 0
-            if stride * count != bags:
-                refuse_stride(stride, count, bags)
+                stride = num_bags // num_keys if num_keys else 0
+            if stride * num_keys != num_bags:
+                refuse_stride(stride, num_keys, num_bags)
             self._stride = stride
         else:
-            self._vary_strides(lists_of(stride_per_key_per_rank), bags, stride)
+            self._vary_strides(lists_of(stride_per_key_per_rank), num_bags, stride)
 
-    def _vary_strides(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
+    def _vary_strides(self, strides: list[list[int]], num_bags: int, stride: int | None) -> None:
         """Set strides that may differ by feature; a `stride` of None is computed, see the class."""
         self._stride_per_key_per_rank = strides
-        self._stride_per_key = bags_per_key(strides, len(self._keys), bags)
+        self._stride_per_key = bags_per_key(strides, len(self._keys), num_bags)
         if stride is None:
             if self._inverse is not None:
                 stride = self._inverse[1].size(-1)

@@ -92,8 +92,8 @@ class LookupHook:
         parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
             repaired = repair_offsets(offsets, ids.numel())
-            bags = (repaired.numel() - 1) // len(self.tables)
-            sizes = [sum(s) for s in batch_sizes] if batch_sizes else [bags] * len(self.tables)
+            num_bags = (repaired.numel() - 1) // len(self.tables)
+            sizes = [sum(s) for s in batch_sizes] if batch_sizes else [num_bags] * len(self.tables)
             begins = repaired[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
                 rows = as_keys(ids[begin:end])

@@ -126,8 +126,8 @@ class LogFollower:
         seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)
         if self._step is None:
             return Lag(None, max(seconds, 0.0))
-        steps = max((newest.step - self._step for _, newest in unapplied), default=0)
-        return Lag(max(steps, 0), max(seconds, 0.0))
+        num_steps = max((newest.step - self._step for _, newest in unapplied), default=0)
+        return Lag(max(num_steps, 0), max(seconds, 0.0))
 
     def _is_new(self, record: Record) -> bool:
         """Return whether a record is newer than the state of the tables."""

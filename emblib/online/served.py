@@ -175,9 +175,9 @@ class FloatRows:
                     view = views[name]
                     view = view[:, begin:end] if name == "weight" else view
                     view[change.keys.to(view.device)] = rows.to(view)
-            new = change.hyperparams
-            if new is not None and new.shape == module.hyperparams.shape:
-                module.load_hyperparams(new)
+            hyperparams = change.hyperparams
+            if hyperparams is not None and hyperparams.shape == module.hyperparams.shape:
+                module.load_hyperparams(hyperparams)
 
         return write
 
@@ -463,8 +463,8 @@ class DynamicRows:
     def _hyperparams(self, change: TableChange) -> Tensor:
         """Return the hyperparameters of a change if they fit the optimizer, else the present."""
         present = self._location.module.state.hyperparams.cpu()
-        new = change.hyperparams
-        return present if new is None or new.shape != present.shape else new
+        changed = change.hyperparams
+        return present if changed is None or changed.shape != present.shape else changed
 
     def prepare(self, change: TableChange) -> Write:
         """Check the entries."""
@@ -544,21 +544,24 @@ def concatenate(changes: Sequence[TableChange]) -> TableChange:
     """
     if len(changes) == 1:
         return changes[0]
-    first = changes[0]
+    first_change = changes[0]
     optional: dict[str, Any] = {}
     for name in ("stamps", "scores"):
         parts = [t for change in changes if (t := getattr(change, name)) is not None]
         optional[name] = torch.cat(parts) if len(parts) == len(changes) else None
     hash_keys = {change.hash_key for change in changes}
     fallback_rows = {
-        name: torch.cat([change.fallback[name] for change in changes]) for name in first.fallback
+        name: torch.cat([change.fallback[name] for change in changes])
+        for name in first_change.fallback
     }
-    return first._replace(
+    return first_change._replace(
         keys=torch.cat([change.keys for change in changes]),
         weight=torch.cat([change.weight for change in changes]),
-        states={n: torch.cat([change.states[n] for change in changes]) for n in first.states},
+        states={
+            n: torch.cat([change.states[n] for change in changes]) for n in first_change.states
+        },
         tick=max(change.tick for change in changes),
-        hash_key=first.hash_key if len(hash_keys) == 1 else None,
+        hash_key=first_change.hash_key if len(hash_keys) == 1 else None,
         fallback=fallback_rows,
         **optional,
     )

@@ -145,8 +145,8 @@ def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
             continue
         begin, dim = table_slice.columns[0], table_slice.config.embedding_dim
         tables[i] = PlainTable(name, module, number, table_slice.rows[0], begin, dim)
-    for info in groups.groups:
-        if all(s in tables for s in info.slices):
-            model_tables.add([tables[s] for s in info.slices if not tables[s].is_keyed])
-            units = [tables[groups.reads[unit]] for unit in info.units]
-            model_tables.calls.append((info.module, units))
+    for group in groups.groups:
+        if all(s in tables for s in group.slices):
+            model_tables.add([tables[s] for s in group.slices if not tables[s].is_keyed])
+            units = [tables[groups.reads[unit]] for unit in group.units]
+            model_tables.calls.append((group.module, units))

@@ -414,9 +414,9 @@ def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
     groups_before, row_slots = locations.groups, locations.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
-        number = torch.arange(groups_before.rows.numel(), device=groups_before.rows.device)
+        numbers = torch.arange(groups_before.rows.numel(), device=groups_before.rows.device)
         rows = torch.where(
-            number < groups_before.count, groups_before.rows, torch.iinfo(torch.int64).max
+            numbers < groups_before.count, groups_before.rows, torch.iinfo(torch.int64).max
         )
         positions = torch.searchsorted(rows, groups.rows)
         row_slots = row_slots[positions.clamp(max=row_slots.numel() - 1)]
@@ -485,8 +485,8 @@ class GradientLookup(torch.autograd.Function):
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
         # Only the gradient of sample weights needs the memory. If it were saved in other cases too,
         # autograd would raise after an optimizer step between two backwards.
-        weighted = sample_weights is not None and sample_weights.requires_grad
-        _save(ctx, batch, sample_weights, memory if weighted else None)
+        needs_memory = sample_weights is not None and sample_weights.requires_grad
+        _save(ctx, batch, sample_weights, memory if needs_memory else None)
         output_dtype, ctx.dtype = dtypes
         ctx.slower, ctx.shape, ctx.offsets = slower, memory.shape, offsets
         ctx.rule, ctx.num_distinct, ctx.devices = rule, num_distinct, [p.device for p in parameters]
@@ -596,12 +596,12 @@ def _split_dense(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
 def _split_sparse(grad: Tensor, offsets: Sequence[WeightOffset]) -> list[Tensor]:
     """Split a sparse gradient by table (waits); its rows ascend, so a table's are neighbours."""
     rows, values = grad._indices()[0], grad._values()
-    firsts = torch.tensor([t.first_row for t in offsets], device=rows.device)
+    first_rows = torch.tensor([t.first_row for t in offsets], device=rows.device)
     counts = torch.tensor([t.rows for t in offsets], device=rows.device)
-    begins = torch.searchsorted(rows, torch.stack([firsts, firsts + counts])).tolist()
+    bounds = torch.searchsorted(rows, torch.stack([first_rows, first_rows + counts])).tolist()
     return [
         _rows_of_gradient(rows[begin:end] - t.first_row, values[begin:end], (t.rows, t.dim))
-        for t, begin, end in zip(offsets, *begins, strict=True)
+        for t, begin, end in zip(offsets, *bounds, strict=True)
     ]
 
 
@@ -744,9 +744,9 @@ def _update_call(
     sample_weights: Tensor | None,
 ) -> partial[None]:
     """Return the call of the op that updates rows; `grad` has the shape of the output."""
-    compiling = torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_compiling()
     return partial(
-        tbe.tbe_update_ if compiling else native(tbe.tbe_update_),
+        tbe.tbe_update_ if is_compiling else native(tbe.tbe_update_),
         tiers.weights,
         tiers.states,
         tiers.hyperparams,

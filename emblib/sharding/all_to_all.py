@@ -337,9 +337,9 @@ def start_sizes(
 
     def split() -> list[tuple[list[int], list[list[int]]]]:
         numbers_of_ranks = pending.wait().view(ranks.size, size).tolist()
-        ends = [len(common), *accumulate(received_sizes, initial=len(common))][1:]
+        bounds = list(accumulate(received_sizes, initial=len(common)))
         return [
-            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)])
+            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(bounds)])
             for numbers in numbers_of_ranks
         ]
 
@@ -351,10 +351,10 @@ def _trim_repeats(numbers: Sequence[int]) -> list[int]:
 
     Features often have the same number of bags; their sizes then fit into a header.
     """
-    end = len(numbers)
-    while end > 1 and numbers[end - 2] == numbers[end - 1]:
-        end -= 1
-    return [end, *numbers[:end]]
+    count = len(numbers)
+    while count > 1 and numbers[count - 2] == numbers[count - 1]:
+        count -= 1
+    return [count, *numbers[:count]]
 
 
 def _parse_numbers(
@@ -369,10 +369,10 @@ def _parse_numbers(
     position = begin + sum(numbers[num_common : num_common + ranks.rank])
     lists = []
     for size in sizes:
-        end = numbers[position]
-        numbers_of_list = numbers[position + 1 : position + 1 + end]
-        lists.append(numbers_of_list + numbers_of_list[-1:] * (size - end))
-        position += 1 + end
+        count = numbers[position]
+        numbers_of_list = numbers[position + 1 : position + 1 + count]
+        lists.append(numbers_of_list + numbers_of_list[-1:] * (size - count))
+        position += 1 + count
     return numbers[:num_common], lists
 
 

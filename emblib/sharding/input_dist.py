@@ -321,9 +321,9 @@ class InputDist(nn.Module):
 
         The segments of a rank follow `num_before` other segments of that rank.
         """
-        world, units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
-        step = units + num_before
-        return [r * step + num_before + unit for unit in range(units) for r in range(world)]
+        world, num_units = self._ranks.size, len(self._features_of_ranks[self._ranks.rank])
+        step = num_units + num_before
+        return [r * step + num_before + unit for unit in range(num_units) for r in range(world)]
 
     @property
     def header_size(self) -> int:
@@ -732,25 +732,30 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
     The sizes are `[ranks, 1 + units]` in the dtype of the payload: the bags of a rank, which have
     one length each, then its ids per unit.
     """
-    world, units = len(in_flight.num_bags), len(in_flight.bag_counts)
+    world, num_units = len(in_flight.num_bags), len(in_flight.bag_counts)
     blocks = [
         part[:count]
         for part, count in zip(payload.split(in_flight.sizes), in_flight.num_bags, strict=True)
     ]
-    segment_sizes = payload.new_empty((world, units + 1))
+    segment_sizes = payload.new_empty((world, num_units + 1))
     segment_sizes[:, 0] = torch.tensor(in_flight.num_bags)
-    if not units:
+    if not num_units:
         return payload.new_empty(0), segment_sizes
     if not in_flight.by_unit:
-        shaped = [block.view(units, -1) for block in blocks]
+        shaped = [block.view(num_units, -1) for block in blocks]
         for rank, block in enumerate(shaped):
             torch.sum(block, 1, dtype=payload.dtype, out=segment_sizes[rank, 1:])
         return torch.cat(shaped, dim=1).view(-1), segment_sizes
     all_lengths = torch.cat(blocks)
     bag_counts = torch.tensor(in_flight.bag_counts, device=payload.device)
     first_bags = running_sums(bag_counts.t().reshape(-1))
-    segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(world, units)
-    order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
+    segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(world, num_units)
+    order = (
+        torch.arange(world * num_units, device=payload.device)
+        .view(world, num_units)
+        .t()
+        .reshape(-1)
+    )
     lengths = route.gather_segments(all_lengths, first_bags, order, all_lengths.numel())
     return lengths, segment_sizes
 

@@ -222,9 +222,9 @@ def start_joint_output_dist(
     return [
         partial(
             module_outputs.join,
-            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in of_one],
+            [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in results_of_module],
         )
-        for module_outputs, of_one in zip(outputs, results, strict=True)
+        for module_outputs, results_of_module in zip(outputs, results, strict=True)
     ]
 
 

@@ -315,8 +315,8 @@ class PooledOutputDist(nn.Module):
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
-        layout_here = layout.ranks[ranks.rank]
-        self._node_sums = None if sums is None else NodeSumDist(layout_here, sums, ranks)
+        own_layout = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(own_layout, sums, ranks)
         # `_flat_sources` is for batches whose rows nodes do not sum, `_sources` for all others.
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
@@ -363,8 +363,8 @@ class PooledOutputDist(nn.Module):
 
         Its output is `[B, columns]`, or flat where features differ in batch size.
         """
-        layout_here = self._layout.ranks[self._ranks.rank]
-        replica_bags = received.bag_counts[len(layout_here.units) :]
+        own_layout = self._layout.ranks[self._ranks.rank]
+        replica_bags = received.bag_counts[len(own_layout.units) :]
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )

@@ -425,7 +425,7 @@ class ShardedTables(nn.Module):
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
         seeds = common_seeds(whole_tables, source.groups, ranks)
-        layout_here, replicated = layout.ranks[ranks.rank], layout.replicated
+        own_layout, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make_shared(table_slice: TableSlice) -> SharedTable:
             table = SharedTable(table_slice, device, seeds)
@@ -454,8 +454,8 @@ class ShardedTables(nn.Module):
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(layout_here.shards, self._key_blocks(layout_here.shards))
-            share_cores(groups, layout_here.shards, self.configs, self._effective_plan(), ranks)
+            groups = make(own_layout.shards, self._key_blocks(own_layout.shards))
+            share_cores(groups, own_layout.shards, self.configs, self._effective_plan(), ranks)
             return groups, make(replicated.shards, {}) if replicated.shards else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.

@@ -412,8 +412,8 @@ class ComposedModule(nn.Module):
         """
         layout = None
         if batch_sizes is not None:
-            bags = max(offsets.numel() - 1, 0)
-            layout = variable_batch(batch_sizes, self._dims, bags, ids.device).bag_layout
+            num_bags = max(offsets.numel() - 1, 0)
+            layout = variable_batch(batch_sizes, self._dims, num_bags, ids.device).bag_layout
         offsets = check_bounds(self, ids, offsets, self.features, layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._rows_per_id
@@ -461,10 +461,10 @@ class ComposedModule(nn.Module):
     ) -> Tensor:
         """Return the index of the feature of each id, int64 `[L]`."""
         num_features = len(self._reads)
-        bags = [(offsets.numel() - 1) // num_features] * num_features
+        bag_counts = [(offsets.numel() - 1) // num_features] * num_features
         if batch_sizes is not None:
-            bags = [sum(sizes) for sizes in batch_sizes]
-        borders = offsets[list(accumulate(bags))[:-1]].long()
+            bag_counts = [sum(sizes) for sizes in batch_sizes]
+        borders = offsets[list(accumulate(bag_counts))[:-1]].long()
         position = torch.arange(ids.numel(), device=ids.device)
         return torch.bucketize(position, borders, right=True)
 
@@ -635,14 +635,14 @@ class ComposedModule(nn.Module):
         return f"[{', '.join(sizes)}] {self._storage}"
 
 
-def _repeat_bags(offsets: Tensor, count: int, first: Tensor | int, num_ids: Tensor | int) -> Tensor:
+def _repeat_bags(offsets: Tensor, count: int, begin: Tensor | int, num_ids: Tensor | int) -> Tensor:
     """Return the offsets of the bags of `count` blocks, `[count * bags + 1]`.
 
-    Block k has the bags of `offsets` `[bags + 1]`, `first + k * num_ids` positions later; its last
+    Block k has the bags of `offsets` `[bags + 1]`, `begin + k * num_ids` positions later; its last
     bag ends where the first bag of the next block begins.
     """
     blocks = [
-        offsets[: None if k + 1 == count else -1] + (first + k * num_ids) for k in range(count)
+        offsets[: None if k + 1 == count else -1] + (begin + k * num_ids) for k in range(count)
     ]
     return torch.cat(blocks)
 

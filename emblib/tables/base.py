@@ -252,8 +252,8 @@ class FusedTables(nn.Module):
         """
         if batch_sizes is None:
             return None, self.output_dim
-        bags = max(offsets.numel() - 1, 0)
-        layout, elements = variable_batch(batch_sizes, self._dims, bags, device)
+        num_bags = max(offsets.numel() - 1, 0)
+        layout, elements = variable_batch(batch_sizes, self._dims, num_bags, device)
         return layout, self.output_dim if self.pooling is Pooling.NONE else elements
 
     def _states(self) -> list[Tensor]:

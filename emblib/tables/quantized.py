@@ -440,8 +440,8 @@ class QuantizedEmbeddingBags(nn.Module):
                     return out
         bag_layout, output_dim = None, self.output_dim
         if batch_sizes is not None:
-            bags = max(offsets.numel() - 1, 0)
-            bag_layout, elements = variable_batch(batch_sizes, self._dims, bags, indices.device)
+            num_bags = max(offsets.numel() - 1, 0)
+            bag_layout, elements = variable_batch(batch_sizes, self._dims, num_bags, indices.device)
             output_dim = output_dim if self.pooling is Pooling.NONE else elements
         offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(

@@ -183,10 +183,15 @@ class Writer:
 
         `content` is a JSON object, in which `ArrayWriter.description` stands for an array.
         """
-        body = {**content, "part": list(self.part), "format": _FORMAT, "byteorder": sys.byteorder}
+        manifest = {
+            **content,
+            "part": list(self.part),
+            "format": _FORMAT,
+            "byteorder": sys.byteorder,
+        }
         flush_directory(self.directory)
         path = self.directory / f"{self.part.name}.json"
-        replace_json(path, {"content": body, "checksum": _checksum(body)})
+        replace_json(path, {"content": manifest, "checksum": _checksum(manifest)})
         flush_directory(self.directory)
         self._delete_files(keep={path.name, *self._names})
 
@@ -338,9 +343,9 @@ class PartReader:
             DumpError: a checksum is wrong.
         """
         for description in _descriptions(self.content):
-            data = self.array(description).reshape(-1).view(torch.uint8)
+            array_bytes = self.array(description).reshape(-1).view(torch.uint8)
             crc = 0
-            for chunk in data.split(_CHUNK_BYTES):
+            for chunk in array_bytes.split(_CHUNK_BYTES):
                 buffer = bytearray(chunk.numel())
                 if buffer:
                     torch.frombuffer(buffer, dtype=torch.uint8).copy_(chunk)
@@ -521,7 +526,7 @@ def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int 
     if isinstance(value, Tensor):
         fits = value.dtype == dtype and value.dim() == len(shape)
         sizes = zip(shape, value.shape, strict=False)
-        if fits and all(want in (size, None) for want, size in sizes):
+        if fits and all(expected in (size, None) for expected, size in sizes):
             return value
         type_name = f"{value.dtype} {list(value.shape)}"
     raise ValueError(

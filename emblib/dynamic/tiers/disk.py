@@ -360,9 +360,9 @@ class RowFile:
 
     def mark_in_fast_tier(self, keys: Tensor) -> None:
         """Mark the rows of the stored keys as promoted."""
-        last = self._last_read  # a batch promotes what it has read
-        is_read = last is not None and torch.equal(last.keys, keys)
-        slots = last.slots if last is not None and is_read else self.find_stored(keys)
+        last_read = self._last_read  # a batch promotes what it has read
+        is_read = last_read is not None and torch.equal(last_read.keys, keys)
+        slots = last_read.slots if last_read is not None and is_read else self.find_stored(keys)
         page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
 
     def unjournaled(self, slots: Tensor) -> Tensor:

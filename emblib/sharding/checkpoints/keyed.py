@@ -110,10 +110,10 @@ def check_whole(state: Mapping[str, Any], name: str) -> None:
             is_by_key = _stem_of(key) == stem and key.removeprefix(stem) != _NOT_BY_KEY
             if is_by_key and not isinstance(value, KeyedRows):
                 problem = state_dicts.tensor_problem(value, torch.empty(0))
-                rows = value.shape[0] if not problem and value.dim() else None
-                if problem or rows != len(keys):
+                num_rows = value.shape[0] if not problem and value.dim() else None
+                if problem or num_rows != len(keys):
                     raise ValueError(
-                        f"{name}.{key}: {problem or f'must have {len(keys)} rows, got {rows}'}"
+                        f"{name}.{key}: {problem or f'must have {len(keys)} rows, got {num_rows}'}"
                     )
 
 

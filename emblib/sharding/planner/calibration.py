@@ -153,11 +153,11 @@ def interpolate(curve: Curve, nbytes: float) -> float:
     Before the first point the result is the value of that point. After the last point the curve
     continues with its last slope, but never below 0. A curve of one point is constant.
     """
-    first, last = curve[0], curve[-1]
-    if nbytes <= first[0] or len(curve) == 1:
-        return first[1]
+    first_point, last_point = curve[0], curve[-1]
+    if nbytes <= first_point[0] or len(curve) == 1:
+        return first_point[1]
     high = bisect.bisect_left(curve, (nbytes, -math.inf), hi=len(curve) - 1)
-    (x0, y0), (x1, y1) = (curve[high - 1], curve[high]) if nbytes < last[0] else curve[-2:]
+    (x0, y0), (x1, y1) = (curve[high - 1], curve[high]) if nbytes < last_point[0] else curve[-2:]
     return max(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0), 0.0)
 
 

@@ -288,8 +288,8 @@ def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
 def _units(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure a step of one table on a minimal batch, and the seconds that another table adds."""
 
-    def step_of(tables: int) -> float:
-        step = tiny_step(RankGroup.single(device), tables, table_wise(0))
+    def step_of(num_tables: int) -> float:
+        step = tiny_step(RankGroup.single(device), num_tables, table_wise(0))
         return timed(lambda: step.forward().backward(step.gradient), device, rounds)
 
     one_s, many_s = step_of(1), step_of(_EXTRA_TABLES + 1)
@@ -303,9 +303,9 @@ class TinyStep(NamedTuple):
     gradient: Tensor
 
 
-def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> TinyStep:
+def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
     """Build a step with one id for each of several small tables, sharded by the rules in turn."""
-    names = [f"t{t}" for t in range(tables)]
+    names = [f"t{t}" for t in range(num_tables)]
     source = EmbeddingBagCollection(
         [EmbeddingBagConfig(_TINY.rows, _TINY.columns, name) for name in names],
         device="meta",
@@ -316,9 +316,9 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> TinyStep:
     plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
     plan = construct_plan(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
-    lengths = torch.ones(tables, dtype=torch.int64, device=ranks.device)
+    lengths = torch.ones(num_tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
-    gradient = torch.ones(1, _TINY.columns * tables, device=ranks.device)
+    gradient = torch.ones(1, _TINY.columns * num_tables, device=ranks.device)
     return TinyStep(lambda: collection(batch).values(), gradient)
 
 
@@ -375,14 +375,17 @@ def measure_packing(device: torch.device, rounds: int) -> float:
 
 def _measure_uneven(device: torch.device, rounds: int) -> float:
     """Measure the additional ns per bag of a step whose features differ in their bags."""
-    tables, dim = 8, 64
+    num_tables, dim = 8, 64
     module = TableBatchedEmbeddingBags(
-        [TableSpec(1 << 11, dim)] * tables, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
+        [TableSpec(1 << 11, dim)] * num_tables,
+        SGD(0.1),
+        bounds_check=BoundsCheck.NONE,
+        device=device,
     )
-    ids = torch.randint(1 << 11, (tables * _BAGS,), device=device)
-    offsets = torch.arange(tables * _BAGS + 1, device=device)
-    grad = torch.randn(tables * _BAGS * dim, device=device) * 1e-3
-    uneven = [[_BAGS // 2 + t, _BAGS // 2 - t] for t in range(tables)]
+    ids = torch.randint(1 << 11, (num_tables * _BAGS,), device=device)
+    offsets = torch.arange(num_tables * _BAGS + 1, device=device)
+    grad = torch.randn(num_tables * _BAGS * dim, device=device) * 1e-3
+    uneven = [[_BAGS // 2 + t, _BAGS // 2 - t] for t in range(num_tables)]
 
     def step(sizes: list[list[int]] | None) -> float:
         def run() -> None:
@@ -391,7 +394,7 @@ def _measure_uneven(device: torch.device, rounds: int) -> float:
 
         return timed(run, device, rounds)
 
-    return max(step(uneven) - step(None), 0.0) / (tables * _BAGS) * _NS_PER_S
+    return max(step(uneven) - step(None), 0.0) / (num_tables * _BAGS) * _NS_PER_S
 
 
 def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:

@@ -186,8 +186,10 @@ class Topology:
                 device=device,
                 calibration=calibration,
             )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        processors = max(1, (cores or 1) // torch.get_num_threads())
+        num_cores = (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
+        processors = max(1, (num_cores or 1) // torch.get_num_threads())
         return cls(world_size, local, memory=host, processors=processors, calibration=calibration)
 
 

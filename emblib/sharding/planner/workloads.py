@@ -232,13 +232,13 @@ def _workload_of(
     path: str, collection: Any, config: TableConfig, constraints: TableConstraints, batch_size: int
 ) -> TableWorkload:
     """Return the workload of one table with its constraints."""
-    factors, features = constraints.pooling_factor, len(config.feature_names)
-    if isinstance(factors, tuple | list) and len(factors) != features:
+    factors, num_features = constraints.pooling_factor, len(config.feature_names)
+    if isinstance(factors, tuple | list) and len(factors) != num_features:
         raise ValueError(
             f"pooling_factor of {config.name!r} must be one number, or one per feature = "
-            f"{features}, got {len(factors)}"
+            f"{num_features}, got {len(factors)}"
         )
-    ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
+    num_ids = sum(factors) if isinstance(factors, tuple | list) else factors * num_features
     is_weighted = getattr(collection, "is_weighted", None)  # collections of bags have it
     return TableWorkload(
         path,
@@ -248,7 +248,7 @@ def _workload_of(
         else getattr(collection, "optimizer", None),
         bool(is_weighted()) if callable(is_weighted) else False,
         constraints.batch_size or batch_size,
-        float(ids),
+        float(num_ids),
         constraints,
     )
 
