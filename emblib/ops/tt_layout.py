@@ -165,7 +165,7 @@ class TTLookup(NamedTuple):
 
 
 def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
-    """Return the row of `row_features` of a feature of a table with `dim` columns.
+    """Return the row of `features` for the computed rows of a feature with `dim` columns.
 
     Lookups are indices of computed rows, so the bound of a table may be any larger number. If dims
     differ, all rows have the stride of the widest table, which only cache rows can have.

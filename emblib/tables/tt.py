@@ -629,7 +629,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 error includes it.
 
         Raises:
-            ValueError: not one of `ranks`, `error` and `nbytes`; a wrong shape.
+            ValueError: several of `ranks`, `error` and `nbytes`, or none and no `spec`; a wrong
+                shape.
 
         Example:
             >>> trained = torch.nn.EmbeddingBag(1_000, 16)
