@@ -103,10 +103,10 @@ class HashIndex(nn.Module):
         self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
         kinds = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
         if len(kinds) > 1:
-            words = sorted({spec.eviction.value for spec in self.specs})
+            eviction_names = sorted({spec.eviction.value for spec in self.specs})
             raise ValueError(
                 "the tables of a module must agree in eviction and insert_policy, got "
-                f"{', '.join(words)}; make one module for each"
+                f"{', '.join(eviction_names)}; make one module for each"
             )
         self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
         self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
@@ -125,12 +125,12 @@ class HashIndex(nn.Module):
             self._first_slots.append(self._first_slots[-1] + spec.rows)
         self.versions = SlotVersions(self._first_slots)
         words = 3 if self.order in SCORED else 2
-        used = sum(spec.buckets for spec in self.specs) * SLOTS / max(num_slots, 1)
-        entries = memory.reserve(num_slots * words, torch.int64, device, used).view(
+        used_share = sum(spec.buckets for spec in self.specs) * SLOTS / max(num_slots, 1)
+        entries = memory.reserve(num_slots * words, torch.int64, device, used_share).view(
             num_slots, words
         )
         num_tables = len(self.specs)
-        self._register("tags", memory.reserve(num_slots, torch.uint8, device, used))
+        self._register("tags", memory.reserve(num_slots, torch.uint8, device, used_share))
         self._register("entries", entries)
         for name, shape in (
             ("tables", (num_tables, len(TABLE_FIELDS))),
@@ -138,7 +138,7 @@ class HashIndex(nn.Module):
             ("counters", (num_tables, len(COUNTERS))),
         ):
             self._register(name, torch.zeros(shape, dtype=torch.int64, device=device))
-        self._allocate_queues(used)
+        self._allocate_queues(used_share)
 
     def _allocate_queues(self, used_share: float = 0.0) -> None:
         """Make empty eviction queues on the CPU; other devices have none.
@@ -350,14 +350,14 @@ class HashIndex(nn.Module):
         index = self.tensors()
         effects.once(hash.hash_grow_, index, buffers, layout, *keys, slots, offsets, admitted)
 
-    def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
+    def _prepare_growth(self, table: int, num_keys: int, rows: RowBuffers | None) -> None:
         """Prepare memory for the rows that a table needs to grow to a number of keys.
 
         A memory budget may grant fewer rows.
         """
         spec, num_buckets = self.specs[table], self.buckets(table)
         wanted_buckets = hash.wanted_buckets(
-            keys, num_buckets, spec.max_buckets, spec.max_load_1024ths
+            num_keys, num_buckets, spec.max_buckets, spec.max_load_1024ths
         )
         if wanted_buckets > num_buckets and self.grant is not None:
             wanted_buckets = self.grant(table, wanted_buckets)
