@@ -229,9 +229,8 @@ class _ErrorSums:
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag
         self.rows = self._values = 0
-        self._largest = self._squared_errors = self._squared_pooled_errors = (
-            self._squared_pooled
-        ) = 0.0
+        # Sums of squares, apart from the first.
+        self._largest = self._errors = self._pooled_errors = self._pooled = 0.0
 
     def add(self, exact: Tensor, served: Tensor) -> None:
         """Add a block of rows and what is served for it.
@@ -244,20 +243,16 @@ class _ErrorSums:
         self._values += exact.numel()
         if exact.numel():
             self._largest = max(self._largest, float(error.abs().amax()))
-        self._squared_errors += float(error.square().sum())
+        self._errors += float(error.square().sum())
         order = torch.randperm(exact.size(0), generator=self._generator)
         bags = order[: len(order) // self._bag * self._bag].view(-1, self._bag)
-        self._squared_pooled_errors += float(error[bags].sum(1).square().sum())
-        self._squared_pooled += float(exact[bags].sum(1).square().sum())
+        self._pooled_errors += float(error[bags].sum(1).square().sum())
+        self._pooled += float(exact[bags].sum(1).square().sum())
 
     def result(self, name: str, module: QuantizedEmbeddingBags, table: int) -> QuantizationError:
         """Return the errors of the table."""
         nbytes = module.table_views()[table]["packed"].nbytes
-        rms = (self._squared_errors / max(self._values, 1)) ** 0.5
-        relative = (
-            (self._squared_pooled_errors / self._squared_pooled) ** 0.5
-            if self._squared_pooled
-            else 0.0
-        )
+        rms = (self._errors / max(self._values, 1)) ** 0.5
+        relative = (self._pooled_errors / self._pooled) ** 0.5 if self._pooled else 0.0
         format = module.formats[table]
         return QuantizationError(name, format, self.rows, nbytes, self._largest, rms, relative)

@@ -313,7 +313,7 @@ def convert(
         dtype, device = source.groups.output_dtype, source.device
     parts = []
     for key, tables in groups.items():
-        positions = [n for n, table_feature in enumerate(features) if table_feature.table in tables]
+        positions = [n for n, feature in enumerate(features) if feature.table in tables]
         module = _convert_part(
             [configs[table] for table in tables],
             readers,
@@ -326,10 +326,8 @@ def convert(
         )
         parts.append((module, positions))
     served = [
-        ServedFeature(
-            table_feature.feature, table_feature.name, configs[table_feature.table].embedding_dim
-        )
-        for table_feature in features
+        ServedFeature(feature.feature, feature.name, configs[feature.table].embedding_dim)
+        for feature in features
     ]
     if not pooled:
         sequences = InferenceEmbeddingCollection(served, parts)

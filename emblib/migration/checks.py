@@ -233,14 +233,9 @@ def _batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> list[li
         lengths = trace.lengths[feature_index].long()
         starts = pad(lengths.cumsum(0), (1, 0)).tolist()
         bags = []
-        for first_sample in range(0, len(lengths) - batch_size + 1, batch_size):
-            ids = trace.ids[feature_index][starts[first_sample] : starts[first_sample + batch_size]]
-            bags.append(
-                (
-                    ids.long().to(device),
-                    lengths[first_sample : first_sample + batch_size].to(device),
-                )
-            )
+        for begin in range(0, len(lengths) - batch_size + 1, batch_size):
+            ids = trace.ids[feature_index][starts[begin] : starts[begin + batch_size]]
+            bags.append((ids.long().to(device), lengths[begin : begin + batch_size].to(device)))
         bags_by_feature.append(bags)
     return [list(batch) for batch in zip(*bags_by_feature, strict=False)]
 

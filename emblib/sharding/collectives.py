@@ -165,10 +165,7 @@ def alltoall_sequence(
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_rows("values", values, 2, sum(sizes))
     width = values.size(1)
-    sent_elements, received_elements = (
-        [n * width for n in sizes],
-        [n * width for n in received_sizes],
-    )
+    sent_elements, received_elements = ([n * width for n in s] for s in (sizes, received_sizes))
     rows = sum(received_sizes)
     options = _Pattern.PARTS, comm_precision, gradients
     return _start(values, sent_elements, received_elements, ranks, options=options).then(
@@ -308,18 +305,16 @@ class _Direction:
             payload = self.codec.encode(values, self.sent_sizes[:1])
             return start_all_gather(payload, splits(self.received_sizes), self.ranks)
         payload = self.codec.encode(values, self.sent_sizes)
-        return start_all_to_all(
-            payload, splits(self.sent_sizes), splits(self.received_sizes), self.ranks
-        )
+        sizes, received_sizes = splits(self.sent_sizes), splits(self.received_sizes)
+        return start_all_to_all(payload, sizes, received_sizes, self.ranks)
 
     def finish(self, pending: Any, dtype: torch.dtype) -> Tensor:
         """Return the received elements, flat: those of all ranks, or their sum over ranks."""
         if self.pattern is not _Pattern.SUMS:
             return self.codec.decode(pending.wait(), self.received_sizes, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        by_rank = self.codec.decode(pending.wait(), self.received_sizes, wide).view(
-            self.ranks.size, -1
-        )
+        values = self.codec.decode(pending.wait(), self.received_sizes, wide)
+        by_rank = values.view(self.ranks.size, -1)
         total = by_rank[0].clone()
         for values_of_rank in by_rank[1:]:
             total.add_(values_of_rank)

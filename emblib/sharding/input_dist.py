@@ -750,12 +750,8 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
     bag_counts = torch.tensor(in_flight.bag_counts, device=payload.device)
     first_bags = running_sums(bag_counts.t().reshape(-1))
     segment_sizes[:, 1:] = running_sums(all_lengths)[first_bags].diff().view(world, num_units)
-    order = (
-        torch.arange(world * num_units, device=payload.device)
-        .view(world, num_units)
-        .t()
-        .reshape(-1)
-    )
+    numbers = torch.arange(world * num_units, device=payload.device)
+    order = numbers.view(world, num_units).t().reshape(-1)
     lengths = route.gather_segments(all_lengths, first_bags, order, all_lengths.numel())
     return lengths, segment_sizes
 

@@ -418,9 +418,8 @@ def read_table(
     dump = dump_tables.read(directory, *part)
     if name not in dump.tables:
         raise ValueError(f"{directory} has no table {name!r}, it has {sorted(dump.tables)}")
-    dumped_table = dump.tables[name]
-    hyperparameters = torch.tensor(dump.numbers, dtype=torch.float64)
-    check_hyperparameters(state, hyperparameters)
+    dumped, hyper = dump.tables[name], torch.tensor(dump.numbers, dtype=torch.float64)
+    check_hyperparameters(state, hyper)
     hash_keys = dump.others.get(INDEX_HASH_KEYS)
     if hash_keys is not None and len(dump.tables) > 1:
         number = list(dump.tables).index(name)
@@ -430,25 +429,16 @@ def read_table(
     rows = fallback.select(dump.others, name)
     changes = None
     if dump.since is None:
-        loading.check(target_of(state, table), dumped_table.entries)
+        loading.check(target_of(state, table), dumped.entries)
         fallback.check(state, table, rows)
         check_child_state(state, others, directory)
     else:
-        tables = {state.table_names[table]: Changes(dumped_table.entries, dumped_table.removed)}
+        tables = {state.table_names[table]: Changes(dumped.entries, dumped.removed)}
         fallback_rows = {state.table_names[table]: rows}
-        changes = ChangeSet(
-            dump.since, dump.clock, tables, hyperparameters, hash_keys, fallback_rows
-        )
+        changes = ChangeSet(dump.since, dump.clock, tables, hyper, hash_keys, fallback_rows)
         check_changes(state, changes)
     return TableDump(
-        Path(directory),
-        dumped_table.entries,
-        changes,
-        dump.clock,
-        hyperparameters,
-        hash_key,
-        others,
-        rows,
+        Path(directory), dumped.entries, changes, dump.clock, hyper, hash_key, others, rows
     )
 
 

@@ -25,14 +25,7 @@ from emblib.sharding.pipelines.inputs import (
     SeparateCalls,
     sharded_modules,
 )
-from emblib.sharding.pipelines.loading import (
-    DrainAll,
-    Loader,
-    Meter,
-    PipelineStep,
-    Progress,
-    UnevenInputs,
-)
+from emblib.sharding.pipelines.loading import DrainAll, Loader, Meter, Progress, Step, UnevenInputs
 from emblib.sharding.ranks import RankGroup
 
 
@@ -103,7 +96,7 @@ class TrainPipelineBase:
         self._loader = Loader(
             ranks, DrainAll() if uneven_inputs is None else uneven_inputs, self.device
         )
-        self._steps_ahead: deque[PipelineStep] = deque()
+        self._steps_ahead: deque[Step] = deque()
         self._meter = Meter()
 
     @property
@@ -148,7 +141,7 @@ class TrainPipelineBase:
                 return
             yield output
 
-    def _next(self) -> PipelineStep | None:
+    def _next(self) -> Step | None:
         """Remove and return the step to train, after reading ahead; None at the end of an epoch.
 
         Waits for the numbers of all ranks for this step, unless the pipeline assumes equal inputs.
@@ -166,7 +159,7 @@ class TrainPipelineBase:
                 self._loader.end()
                 return None
 
-    def _train(self, step: PipelineStep) -> Any:
+    def _train(self, step: Step) -> Any:
         """Run forward on the batch of a step; in training mode also backward and the optimizer."""
         assert step.batch is not None
         batch = step.batch.take()
@@ -185,7 +178,7 @@ class TrainPipelineBase:
             self.optimizer.step()
         return output
 
-    def _run_forward(self, step: PipelineStep, batch: Any) -> Any:
+    def _run_forward(self, step: Step, batch: Any) -> Any:
         return self._forward(batch)
 
     def _output_of(self, result: Any) -> tuple[Any, Any]:
@@ -194,10 +187,10 @@ class TrainPipelineBase:
             return result[0], result[1]
         return result, result
 
-    def _before_forward(self, step: PipelineStep) -> None:
+    def _before_forward(self, step: Step) -> None:
         """Start other work before the forward of a step."""
 
-    def _after_forward(self, step: PipelineStep) -> None:
+    def _after_forward(self, step: Step) -> None:
         """Start other work between the forward and the backward of a step."""
 
 
@@ -285,7 +278,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             LearnedInputs(model) if inputs is None else CallerInputs(model, inputs)
         )
 
-    def _run_forward(self, step: PipelineStep, batch: Any) -> Any:
+    def _run_forward(self, step: Step, batch: Any) -> Any:
         """Run forward on ids that were sent before; without `inputs` the first forward learns them.
 
         The collections exchange by themselves in a forward that learns.
@@ -296,7 +289,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         with self._sent(step).taken():
             return self._forward(batch)
 
-    def _before_forward(self, step: PipelineStep) -> None:
+    def _before_forward(self, step: Step) -> None:
         """Send the ids of this forward, unless they were, and the sizes of the next batch.
 
         Does nothing before the inputs are known.
@@ -305,13 +298,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(step)
             self._send_sizes_of_next()
 
-    def _after_forward(self, step: PipelineStep) -> None:
+    def _after_forward(self, step: Step) -> None:
         """Send the ids of later batches."""
         self._send_sizes_of_next()
         for step_ahead in self._next_to_send():
             self._sent(step_ahead).send_ids()
 
-    def _next_to_send(self) -> list[PipelineStep]:
+    def _next_to_send(self) -> list[Step]:
         """Return the later steps that the ranks compute and whose ids are sent during this one."""
         later = list(self._steps_ahead)[: self._sent_ahead]
         return [step for step in later if self._loader.settle(step)]
@@ -320,7 +313,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         for step in self._next_to_send():
             self._sent(step)
 
-    def _sent(self, step: PipelineStep) -> SentBatch:
+    def _sent(self, step: Step) -> SentBatch:
         """Return the inputs of a step that were sent ahead; send them now if they were not."""
         if step.sent is None:
             assert step.batch is not None
@@ -426,7 +419,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     def _prefetch_lane(self) -> Lane:
         return Lane(self.device)
 
-    def _before_forward(self, step: PipelineStep) -> None:
+    def _before_forward(self, step: Step) -> None:
         """Send as the base does, then prefetch rows of this and the next batch.
 
         Prefetches nothing before the inputs are known.

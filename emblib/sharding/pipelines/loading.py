@@ -131,7 +131,7 @@ class ExampleCount(NamedTuple):
 
 
 @dataclass
-class PipelineStep:
+class Step:
     """A step that the pipeline reads ahead: the batch of this rank, if any, and all ranks' numbers.
 
     Attributes:
@@ -174,7 +174,7 @@ class Loader:
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
     to all ranks; on GPUs it does not wait for other ranks, on CPUs until all have called it (see
-    `Agreement`). `settle`, `is_last` and `PipelineStep.counted` wait for the numbers of the
+    `Agreement`). `settle`, `is_last` and `Step.counted` wait for the numbers of the
     other ranks.
 
     Args:
@@ -221,7 +221,7 @@ class Loader:
         """Release the iterator of an epoch that is drained on all ranks."""
         self._batches, self._attributes_at_end = None, []
 
-    def is_last(self, step: PipelineStep, newest: PipelineStep) -> bool:
+    def is_last(self, step: Step, newest: Step) -> bool:
         """Return whether an epoch ends with a step that does not run: no rank has begun another.
 
         A rank that had no batch left notices that its iterator was reset; others do not. So all
@@ -236,7 +236,7 @@ class Loader:
             for a, b in zip(step_numbers, newest_numbers, strict=True)
         )
 
-    def fetch(self) -> PipelineStep:
+    def fetch(self) -> Step:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks.
 
         With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too.
@@ -247,7 +247,7 @@ class Loader:
         numbers = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
         numbers_of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
         staged = None if batch is None else self._copy(batch)
-        return PipelineStep(self.epoch, staged, examples, numbers_of_ranks)
+        return Step(self.epoch, staged, examples, numbers_of_ranks)
 
     def _next(self) -> Any:
         """Return the next batch of this rank; None once it has no more."""
@@ -283,7 +283,7 @@ class Loader:
             event = torch.cuda.current_stream(self._device).record_event()
         return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
-    def settle(self, step: PipelineStep) -> bool:
+    def settle(self, step: Step) -> bool:
         """Decide whether the ranks compute this step, and return it; the step stores the decision.
 
         If they do, a step without a batch gets an empty one.
@@ -294,7 +294,7 @@ class Loader:
                 step.batch = self._copy(self._empty)
         return step.runs
 
-    def _decide(self, step: PipelineStep) -> bool:
+    def _decide(self, step: Step) -> bool:
         """Return whether ranks compute a step, from the numbers that all ranks have sent.
 
         With `AssumeEqual` this rank decides by its own batch. With `DrainAll`, if a rank does not
