@@ -568,4 +568,5 @@ def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -
         # It receives into new memory, as in a step.
         start_all_to_all(next(outgoing), sizes, sizes, ranks).wait()
 
-    return _fastest(ranks, once, 1 if is_large else 4, (2 if is_large else 5) * rounds)
+    times, factor = (1, 2) if is_large else (4, 5)  # small messages vary more
+    return _fastest(ranks, once, times, factor * rounds)
