@@ -150,7 +150,7 @@ def test_rows_and_gradients_match_the_reference(case: Case, dtype: torch.dtype) 
     assert torch.equal(distinct[made.inverse.long()], ids.long())
 
     grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
-    got = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, *case.layout[:3])
+    got = ops.tt_core_grads(cores, made.plan, made.left_values, grads, *case.layout[:3])
     want = reference.core_grads(double, distinct, grads[:count].double(), case.p, case.q)
     for core_grad, wanted in zip(got, want, strict=True):
         assert_near(core_grad, wanted)
@@ -167,7 +167,9 @@ def test_same_bits_for_any_threads_and_any_kept(case: Case) -> None:
         for num_threads, num_saved in ((1, 0), (2, 0), (1, 5), (2, ids.numel())):
             torch.set_num_threads(num_threads)
             made, count, _ = make(cores, case, ids, 0 if len(case.p) == 2 else num_saved)
-            core_grads = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, *case.layout[:3])
+            core_grads = ops.tt_core_grads(
+                cores, made.plan, made.left_values, grads, *case.layout[:3]
+            )
             results.append((made.rows[:count], *core_grads))
     finally:
         torch.set_num_threads(threads)
@@ -199,7 +201,7 @@ def test_any_shape(case: Case, num_saved: int, seed: int) -> None:
     double = [core.double() for core in cores]
     assert_near(made.rows[:count], reference.rows(double, distinct, case.p, case.q))
     grads = torch.randn(ids.numel(), math.prod(case.q), generator=generator)
-    got = ops.tt_core_grads(cores, made.plan, made.prefixes, grads, *case.layout[:3])
+    got = ops.tt_core_grads(cores, made.plan, made.left_values, grads, *case.layout[:3])
     want = reference.core_grads(double, distinct, grads[:count].double(), case.p, case.q)
     for core_grad, wanted in zip(got, want, strict=True):
         assert_near(core_grad, wanted)
@@ -323,10 +325,10 @@ def sample_calls() -> dict[str, tuple]:
         "tt_count_": (ids, ids, *torch.tensor([[0, 20, 40]]), torch.tensor([0, 0]), counters),
         "tt_plan": (made.groups.rows, made.groups.count, tables, *case.layout[5:7]),
         "tt_rows": (cores, list(made.plan), p, q, [3], 8),
-        "tt_core_grads": (cores, list(made.plan), made.prefixes, grads, p, q, [3]),
+        "tt_core_grads": (cores, list(made.plan), made.left_values, grads, p, q, [3]),
         "tt_update_": (
             *([core.clone() for core in cores], moments, hyper, OPTIMIZER["adam"]),
-            *(list(made.plan), made.prefixes, grads, p, q, [3]),
+            *(list(made.plan), made.left_values, grads, p, q, [3]),
         ),
         "update_rows_": (core, states, hyper, OPTIMIZER["adam"], torch.randn_like(core)),
         "group_inverse": (*groups[1:],),
@@ -386,7 +388,7 @@ def test_an_update_is_that_of_dense_gradients(case: Case, name: str) -> None:
         for _ in range(count)
     ]
     mine, mine_states = ([t.clone() for t in tensors] for tensors in (cores, states))
-    rest = (list(made.plan), made.prefixes, grads, *case.layout[:3])
+    rest = (list(made.plan), made.left_values, grads, *case.layout[:3])
     dense = ops.tt_core_grads(cores, *rest)
     ops.tt_update_(mine, mine_states, hyper, OPTIMIZER[name], *rest)
     for k, (core, grad) in enumerate(zip(cores, dense, strict=True)):
@@ -416,7 +418,7 @@ def test_an_update_has_the_same_bits_for_any_threads_and_any_kept(case: Case) ->
             torch.set_num_threads(num_threads)
             made, _, _ = make(cores, case, ids, 0 if len(case.p) == 2 else num_saved)
             updated = [core.clone() for core in cores]
-            rest = (list(made.plan), made.prefixes, grads, *case.layout[:3])
+            rest = (list(made.plan), made.left_values, grads, *case.layout[:3])
             ops.tt_update_(updated, [], hyper, OPTIMIZER["sgd"], *rest)
             results.append(updated)
     finally:
@@ -536,7 +538,7 @@ def _plan(tables: Tensor, left_ids: int = 12, right_ids: int = 5) -> list[Tensor
 
 def _gradients(small: "Small") -> tuple[object, ...]:
     """The arguments from `plan` on of an op that takes gradients of rows."""
-    return small.plan, small.prefixes, torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
+    return small.plan, small.left_values, torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
 
 
 def _look_up(
@@ -596,7 +598,7 @@ WRONG = {
     ),
     "less than 2\\^31": lambda c: ops.tt_rows(c.cores[:2], c.plan, [2**32, 1], [2, 2], [2], 0),
     "row_grads must be": lambda c: ops.tt_core_grads(
-        c.cores, c.plan, c.prefixes, torch.zeros(9, 7), [3, 4, 5], [2, 2, 2], [3]
+        c.cores, c.plan, c.left_values, torch.zeros(9, 7), [3, 4, 5], [2, 2, 2], [3]
     ),
     "prefixes must be what": lambda c: ops.tt_core_grads(
         c.cores, c.plan, torch.zeros(2, 3), torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
@@ -645,7 +647,7 @@ class Small(NamedTuple):
 
     cores: list[Tensor]
     plan: list[Tensor]
-    prefixes: Tensor
+    left_values: Tensor
 
 
 @pytest.mark.parametrize("message", WRONG)
@@ -658,7 +660,7 @@ def test_wrong_input_says_what_and_changes_nothing(message: str) -> None:
     made, _, _ = make(cores, case, case.ids(generator), num_saved=2)
     before = [core.clone() for core in cores]
     with pytest.raises(RuntimeError, match=message):
-        WRONG[message](Small(cores, list(made.plan), made.prefixes))
+        WRONG[message](Small(cores, list(made.plan), made.left_values))
     assert all(torch.equal(core, old) for core, old in zip(cores, before, strict=True))
 
 
@@ -705,7 +707,7 @@ def test_plans_that_no_batch_has_are_refused(factors: tuple[list[int], list[int]
     cores, ids = case.cores(seeded(8)), torch.randperm(math.prod(p), generator=seeded(9))[:12]
     made, _, _ = make(cores, case, ids, num_saved=2)
     grads = torch.ones(12, math.prod(q))
-    right = ops.tt_core_grads(cores, list(made.plan), made.prefixes, grads, p, q, [len(p)])
+    right = ops.tt_core_grads(cores, list(made.plan), made.left_values, grads, p, q, [len(p)])
     for tensor, entry, value in WRONG_PLANS:
         plan = [part.clone() for part in made.plan]
         if plan[tensor][entry] == value:
@@ -713,11 +715,13 @@ def test_plans_that_no_batch_has_are_refused(factors: tuple[list[int], list[int]
         plan[tensor][entry] = value
         for call in (
             lambda plan=plan: ops.tt_rows(cores, plan, p, q, [len(p)], 2),
-            lambda plan=plan: ops.tt_core_grads(cores, plan, made.prefixes, grads, p, q, [len(p)]),
+            lambda plan=plan: ops.tt_core_grads(
+                cores, plan, made.left_values, grads, p, q, [len(p)]
+            ),
         ):
             with pytest.raises(RuntimeError, match="plan must be what tt_plan returned"):
                 call()
-    again = ops.tt_core_grads(cores, list(made.plan), made.prefixes, grads, p, q, [len(p)])
+    again = ops.tt_core_grads(cores, list(made.plan), made.left_values, grads, p, q, [len(p)])
     assert all(torch.equal(a, b) for a, b in zip(right, again, strict=True))
 
 

@@ -58,7 +58,7 @@ def gradients(case: Case, run: Run, cores: list[Tensor], seed: int) -> tuple[Any
     """Return the arguments of `tt_update_` from the plan on."""
     dim = case.layout.dim
     grads = torch.randn(case.lookups, dim, generator=seeded(seed))
-    return (list(run.made.plan), run.made.prefixes, grads, *case.layout[:3])
+    return (list(run.made.plan), run.made.left_values, grads, *case.layout[:3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +70,7 @@ def test_rows_and_gradients_have_the_bits_of_float_cores(dtype: torch.dtype, blo
         mine = make(cores, case, ids, num_saved(case, seed))
         want = make(wide(cores), case, ids, num_saved(case, seed))
         count = mine.count
-        assert mine.made.rows.dtype == mine.made.prefixes.dtype == torch.float32
+        assert mine.made.rows.dtype == mine.made.left_values.dtype == torch.float32
         assert torch.equal(mine.made.rows[:count], want.made.rows[:count]), seed
         exact = tt.rows([core.double() for core in cores], mine.ids, case.p, case.q)
         scale = max(1e-3, float(exact.abs().max()) if exact.numel() else 0.0)
