@@ -17,7 +17,8 @@ struct TierMemory {
   Dtype weight_type = Dtype::kFloat;
   Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // elements of the weights
-  int64_t rows = 0;      // entries of the row-wise states, a large number if there are none
+  // Entries of the row-wise states, kUnlimited if there are none; 0 for an unused tier.
+  int64_t rows = 0;
 
   // Return whether weights and element-wise states start at a multiple of `columns` elements.
   EMB_HD bool is_aligned(int columns) const {

@@ -1,6 +1,7 @@
 // Checks of the state tensors and the `hyper` vector of an optimizer against the declarations of
 // its functor, shared by all ops that update weights, on the CPU and on the GPU. They also sort
-// weights and states by memory tier. A check raises with the name `op`.
+// weights and states by memory tier. A failed check throws with the name
+// `op`.
 #pragma once
 
 #include <vector>
@@ -11,7 +12,7 @@
 
 namespace emb {
 
-// The numbers of tensors and entries that an optimizer needs.
+// How many state tensors, and how many entries of `hyper`, an optimizer needs.
 struct OptimizerShape {
   const char* name = nullptr;
   int element_states = 0, row_states = 0;  // numbers of states
@@ -21,7 +22,7 @@ struct OptimizerShape {
   int states() const { return element_states + row_states; }
 };
 
-// Return the shape of an optimizer; raise if there is none of that number.
+// Return the shape of an optimizer. Throws if there is none of that number.
 inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   OptimizerShape shape;
   Optimizers::visit(parse_choice<int>(op, "optimizer", optimizer, Optimizers::kNames),
@@ -121,7 +122,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
   }
 }
 
-// Check the cache slots of the unique rows, int32 with at least `groups` entries.
+// Check the cache slots of the unique rows, a contiguous int32 vector of at least `groups` entries.
 inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t groups) {
   check_dtype(op, "row_slots", row_slots, ScalarType::Int, "int32");
   STD_TORCH_CHECK(row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= groups,

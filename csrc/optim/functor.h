@@ -20,12 +20,12 @@ namespace emb {
 // The members of a functor:
 //
 //   kName                 its name
-//   kNumHyper             its arguments in `hyper`, after the common entries
-//   kElementStates        states with one entry per element, which come first in the list of states
-//   kSteppedStates        how many of them `step` updates; the others are not touched
-//   kRowStates            states of one float per row
-//   kNumRowSums           sums over a row
-//   kSumsNeedGradientOnly whether the sums depend on the gradient only
+//   kNumHyper             the number of its arguments in `hyper`, after the common entries
+//   kElementStates        the number of states with one entry per element; they come first in the
+//                         list of states
+//   kSteppedStates        how many of these, from the first on, `step` updates; it leaves the
+//   others kRowStates            the number of states of one float per row kNumRowSums the number
+//   of sums over a row kSumsNeedGradientOnly whether the sums depend on the gradient only
 //   kCountsSteps          whether `hyper` must hold the number of the step, from 1
 //   add_sums<Math>(w, g, m, v, sums)     w weight, g gradient (with the L2 penalty), m and v the
 //                                        element-wise states before the step; floats or vectors
@@ -50,8 +50,8 @@ struct WeightDecay {
 };
 
 // The two factors of a row that `begin_row` returns and `step` takes: `gradient` is the factor of
-// the gradient (or of the momentum), `weight` the factor of the weights. FTRL uses `gradient`
-// otherwise, see sgd.h.
+// the gradient (or of the momentum), `weight` the factor of the weights. FTRL stores another number
+// in `gradient`: see sgd.h.
 struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };

@@ -51,8 +51,8 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
 }
 
 // The parts of the optimizer step that the rows of a block need, in shared memory: there the tiers
-// can be indexed, and the numbers of the optimizer are computed once per block (Adam's bias
-// corrections take two powers in double).
+// can be indexed, and the functor is built once per block (Adam's bias corrections take two powers
+// in double).
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
@@ -154,18 +154,18 @@ inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
 // An optimizer for rows of at most kNarrowRow columns on average, with a separate kernel that has
-// fewer slices per lane. For such rows most of the time is spent on finding what to update, several
-// loads in series, so that more warps help more than more rows per warp.
+// fewer slices per lane. For such rows most of the time goes to locating what to update, by several
+// loads in series. So more warps help more than more rows per warp.
 template <class Opt>
 struct Narrow : Opt {
   using Opt::Opt;
 };
 inline constexpr int64_t kNarrowRow = 16;
 
-// Call `visit` with the type tag of the Selection for these arguments; `narrow`: rows have at most
-// kNarrowRow columns on average.
+// Call `visit` with the type tag of the Selection for these arguments. `is_narrow`: rows have at
+// most kNarrowRow columns on average.
 template <class Visitor>
-void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& visit) {
+void visit_selection(const OptimizerStepArgs& args, bool is_narrow, const Visitor& visit) {
   if (args.optimizer == kNoOptimizer) {
     visit(TypeTag<GradientOnly>{});
     return;
@@ -174,7 +174,7 @@ void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& 
   Optimizers::visit(args.optimizer, [&](auto tag) {
     using Opt = typename decltype(tag)::type;
     if constexpr (std::is_same_v<Opt, Sgd>) {
-      if (narrow) {
+      if (is_narrow) {
         visit(TypeTag<Compiled<Narrow<Opt>>>{});
         has_kernel = true;
         return;

@@ -23,8 +23,8 @@ struct VecMath {
 #endif
   }
   EMB_HD static Vec ratio(Vec a, Vec b) {
-    const auto none = b == Vec{};
-    return none ? Vec{} : a / (none ? broadcast(1.0f) : b);
+    const auto is_zero = b == Vec{};
+    return is_zero ? Vec{} : a / (is_zero ? broadcast(1.0f) : b);
   }
 };
 
@@ -55,9 +55,9 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
     for (; d + kLanes <= dim; d += kLanes) {
       add([d](const float* values) { return load(values + d); });
     }
-    const int rest = static_cast<int>(dim - d);
-    if (rest > 0) {
-      add([d, rest](const float* values) { return load_first(values + d, rest); });
+    const int remaining = static_cast<int>(dim - d);
+    if (remaining > 0) {
+      add([d, remaining](const float* values) { return load_first(values + d, remaining); });
     }
     for (int k = 0; k < Opt::kNumRowSums; ++k) sums[k] = sum(totals[k]);
   }

@@ -1,10 +1,10 @@
 // Slices of several rows in registers, for the fused update (tbe/update.cuh).
 //
 // A group of lanes takes a row in *slices* of kColumns columns per lane. A lane that updated one
-// slice at a time would wait for each. Instead it takes a batch of kSlices slices, of one row or of
-// several, and has all their loads in flight at once. The dtype of a tensor is known at run time
-// only: values are loaded in the format of the memory and converted afterwards, so that there is
-// one uniform branch per tensor and batch.
+// slice at a time would wait for the loads of each slice. Instead it takes a batch of kSlices
+// slices, of one row or of several, and has all their loads in flight at once. The dtype of a
+// tensor is known at run time only: values are loaded in the format of the memory and converted
+// afterwards, so that there is one uniform branch per tensor and batch.
 #pragma once
 
 #include "core/rounding.h"
@@ -33,9 +33,8 @@ struct RowLayout {
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
   // Return the first column of the lane in a slice, counted from the first column of the slice.
   EMB_DEVICE int lane_column() const { return uses_vectors ? rank() * kColumns : rank(); }
-  EMB_DEVICE int step() const {
-    return uses_vectors ? 1 : lanes;
-  }  // distance between columns of a lane
+  // Return the distance between the columns of a lane in a slice.
+  EMB_DEVICE int column_distance() const { return uses_vectors ? 1 : lanes; }
   EMB_DEVICE int width() const { return lanes * kColumns; }          // columns of a slice
   EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
   // Return the number, within its row, of slice s of a batch.
@@ -45,7 +44,7 @@ struct RowLayout {
   // Return the bit mask of the lanes of this lane's group.
   EMB_DEVICE unsigned lanes_of_group() const {
     if (lanes == static_cast<int>(simt::kWarp)) return simt::kFullMask;
-    return ((1u << lanes) - 1) << (threadIdx.x % simt::kWarp & ~static_cast<unsigned>(lanes - 1));
+    return ((1u << lanes) - 1) << ((threadIdx.x % simt::kWarp) & ~static_cast<unsigned>(lanes - 1));
   }
 };
 
@@ -88,7 +87,7 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 #pragma unroll
   for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 4; ++i) {
-    x[i] = bits_float(sizeof(T) == 4 ? bits[i] : bits[2 * i % 4] | bits[(2 * i + 1) % 4] << 16);
+    x[i] = bits_float(sizeof(T) == 4 ? bits[i] : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
   }
 }
 
@@ -135,7 +134,7 @@ EMB_DEVICE void widen_from(Slices<kSlices>& x) {
     const uint32_t word[2] = {float_bits(x[s][0]), float_bits(x[s][1])};
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      x[s][k] = to_float(T{static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16))});
+      x[s][k] = to_float(T{static_cast<uint16_t>(word[k / 2] >> ((k % 2) * 16))});
     }
   }
 }
@@ -170,8 +169,8 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
     const SliceLocation location = location_of(s);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      if (k * layout.step() < location.valid)
-        data[location.element + k * layout.step()] = from_float<T>(x[s][k]);
+      if (k * layout.column_distance() < location.valid)
+        data[location.element + k * layout.column_distance()] = from_float<T>(x[s][k]);
     }
   }
 }
@@ -194,11 +193,11 @@ EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
 template <class T>
 EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_t row, int column,
                                T* data, float x) {
-  const auto at = static_cast<uint32_t>(column);
-  const Random4 random = rounding.words(row, at / kColumns, tensor);
-  const uint32_t low = at & 1 ? random.word[1] : random.word[0];
-  const uint32_t high = at & 1 ? random.word[3] : random.word[2];
-  *data = round_randomly<T>(x, at & 2 ? high : low);
+  const auto unsigned_column = static_cast<uint32_t>(column);
+  const Random4 random = rounding.words(row, unsigned_column / kColumns, tensor);
+  const uint32_t low = (unsigned_column & 1) ? random.word[1] : random.word[0];
+  const uint32_t high = (unsigned_column & 1) ? random.word[3] : random.word[2];
+  *data = round_randomly<T>(x, (unsigned_column & 2) ? high : low);
 }
 
 // Store a lane's columns of a slice of linear row `row` in 16 bits, rounded stochastically; `data`
@@ -216,10 +215,10 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
     *reinterpret_cast<simt::Pack8*>(data) = pack;
   } else {
 #pragma unroll 1
-    for (int k = 0; k * layout.step() < valid; ++k) {
+    for (int k = 0; k * layout.column_distance() < valid; ++k) {
       if (k >= kColumns) break;
-      store_randomly(rounding, tensor, row, column + k * layout.step(), data + k * layout.step(),
-                     x[k]);
+      store_randomly(rounding, tensor, row, column + k * layout.column_distance(),
+                     data + k * layout.column_distance(), x[k]);
     }
   }
 }
@@ -234,15 +233,15 @@ struct RowBatch {
   template <class Selection, class LocationOf>
   EMB_DEVICE void load(Selection, const OptimizerStepArgs& args, const RowLayout& layout,
                        const TierMemory& tier, const LocationOf& location_of) {
-    load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.weights, tier.weight_type,
-                                location_of, weights);
+    load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(), tier.weights,
+                                tier.weight_type, location_of, weights);
     if (Selection::stepped_states(args) > 0) {
-      load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.element_states[0],
-                                  tier.state_types[0], location_of, state0);
+      load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(),
+                                  tier.element_states[0], tier.state_types[0], location_of, state0);
     }
     if (Selection::stepped_states(args) > 1) {
-      load_slices<false, kSlices>(layout.uses_vectors, layout.step(), tier.element_states[1],
-                                  tier.state_types[1], location_of, state1);
+      load_slices<false, kSlices>(layout.uses_vectors, layout.column_distance(),
+                                  tier.element_states[1], tier.state_types[1], location_of, state1);
     }
   }
 

@@ -1,8 +1,8 @@
 // Functors (see optim/functor.h) of row-wise Adagrad, whose state is one number per row: the sum,
-// over the steps, of the mean squared gradient of the row. And of its variants: with a limited
-// norm, with updates that depend on how often a row occurs, with clipping by the norm of the row
-// (Zheng et al., "CowClip", 2022), and with decay that makes up for steps without the row. The
-// formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
+// over the steps, of the mean squared gradient of the row. Its variants are here too: with a
+// limited norm, with updates that depend on how often a row occurs, with clipping by the norm of
+// the row (Zheng et al., "CowClip", 2022), and with decay that makes up for steps without the row.
+// The formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ EMB_HD float encode_step(double step) {
   return code;
 }
 
-// Return how many steps a stored step is after 2^24, 0 if it is not.
+// Return by how many steps a stored step exceeds 2^24; 0 for a step up to 2^24.
 EMB_HD int32_t steps_beyond_plain(float code) {
   int32_t bits;
   memcpy(&bits, &code, sizeof bits);
@@ -86,7 +86,8 @@ struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
   using RowwiseAdagrad::RowwiseAdagrad;
 };
 
-// The sums over a row from which its norm after the step follows: of g * g, w * g and w * w.
+// Base of the row-wise optimizers that can limit the norm of the row. The norm after the step
+// follows from three sums over the row: of g * g, w * g and w * w.
 struct RowwiseNorms {
   enum Column : int { kEps = Hyper::kOptimizerArgs, kMaxNorm };
   static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
@@ -113,8 +114,9 @@ struct RowwiseNorms {
   // no limit). The norm includes the decoupled decay that the driver applies to w.
   EMB_HD RowFactors limit_norm(RowFactors factors, const float* sums) const {
     if (max_norm <= 0.0f) return factors;
-    const float k = factors.weight * decay_factor, s = factors.gradient;
-    const float square = k * k * sums[2] - 2.0f * k * s * sums[1] + s * s * sums[0];
+    const float of_weight = factors.weight * decay_factor, of_grad = factors.gradient;
+    const float square = of_weight * of_weight * sums[2] - 2.0f * of_weight * of_grad * sums[1] +
+                         of_grad * of_grad * sums[0];
     const float norm = sqrtf(square > 0.0f ? square : 0.0f);
     if (!(norm > max_norm)) return factors;
     const float shrink = max_norm / norm;
@@ -306,11 +308,11 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   // Return the factor of the gradient of a row in the tail; `plain` is the factor of other rows.
   EMB_HD float tail_scale(float plain, float counter) const {
     if (tail_rate == kByCount) return adagrad_scale(lr, bound * counter, eps);
-    const bool raised = tail_rate == kRaised;
-    const float ratio = raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;
+    const bool is_raised = tail_rate == kRaised;
+    const float ratio = is_raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;
     const float factor = powf(ratio, bound);
-    const float low = raised ? 1.0f : 0.1f, high = raised ? 10.0f : 1.0f;  // FBGEMM's bounds
-    return plain * (factor < low ? low : factor > high ? high : factor);
+    const float low = is_raised ? 1.0f : 0.1f, high = is_raised ? 10.0f : 1.0f;  // FBGEMM's bounds
+    return plain * (factor < low ? low : (factor > high ? high : factor));
   }
 };
 

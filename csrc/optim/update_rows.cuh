@@ -11,11 +11,11 @@
 namespace emb::cuda {
 
 inline constexpr int kMatrixThreads = 128;  // threads per block
-// Blocks per multiprocessor: six leave a thread 80 registers; without the bound, ptxas takes 64 and
-// spills two.
+// Blocks per multiprocessor: six leave a thread 80 registers. Without the bound, ptxas takes 64
+// registers and spills two (reports/LOG.md has no entry on this).
 inline constexpr int kMatrixBlocks = 6;
 // A grid over many matrices has at most this many blocks per multiprocessor, twice what runs at
-// once: each block builds the numbers of the optimizer, which takes Adam two powers in double.
+// once: each block builds the functor of the optimizer, which takes Adam two powers in double.
 inline constexpr int kMaxMatrixBlocks = 2 * kMatrixBlocks;
 
 // The gradient of a matrix, in device memory.
@@ -113,7 +113,7 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
   const unsigned thread = by_warp ? threadIdx.x % simt::kWarp : threadIdx.x;
   const unsigned threads = by_warp ? simt::kWarp : kMatrixThreads;
   const int64_t row = by_warp ? block * in.rows_of_block() + threadIdx.x / simt::kWarp : block;
-  if (row >= in.rows) return;  // only of warps that take rows of their own
+  if (row >= in.rows) return;  // only if warps take rows: then no barrier follows
   const int64_t start = row * in.width;
   float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};
   for (int s = 0; s < kMaxRowStates; ++s) {

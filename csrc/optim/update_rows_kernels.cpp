@@ -8,7 +8,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return whether all elements are zero. For nearly every other row the first elements decide.
+// Return whether all elements are zero. In nearly every row that is not, one of the first elements
+// decides.
 EMB_HD bool is_zero(const float* g, int64_t width) {
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) {
@@ -62,13 +63,13 @@ EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, cons
   }
 }
 
-// Update the row of gradient `number`: weights, states, and row-wise states.
+// Update the row of gradient i: weights, states, and row-wise states.
 template <class Opt>
 EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding& rounding,
-                       const UpdateRowsArgs& args, float* scratch, int64_t number) {
-  const int64_t row = args.rows != nullptr ? args.rows[number] : number;
+                       const UpdateRowsArgs& args, float* scratch, int64_t i) {
+  const int64_t row = args.rows != nullptr ? args.rows[i] : i;
   const int64_t width = args.width, start = row * width;
-  const float* grad = args.grads + number * width;
+  const float* grad = args.grads + i * width;
   const RowViews views = open_row<Opt>(args.tier, start, width, scratch);
   for (int64_t d = 0; d < width; ++d) views.gradient[d] = grad[d];
   float sums[kMaxRowSums], states[kMaxRowStates];
@@ -88,9 +89,9 @@ void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t e
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
   const Rounding rounding(args.hyper);
-  for (int64_t row = begin; row < end; ++row) {
-    if (!is_zero(args.grads + row * args.width, args.width)) {
-      update_row(opt, decay, rounding, args, scratch, row);
+  for (int64_t i = begin; i < end; ++i) {
+    if (!is_zero(args.grads + i * args.width, args.width)) {
+      update_row(opt, decay, rounding, args, scratch, i);
     }
   }
 }

@@ -331,7 +331,7 @@ struct TileUpdate {
       const float factor = __shfl_sync(simt::kFullMask, scale, i, layout.lanes);
       Slices<1> x = {};
       load_slices<true, 1>(
-          false, layout.step(), args.grad, args.grad_type,
+          false, layout.column_distance(), args.grad, args.grad_type,
           [&](int) { return SliceLocation{start + column, start < 0 ? 0 : layout.dim - column}; },
           x);
       widen<1>(args.grad_type, x);
@@ -352,7 +352,7 @@ struct TileUpdate {
       if (layout.uses_vectors) {
         load_vector<float, true>(columns, layout.dim - column, x);
       } else {
-        load_columns_apart(layout.step(), columns, layout.dim - column, x);
+        load_columns_apart(layout.column_distance(), columns, layout.dim - column, x);
       }
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) sum[k] += x[k];
@@ -388,7 +388,7 @@ struct TileUpdate {
       return;
     }
     load_slices<true, kSlices>(
-        layout.uses_vectors, layout.step(), args.grad, args.grad_type,
+        layout.uses_vectors, layout.column_distance(), args.grad, args.grad_type,
         [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 

@@ -54,14 +54,15 @@ struct TtTableIds {
   int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
 };
 
-// Return the row of an id in [0, rows). With fewer than 2^32 rows 64 bits hold the product.
+// Return the row of an id in [0, rows). With fewer than 2^32 rows, 64 bits hold the product of an
+// id and a multiplier below `rows`, as emblib/tt/shapes.py draws it; this is not checked.
 EMB_HD int64_t tt_row(const TtTableIds& table, int64_t id) {
   if (table.multiplier == 1 && table.offset == 0) return id;
   const auto rows = static_cast<uint64_t>(table.rows);
   const auto multiplier = static_cast<uint64_t>(table.multiplier);
   const auto i = static_cast<uint64_t>(id), offset = static_cast<uint64_t>(table.offset);
   if (rows < uint64_t{1} << 32)
-    return static_cast<int64_t>((multiplier * i % rows + offset) % rows);
+    return static_cast<int64_t>(((multiplier * i) % rows + offset) % rows);
   using Wide = unsigned __int128;
   return static_cast<int64_t>((Wide{multiplier} * i + offset) % rows);
 }
@@ -71,12 +72,12 @@ EMB_HD int64_t tt_row(const TtTableIds& table, int64_t id) {
 EMB_HD int64_t tt_key(const TtTableIds& table, int64_t index) {
   const int64_t repaired = repair_index(index, table.rows);
   if (repaired < 0) return -1;
-  const int64_t id = tt_row(table, repaired);
-  if (table.left_is_pair == 0) return id;
-  const int64_t high = id / table.right_ids, low = id - high * table.right_ids;
-  return (high % table.left_inner_rows * table.left_outer_rows + high / table.left_inner_rows) *
-             table.right_ids +
-         low;
+  const int64_t row = tt_row(table, repaired);
+  if (table.left_is_pair == 0) return row;
+  const int64_t left_row = row / table.right_ids, right_id = row - left_row * table.right_ids;
+  const int64_t outer_row = left_row / table.left_inner_rows,
+                inner_row = left_row % table.left_inner_rows;
+  return (inner_row * table.left_outer_rows + outer_row) * table.right_ids + right_id;
 }
 
 inline constexpr int kTtTableColumns = 10;
@@ -150,34 +151,35 @@ struct TtHalfCores {
   const int32_t* ids;  // ids of the distinct halves, ascending
   int64_t first_id;    // the first id of the table
   bool is_mirrored;    // right halves: columns of a value are (inner, outer), not (outer, inner)
-  // [halves] each, if `outer` and `inner` are not whole cores but only the rows that the batch
-  // uses: the row of each half in them. Else null.
-  const int32_t *outer_numbers = nullptr, *inner_numbers = nullptr;
+  // [halves] each: the position of the row of each half in `outer` and in `inner`, if these are not
+  // whole cores but only the rows that the batch uses. Else null.
+  const int32_t *outer_positions = nullptr, *inner_positions = nullptr;
 
   // Return the id of half u within the table, its inner row, and the elements of that row.
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
   EMB_HD int64_t inner_row(int64_t u) const { return id(u) / half.outer_rows; }
   EMB_HD const float* inner_of(int64_t u) const {
-    return inner + (inner_numbers != nullptr ? inner_numbers[u] : inner_row(u)) * half.inner_size();
+    return inner +
+           (inner_positions != nullptr ? inner_positions[u] : inner_row(u)) * half.inner_size();
   }
 };
 
 // The values of halves. The first `num_saved` are in a buffer that the forward pass saved. The
-// others are in `rest`: rows of a core if `ids` is not null, else a buffer that begins with half
-// `first_rest`.
+// others are in `unsaved`: rows of a core if `ids` is not null, else a buffer that begins with half
+// `first_unsaved`.
 struct TtValues {
   const float* saved = nullptr;  // [num_saved][size]
   int64_t num_saved = 0;
-  const float* rest = nullptr;   // [..][size]
-  const int32_t* ids = nullptr;  // ids of the halves, or null
-  int64_t first_id = 0;          // first id of the table
-  int64_t first_rest = 0;        // first half in `rest`
-  int64_t size = 0;              // floats per value
+  const float* unsaved = nullptr;  // [..][size]
+  const int32_t* ids = nullptr;    // ids of the halves, or null
+  int64_t first_id = 0;            // first id of the table
+  int64_t first_unsaved = 0;       // first half in `unsaved`
+  int64_t size = 0;                // floats per value
 
   // Return the value of half u.
   EMB_HD const float* at(int64_t u) const {
     if (u < num_saved) return saved + u * size;
-    return rest + (ids != nullptr ? ids[u] - first_id : u - first_rest) * size;
+    return unsaved + (ids != nullptr ? ids[u] - first_id : u - first_unsaved) * size;
   }
 };
 
@@ -188,7 +190,7 @@ struct TtRowsArgs {
   const float* right;      // [V][right_columns, rank] values of the right halves
   TtValues right_natural;  // these values as [rank, right_columns]; read if lanes_along_right()
   const int32_t *left_segments, *row_rights;  // of the plan, from the table's first half on
-  int64_t first_right;                        // the number that row_rights has for v = 0
+  int64_t first_right;                        // what row_rights has for v = 0
   float* saved;  // [num_saved][value size], an output: values of the first left halves
   int64_t num_saved;
   float* rows;         // [M][row_stride], an output
@@ -202,9 +204,9 @@ struct TtRowsArgs {
 // inner row is complete once all halves with that row have been processed. Gradients of outer rows
 // are stored per half, and summed afterwards by `sum_outer`.
 struct TtHalfGrads {
-  float* inner;                  // [..][inner_size]; null if the half is no pair
-  const int32_t* inner_numbers;  // the row of `inner` of each half
-  float* outer_values;           // [..][outer_size], of halves from `first` on
+  float* inner;                    // [..][inner_size]; null if the half is no pair
+  const int32_t* inner_positions;  // [halves] the row in `inner` of each half
+  float* outer_values;             // [..][outer_size], of halves from `first` on
   int64_t first;
 };
 
@@ -213,12 +215,12 @@ struct TtHalfGrads {
 // of its inner rows; not checked.
 struct TtInnerStep {
   UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
-  UpdateRowsArgs args = {};       // `rows` is the core row of each number; `grads` is set by apply
+  UpdateRowsArgs args = {};       // `rows` is the core row at each position; apply sets `grads`
   int64_t capacity = 0;
   float* scratch = nullptr;  // [kMatrixScratchRows, inner_size], of this thread alone
 
-  // Apply the optimizer to `count` inner rows from number `first` on, whose gradients are `grads`,
-  // [count, inner_size].
+  // Apply the optimizer to the `count` inner rows from position `first` on, whose gradients are
+  // `grads`, [count, inner_size].
   void apply(const float* grads, int64_t first, int64_t count) const {
     UpdateRowsArgs update_args = args;
     update_args.grads = grads;
@@ -248,7 +250,7 @@ struct TtRightGradsArgs {
   // right_segments, right_rows, row_lefts and row_rights of the plan.
   const int32_t *segments, *rows, *row_lefts, *row_rights;
   int64_t first_left, first_right;  // what row_lefts and row_rights have for u = 0 and v = 0
-  int32_t* cursors;                 // [V] next entry of `rows` of each half, in and out
+  int32_t* cursors;                 // [V] index in `rows` of each half's next row, in and out
   int64_t row_end;                  // the first row of a later wave
   const float* row_grads;           // [M][row_stride]
   int64_t row_stride;
@@ -300,7 +302,7 @@ struct TtTable {
 };
 
 // Return the floats of scratch that any kernel above needs on one thread, for rows of `dim`
-// columns.
+// columns. BlockScratch (tt_kernels.cpp) divides them: the two must agree.
 inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
   return kTtBlock * (2 * half.value_size() + half.outer_size()) + half.inner_size() +
          half.value_size() + dim;

@@ -32,7 +32,7 @@ struct ScratchRows {
                                         ScalarType::Float)) {}
 };
 
-// Raise unless the layout of `count` tables, from which keys are made, is that of the cores.
+// Throws unless the layout of `count` tables, from which keys are made, is that of the cores.
 void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
                      const TtTables& tables) {
   bool equal = count == tables.size();
@@ -69,7 +69,7 @@ Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stri
 // halves.
 constexpr size_t kKeptTensors = size_t{kGroupTensors} + size_t{kTtPlanTensors} + 1;
 
-// Return whether all indices and offsets are valid. Invalid ones do not raise, whatever the mode.
+// Return whether all indices and offsets are valid. Invalid ones do not throw, whatever the mode.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, int64_t mode) {
   parse_choice<BoundsMode>(op, "check", mode, kBoundsModes);
@@ -115,13 +115,13 @@ std::vector<Tensor> tt_lookup_checked_(
   const Tensor table = torch::stable::view(rows.tensor, {keys.numel() * shapes.dim});
   bool has_one_dim = true;
   for (const TtShape& shape : shapes.shapes) has_one_dim &= shape.dim() == shapes.dim;
-  std::vector<Tensor> memory = {table};
+  std::vector<Tensor> weights = {table};
   if (!has_one_dim) {
-    const Tensor nothing = allocate(rows.tensor, {0});
-    memory = {table, nothing, nothing, table};
+    const Tensor empty_tier = allocate(rows.tensor, {0});
+    weights = {table, empty_tier, empty_tier, table};
   }
   std::vector<Tensor> results{
-      tbe_lookup(memory, features_of_rows(of_keys, keys.numel(), has_one_dim ? 0 : shapes.dim),
+      tbe_lookup(weights, features_of_rows(of_keys, keys.numel(), has_one_dim ? 0 : shapes.dim),
                  inverse, offsets, has_one_dim ? std::nullopt : std::optional<Tensor>(inverse),
                  bag_layout, sample_weights, pooling, output_dim, output_dtype)};
   if (num_saved < 0) return results;
@@ -135,7 +135,7 @@ std::vector<Tensor> tt_lookup_checked_(
 // all of the second, and so on) in place. `kept` must be the tensors that tt_lookup_checked_
 // returned for these indices after the output. `is_stale`: the cores have changed since, so that
 // kept values of left halves are not used. If `is_finite`, bool [1] or null, is false, nothing is
-// updated. `grad` is the gradient of the output. If the update raises, the step is not counted.
+// updated. `grad` is the gradient of the output. If the update throws, the step is not counted.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

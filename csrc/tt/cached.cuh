@@ -43,13 +43,14 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
     const unsigned hits = __ballot_sync(simt::kFullMask, is_hit);
     if (lookups == 0) continue;
     const int leader = __ffs(static_cast<int>(lookups)) - 1;
-    const int64_t of_leader = __shfl_sync(simt::kFullMask, feature, leader);
-    const bool is_one = __all_sync(simt::kFullMask, !is_lookup || feature == of_leader) != 0;
-    if (!is_lookup || (is_one && lane != leader)) continue;
-    int64_t* counters = args.of_feature(feature);
+    const int64_t leader_feature = __shfl_sync(simt::kFullMask, feature, leader);
+    const bool has_one_feature =
+        __all_sync(simt::kFullMask, !is_lookup || feature == leader_feature) != 0;
+    if (!is_lookup || (has_one_feature && lane != leader)) continue;
+    int64_t* counters = args.counters_of(feature);
     if (counters == nullptr) continue;
-    const int num_hits = is_one ? __popc(hits) : int{is_hit};
-    simt::atomic_add(counters, is_one ? __popc(lookups) : 1);
+    const int num_hits = has_one_feature ? __popc(hits) : int{is_hit};
+    simt::atomic_add(counters, has_one_feature ? __popc(lookups) : 1);
     if (num_hits > 0) simt::atomic_add(counters + 1, num_hits);
   }
 }

@@ -48,7 +48,7 @@ struct TtCountArgs {
   EMB_HD bool is_lookup(int64_t i) const { return counted[i] >= 0; }
   EMB_HD bool is_hit(int64_t i) const { return rows != nullptr && is_lookup(i) && rows[i] >= 0; }
   // Return the counters of the table of a feature, null if its number is out of range.
-  EMB_HD int64_t* of_feature(int64_t f) const {
+  EMB_HD int64_t* counters_of(int64_t f) const {
     return tables[f] >= 0 && tables[f] < num_tables ? counters + tables[f] * columns : nullptr;
   }
 };

@@ -12,6 +12,8 @@
 namespace emb {
 namespace {
 
+constexpr int64_t kGrain = 1 << 15;  // grain of parallel_balanced, in lookups
+
 // Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
 // `ids`, `keys` and `slots` are int64 [n], row_of_slot int64 [slots].
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
@@ -19,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
   const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
-  parallel_balanced(stored.args.n, 1 << 15, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(stored.args.n, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) stored.args.split(i);
   });
   return {stored.cold, stored.rows, stored.counted};
@@ -31,7 +33,7 @@ void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
   for (int64_t f = 0; f < args.num_features; ++f) {
-    int64_t* const table_counters = args.of_feature(f);
+    int64_t* const table_counters = args.counters_of(f);
     if (table_counters == nullptr) continue;
     int64_t lookups = 0, hits = 0;
     const int64_t end = std::min(args.starts[f + 1], args.n);

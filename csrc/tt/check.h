@@ -1,7 +1,7 @@
 // Checks of the tensor-train ops, shared by the CPU and the GPU: the shapes that cores and factors
-// imply, the layout of the tables, the plan of a batch, optimizer states. A check raises with the
-// name `op`; all checks run before anything is written. Checks that are marked "on the CPU only"
-// read the contents of tensors; on a GPU contents are trusted.
+// imply, the layout of the tables, the plan of a batch, optimizer states. A failed check throws
+// with the name `op`; all checks run before anything is written. Checks that are marked "on the CPU
+// only" read the contents of tensors; on a GPU contents are trusted.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -35,7 +35,7 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
     shape.p[k] = row_factors[k];
     rows *= static_cast<double>(row_factors[k]);
   }
-  STD_TORCH_CHECK(rows <= kMaxTtRows, op, ": row_factors must multiply to less than 2^62, got ",
+  STD_TORCH_CHECK(rows <= kMaxTtRows, op, ": row_factors must multiply to at most 4e18, got ",
                   rows);
   const TtHalf left = shape.left(), right = shape.right();
   STD_TORCH_CHECK(left.ids() <= kMaxTtIds && right.ids() <= kMaxTtIds, op,
@@ -44,7 +44,7 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   return shape;
 }
 
-// Return the precision with the number `code`; raise if there is none.
+// Return the precision with the number `code`; throws if there is none.
 inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
@@ -167,10 +167,13 @@ struct TtTables {
   void append(const char* op, const TtShape& shape) {
     const TtHalf left = shape.left(), right = shape.right();
     const double keys = static_cast<double>(left.ids()) * static_cast<double>(right.ids());
-    STD_TORCH_CHECK(left.ids() <= kMaxTtIds - first_lefts.back() &&
-                        right.ids() <= kMaxTtIds - first_rights.back() &&
-                        keys <= kMaxTtRows - static_cast<double>(first_keys.back()),
-                    op, ": the halves of all tables must be fewer than 2^31; use several modules");
+    STD_TORCH_CHECK(
+        left.ids() <= kMaxTtIds - first_lefts.back() &&
+            right.ids() <= kMaxTtIds - first_rights.back() &&
+            keys <= kMaxTtRows - static_cast<double>(first_keys.back()),
+        op,
+        ": the halves of all tables must be fewer than 2^31, and their keys at most 4e18; "
+        "use several modules");
     first_lefts.push_back(first_lefts.back() + left.ids());
     first_rights.push_back(first_rights.back() + right.ids());
     first_keys.push_back(first_keys.back() + left.ids() * right.ids());
@@ -196,6 +199,12 @@ inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kin
                                   features.device(), ScalarType::Long);
 }
 
+// Return the number of elements of each tensor of a plan, in the order of TtPlanTensor, for n
+// lookups.
+inline std::vector<int64_t> tt_plan_sizes(int64_t n, int64_t tables) {
+  return {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)};
+}
+
 // Check the number, dtypes and sizes of the tensors of a plan, in the order of TtPlanTensor, and
 // return the plan, which refers to their memory. Contents are not checked.
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
@@ -203,8 +212,7 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int
                   static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
                   tensors.size());
   const int64_t capacity = tensors[kTtRowLefts].numel();
-  const int64_t sizes[kTtPlanTensors] = {capacity,     capacity + 1, capacity, capacity,
-                                         capacity + 1, capacity,     capacity, 3 * (tables + 1)};
+  const std::vector<int64_t> sizes = tt_plan_sizes(capacity, tables);
   const int32_t* data[kTtPlanTensors];
   for (int i = 0; i < kTtPlanTensors; ++i) {
     check_dtype(op, "each plan tensor", tensors[i], ScalarType::Int, "int32");
@@ -219,14 +227,14 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int
           data[kTtRightRows], data[kTtStarts]};
 }
 
-// Return whether the ids of `count` distinct halves ascend and are in [0, ids), and whether their
-// segments of rows go from row 0 to row `rows` and none is empty.
-inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count, int64_t ids,
-                       int64_t rows) {
+// Return whether the ids of `count` distinct halves ascend and are in [0, num_ids), and whether
+// their segments of rows go from row 0 to row `rows` and none is empty.
+inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count,
+                       int64_t num_ids, int64_t rows) {
   bool fit = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
   if (!fit) return false;
   for (int64_t u = 0; u < count; ++u) {
-    fit &= halves[u] >= 0 && halves[u] < ids && segments[u] < segments[u + 1];
+    fit &= halves[u] >= 0 && halves[u] < num_ids && segments[u] < segments[u + 1];
   }
   for (int64_t u = 1; u < count; ++u) fit &= halves[u - 1] < halves[u];
   return fit && segments[count] == rows;
@@ -246,23 +254,24 @@ inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t
   return true;
 }
 
-// Return whether number(i) is v for all entries i in [segments[v], segments[v + 1]), for `count`
-// halves v whose segments have been checked. It is so if it begins with 0, never decreases, and
-// grows by one exactly where a segment begins. No branch per entry, since most segments have few.
-template <class Number>
-bool numbers_fit(const int32_t* segments, int64_t count, int64_t entries, const Number& number) {
-  bool fit = entries == 0 || (number(0) == 0 && number(entries - 1) == count - 1);
-  for (int64_t i = 1; i < entries; ++i) {
-    fit &= static_cast<uint32_t>(number(i)) - static_cast<uint32_t>(number(i - 1)) <= 1;
+// Return whether half_of(i) is v for all i in [segments[v], segments[v + 1]), for `count` halves v
+// whose segments have been checked and end with `rows`. This holds if half_of begins with 0, never
+// decreases, and grows by one exactly where a segment begins. The loop over rows has no branch,
+// since most segments have few rows.
+template <class HalfOf>
+bool segments_fit(const int32_t* segments, int64_t count, int64_t rows, const HalfOf& half_of) {
+  bool fit = rows == 0 || (half_of(0) == 0 && half_of(rows - 1) == count - 1);
+  for (int64_t i = 1; i < rows; ++i) {
+    fit &= static_cast<uint32_t>(half_of(i)) - static_cast<uint32_t>(half_of(i - 1)) <= 1;
   }
   for (int64_t v = 1; v < count; ++v) {
-    fit &= number(segments[v]) == v && number(segments[v] - 1) == v - 1;
+    fit &= half_of(segments[v]) == v && half_of(segments[v] - 1) == v - 1;
   }
   return fit;
 }
 
-// Raise unless the contents of a plan are consistent, on the CPU only: the kernels trust them. This
-// takes a few comparisons per row, compared to thousands of multiplications.
+// Throws unless the contents of a plan are consistent, on the CPU only: the kernels trust them.
+// This takes a few comparisons per row, compared to thousands of multiplications.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
   const int64_t count = tables.size();
   bool fit = true;
@@ -280,15 +289,15 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
         starts_fit(plan, tables, plan.right_starts(), plan.rights, plan.right_segments,
                    tables.first_rights);
   fit = fit &&
-        numbers_fit(plan.left_segments, lefts, rows, [&](int64_t j) { return plan.row_lefts[j]; });
+        segments_fit(plan.left_segments, lefts, rows, [&](int64_t j) { return plan.row_lefts[j]; });
   for (int64_t t = 0; fit && t < count; ++t) {
     const int32_t begin = plan.row_starts()[t], end = plan.row_starts()[t + 1];
     for (int32_t i = begin; i < end; ++i) {
       fit &= plan.right_rows[i] >= begin && plan.right_rows[i] < end;
     }
   }
-  fit = fit && numbers_fit(plan.right_segments, rights, rows,
-                           [&](int64_t i) { return plan.row_rights[plan.right_rows[i]]; });
+  fit = fit && segments_fit(plan.right_segments, rights, rows,
+                            [&](int64_t i) { return plan.row_rights[plan.right_rows[i]]; });
   for (int64_t i = 1; fit && i < rows; ++i) {
     const int32_t row = plan.right_rows[i], before = plan.right_rows[i - 1];
     fit &= row > before || plan.row_rights[row] != plan.row_rights[before];

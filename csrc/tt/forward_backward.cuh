@@ -248,23 +248,35 @@ class TtArrays {
            max_left_floats_ < kMaxFloats && batch_.plan.capacity * batch_.row_stride < kMaxFloats;
   }
 
-  // Return the left halves, and the right pairs, of a table, the `number`-th of the batch.
-  TtHalves left_halves(const TtDeviceTable& table, int64_t number) const {
+  // Return the left halves, and the right pairs, of `table`, number table_index of the batch.
+  TtHalves left_halves(const TtDeviceTable& table, int64_t table_index) const {
     const TtPlan& plan = batch_.plan;
-    return {table.shape.left(),          table.left[0],    table.left[1],      plan.lefts,
-            plan.left_starts() + number, table.first_left, batch_.left_stride, false};
+    return {table.shape.left(),
+            table.left[0],
+            table.left[1],
+            plan.lefts,
+            plan.left_starts() + table_index,
+            table.first_left,
+            batch_.left_stride,
+            false};
   }
-  TtHalves right_halves(const TtDeviceTable& table, int64_t number) const {
+  TtHalves right_halves(const TtDeviceTable& table, int64_t table_index) const {
     const TtPlan& plan = batch_.plan;
-    return {table.shape.right(),          table.mirrored[0], table.mirrored[1],   plan.rights,
-            plan.right_starts() + number, table.first_right, batch_.right_stride, true};
+    return {table.shape.right(),
+            table.mirrored[0],
+            table.mirrored[1],
+            plan.rights,
+            plan.right_starts() + table_index,
+            table.first_right,
+            batch_.right_stride,
+            true};
   }
 
-  // Add a table, the `number`-th of the batch, to the arrays.
+  // Add `table`, number table_index of the batch, to the arrays.
   void add_rows(const TtDeviceTable& table, const TtMemory& memory);
-  void add_copies(const TtDeviceTable& table, int64_t number);
-  void add_left_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t number);
-  void add_right_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t number);
+  void add_copies(const TtDeviceTable& table, int64_t table_index);
+  void add_left_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t table_index);
+  void add_right_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t table_index);
 
   void add_pair(TtPair pair) {
     pair.first_inner = pair_inner_rows_;
@@ -274,7 +286,7 @@ class TtArrays {
     pairs_.push_back(pair);
   }
 
-  // Return the pairs from number `first` on: left pairs come first, then right pairs.
+  // Return the pairs from pair `first` on: left pairs come first, then right pairs.
   TtPairs pairs_from(int first) const {
     TtPairs result;
     result.pairs = device_pairs_ + first;
@@ -356,12 +368,12 @@ inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memor
 
 // Add the copies of cores: of 16-bit left cores as floats, of the cores of a right pair with their
 // axes reversed, and back from the gradients of these.
-inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t number) {
+inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t table_index) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
   const int last = table.shape.cores - 1;
   const auto widen = [&](int k, int64_t rows, int64_t width, int64_t ids_per_row) {
-    widen_.push_back({left_halves(table, number), table.cores[k], const_cast<float*>(table.left[k]),
-                      widen_rows_, width, ids_per_row});
+    widen_.push_back({left_halves(table, table_index), table.cores[k],
+                      const_cast<float*>(table.left[k]), widen_rows_, width, ids_per_row});
     widen_rows_ += rows;
   };
   if (batch_.type != Dtype::kFloat) {
@@ -383,10 +395,10 @@ inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t number) {
 }
 
 inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& memory,
-                                    int64_t number) {
+                                    int64_t table_index) {
   if (!table.shape.left().is_pair) return;
   TtPair pair{};
-  pair.halves = left_halves(table, number);
+  pair.halves = left_halves(table, table_index);
   pair.values = memory.new_left_values;
   pair.value_grads = memory.left_grads;
   pair.outer_values = memory.left_outer_values;
@@ -397,10 +409,10 @@ inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& 
 }
 
 inline void TtArrays::add_right_pair(const TtDeviceTable& table, const TtMemory& memory,
-                                     int64_t number) {
+                                     int64_t table_index) {
   if (!table.shape.right().is_pair) return;
   TtPair pair{};
-  pair.halves = right_halves(table, number);
+  pair.halves = right_halves(table, table_index);
   pair.values = memory.right_values;
   pair.value_grads = memory.right_grads;
   pair.outer_values = memory.right_outer_values;

@@ -32,10 +32,10 @@ EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 
 namespace {
 
-// The smallest work of a thread: in multiplications, and in elements for updates and for reversals.
+// Grains of parallel_balanced: in multiplications, and in elements for updates and for reversals.
 constexpr int64_t kTtGrain = 1 << 21;
 constexpr int64_t kUpdateGrain = 1 << 15, kReverseGrain = 1 << 17;
-// The smallest work of a thread that takes whole tables, and the work of a row besides its product,
+// The grain of parallel_balanced over whole tables, and the work of a row apart from its product,
 // both in multiplications.
 constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 // Tables get a thread each only if the work of the largest is at most this many percent of a
@@ -122,9 +122,9 @@ struct TtTableBatch {
 // Replace the table by one of float32 copies of the core rows that the batch uses.
 void TtTableBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
   const int last = shape.cores - 1;
-  used.lefts = number_rows({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
+  used.lefts = compact_ids({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
                            &used.rows[0], &used.rows[1]);
-  used.rights = number_rows({right, nullptr, nullptr, plan.rights, first_right_id, true},
+  used.rights = compact_ids({right, nullptr, nullptr, plan.rights, first_right_id, true},
                             num_rights, &used.rows[last], &used.rows[last - 1]);
   for (int k = 0; k <= last; ++k) {
     const auto rows = static_cast<int64_t>(used.rows[k].size());
@@ -187,8 +187,8 @@ struct TtRights {
                rows->num_inner());
     cores.outer = mirrored_outer.get();
     cores.inner = mirrored_inner.get();
-    cores.outer_numbers = rows->outer_numbers.data();
-    cores.inner_numbers = rows->inner_numbers.data();
+    cores.outer_positions = rows->outer_positions.data();
+    cores.inner_positions = rows->inner_positions.data();
     const int64_t per_half = half.q_outer * half.inner_size();
     parallel_balanced(
         batch.num_rights, kTtGrain, [&](int64_t v) { return v * per_half; },
@@ -222,7 +222,7 @@ void make_rows(const TtTableBatch& batch, const TtRowsOutput& out) {
   TtRowsArgs args{.left = batch.left_cores(),
                   .right_columns = right.columns(),
                   .right = rights.values.get(),
-                  .right_natural = {.rest = batch.cores.back(),
+                  .right_natural = {.unsaved = batch.cores.back(),
                                     .ids = batch.plan.rights,
                                     .first_id = batch.first_right_id,
                                     .size = right.value_size()},
@@ -330,10 +330,11 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 // these rows. Each sum is computed by one thread in a fixed order, whatever the number of threads
 // and the size of the waves.
 
-// Floats of left values in a wave that expands them again: for all threads, and for one thread,
-// which need not wait for others between waves, so that its waves fit its second-level cache.
+// Floats of left values in a wave that expands them again: if all threads run it, and if one thread
+// runs it alone. A thread alone waits for no other between waves, so its waves can be small enough
+// for its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
-constexpr int64_t kMinWave = 4 * kTtBlock;  // left halves of a wave at least
+constexpr int64_t kMinWave = 4 * kTtBlock;  // minimum number of left halves in a wave
 
 // The halves [begin, end) sorted by outer row, to sum their `outer_values`, [halves, size], into
 // the gradients of the outer rows of the batch, `grads` [outer rows, size].
@@ -342,12 +343,12 @@ class OuterRowSums {
   OuterRowSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
                const float* outer_values, float* grads)
       : rows_(rows.num_outer()), starts_(rows_ + 1, 0), members_(end - begin) {
-    const std::vector<int32_t>& number = rows.outer_numbers;
-    for (int64_t u = begin; u < end; ++u) ++starts_[number[u] + 1];
+    const std::vector<int32_t>& row_of_half = rows.outer_positions;
+    for (int64_t u = begin; u < end; ++u) ++starts_[row_of_half[u] + 1];
     for (int64_t i = 0; i < rows_; ++i) starts_[i + 1] += starts_[i];
     std::vector<int32_t> cursor(starts_.begin(), starts_.end() - 1);
     for (int64_t u = begin; u < end; ++u) {
-      members_[cursor[number[u]]++] = static_cast<int32_t>(u - begin);
+      members_[cursor[row_of_half[u]]++] = static_cast<int32_t>(u - begin);
     }
     args_ = {outer_values, size, starts_.data(), members_.data(), grads};
   }
@@ -388,7 +389,7 @@ struct CoreGrads {
   int64_t size() const { return static_cast<int64_t>(rows.size()); }
 };
 
-// The backward pass of one table of a batch: call left_half, then right_half.
+// The backward pass of one table of a batch: call compute_left_half, then compute_right_half.
 class TtTableBackward {
  public:
   // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
@@ -413,14 +414,14 @@ class TtTableBackward {
   // Compute the gradients of the core or cores of the left half, and the gradients of the values of
   // right halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner
   // core may be updated at once; `inner` then gets no rows.
-  void left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
+  void compute_left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
     outer->width = left.outer_size();
     if (!left.is_pair) {
       outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
       outer->values = new_floats(lefts * outer->width);
-      left_.rest = batch_.cores[0];
+      left_.unsaved = batch_.cores[0];
       add_left_grads({nullptr, nullptr, outer->values.get(), 0}, 0, lefts);
       return add_right_grads(lefts, nullptr);
     }
@@ -451,12 +452,12 @@ class TtTableBackward {
     const int64_t saved_end = end_of(num_saved);
     recomputed_ = new_floats(num_saved < lefts ? wave * left_.size : 0);
     const Floats outer_values = new_floats(saved_wave * left.outer_size());
-    left_.rest = recomputed_.get();
+    left_.unsaved = recomputed_.get();
     for (int64_t begin = 0, end; begin < lefts; begin = end) {
       end = end_of(begin < saved_end ? std::min(begin + saved_wave, saved_end)
                                      : std::min(begin + wave, lefts));
-      left_.first_rest = begin;
-      add_left_grads({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
+      left_.first_unsaved = begin;
+      add_left_grads({inner->values.get(), rows.inner_positions.data(), outer_values.get(), begin},
                      begin, end);
       const OuterRowSums sums(rows, outer->width, begin, end, outer_values.get(),
                               outer->values.get());
@@ -466,7 +467,7 @@ class TtTableBackward {
 
   // Compute the gradients of the core or cores of the right half. `inner_core` is not touched if
   // the half is no pair.
-  void right_half(CoreGrads* outer_core, CoreGrads* inner_core) const {
+  void compute_right_half(CoreGrads* outer_core, CoreGrads* inner_core) const {
     const TtHalf& half = batch_.right;
     outer_core->width = half.outer_size();
     if (!half.is_pair) {
@@ -486,7 +487,7 @@ class TtTableBackward {
     const Floats outer_values = new_floats(batch_.num_rights * half.outer_size());
     std::fill_n(outer.get(), num_outer * half.outer_size(), 0.0f);
     const std::vector<int64_t> groups = inner_groups(rights_.cores, 0, batch_.num_rights);
-    const TtHalfGrads grads{inner.get(), rows.inner_numbers.data(), outer_values.get(), 0};
+    const TtHalfGrads grads{inner.get(), rows.inner_positions.data(), outer_values.get(), 0};
     const int64_t per_half = 2 * half.q_outer * half.inner_size();
     parallel_balanced(
         static_cast<int64_t>(groups.size()) - 1, kTtGrain,
@@ -612,7 +613,7 @@ class TtTableBackward {
   Floats right_grads_;
   Floats recomputed_;               // values of left halves that the forward pass did not save
   const CoreStep* step_ = nullptr;  // the step of the inner core, if it is updated at once
-  std::vector<int32_t> step_rows_;  // rows of the inner core by number
+  std::vector<int32_t> step_rows_;  // row of the inner core at each position
   std::vector<int32_t> cursors_;
   TtValues left_;
 };
@@ -646,8 +647,8 @@ struct GradInputs {
                              num_saved, gradient.const_data_ptr<float>(), tables.dim, is_alone);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
-    backward.left_half(&grads[0], &grads[1], inner_step);
-    backward.right_half(&grads[last], &grads[last - 1]);
+    backward.compute_left_half(&grads[0], &grads[1], inner_step);
+    backward.compute_right_half(&grads[last], &grads[last - 1]);
     for (size_t k = 0; k <= last; ++k) {
       for (int32_t& row : grads[k].rows) row = static_cast<int32_t>(batch.core_row(k, row));
     }
@@ -701,8 +702,8 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
   const std::vector<TtTableBatch> batches = used_tables(inputs.tables, inputs.plan);
   for_tables(batches, [&](const TtTableBatch& batch, bool is_alone) {
     const auto step_of = [&](size_t k) {
-      const size_t number = batch.first_core + k;
-      return CoreStep{update, tiers[number], hyper.const_data_ptr<double>(), first_rows[number]};
+      const size_t core = batch.first_core + k;  // among the cores of all tables
+      return CoreStep{update, tiers[core], hyper.const_data_ptr<double>(), first_rows[core]};
     };
     const CoreStep inner_step = step_of(1);
     const std::vector<CoreGrads> grads_of_cores = inputs.grads_of(batch, &inner_step, is_alone);

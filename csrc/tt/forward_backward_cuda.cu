@@ -34,10 +34,10 @@ class PackedBuffers {
   PackedBuffers(const Tensor& like, const TakeAll& take_all) {
     take_all(*this);
     tensor_ = allocate(like, {floats_}, ScalarType::Float);
-    place(take_all);
+    assign_addresses(take_all);
   }
 
-  // Take the buffers from `tensor`, which another object allocated for the same sizes; raise if it
+  // Take the buffers from `tensor`, which another object allocated for the same sizes. Throws if it
   // has another size.
   template <class TakeAll>
   PackedBuffers(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
@@ -47,7 +47,7 @@ class PackedBuffers {
     check_same_device(op, "kept", tensor, like);
     STD_TORCH_CHECK(tensor.numel() == floats_ && tensor.is_contiguous(), op,
                     ": kept must be what tt_lookup_checked_ returned for these tables and indices");
-    place(take_all);
+    assign_addresses(take_all);
   }
 
   const Tensor& tensor() const { return *tensor_; }
@@ -73,7 +73,7 @@ class PackedBuffers {
 
  private:
   template <class TakeAll>
-  void place(const TakeAll& take_all) {
+  void assign_addresses(const TakeAll& take_all) {
     next_ = const_cast<float*>(tensor_->const_data_ptr<float>());
     if (floats_ > 0) take_all(*this);
     next_ = nullptr;
@@ -129,11 +129,6 @@ struct PlanArrays {
             arrays[kTtStarts]};
   }
 };
-
-// Return the sizes of these tensors for n lookups.
-std::vector<int64_t> plan_sizes(int64_t n, int64_t tables) {
-  return {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)};
-}
 
 // The scratch of `make_plan`.
 struct PlanScratch {
@@ -197,7 +192,7 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   const int64_t n = keys.numel(), num_tables = tables.size(0);
   std::vector<Tensor> plan;
   PlanArrays arrays{};
-  for (const int64_t size : plan_sizes(n, num_tables)) {
+  for (const int64_t size : tt_plan_sizes(n, num_tables)) {
     plan.push_back(allocate(keys, {size}, ScalarType::Int));
     arrays.arrays[plan.size() - 1] = plan.back().mutable_data_ptr<int32_t>();
   }
@@ -260,12 +255,12 @@ struct GradMemory {
 
   explicit GradMemory(const TtTables& tables) {
     for (const bool in_pair : {false, true}) {
-      size_t number = 0;
+      size_t core = 0;  // among the cores of all tables
       for (const TtShape& shape : tables.shapes) {
-        for (int k = 0; k < shape.cores; ++k, ++number) {
-          if (offsets.size() <= number) offsets.push_back(0);
+        for (int k = 0; k < shape.cores; ++k, ++core) {
+          if (offsets.size() <= core) offsets.push_back(0);
           if (is_in_pair(shape, k) != in_pair) continue;
-          offsets[number] = floats;
+          offsets[core] = floats;
           const int64_t width = int64_t{shape.ranks[k]} * shape.q[k] * shape.ranks[k + 1];
           floats += (shape.p[k] * width + 3) / 4 * 4;
         }
@@ -276,7 +271,7 @@ struct GradMemory {
 
  private:
   static bool is_in_pair(const TtShape& shape, int k) {
-    return k < shape.cores / 2 + shape.cores % 2 ? shape.left().is_pair : shape.right().is_pair;
+    return k < (shape.cores / 2) + (shape.cores % 2) ? shape.left().is_pair : shape.right().is_pair;
   }
 };
 
@@ -293,10 +288,10 @@ Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t 
 
 // Point the tables of a batch to the gradients of their cores.
 void set_grads(const GradMemory& grad_memory, float* grads, TtDeviceBatch* batch) {
-  size_t number = 0;
+  size_t core = 0;  // among the cores of all tables
   for (TtDeviceTable& table : batch->tables) {
     for (int k = 0; k < table.shape.cores; ++k)
-      table.grads[k] = grads + grad_memory.offsets[number++];
+      table.grads[k] = grads + grad_memory.offsets[core++];
   }
 }
 
@@ -429,7 +424,7 @@ struct ForwardState {
     groups.sorted_bags = memory.ints(n);
     groups.num_groups = memory.ints(1);
     int i = 0;
-    for (const int64_t size : plan_sizes(n, batch->plan.tables))
+    for (const int64_t size : tt_plan_sizes(n, batch->plan.tables))
       plan.arrays[i++] = memory.ints(size);
     take_values(nullptr, batch, memory, &values);
     batch->plan = plan.plan(n, batch->plan.tables);
@@ -541,7 +536,7 @@ std::vector<Tensor> tt_lookup_checked_(
 
 // Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. With `is_stale`
 // the values of halves are made again. Everything is checked and allocated before the launch that
-// counts the step, so that a call that raises does not count it.
+// counts the step, so that a call that throws does not count it.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

@@ -401,9 +401,9 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
             [&](int n) { return column + n < width ? column + n : -1; });
       },
       [&](TileStep step, int stage) {
-        const int rest = depth - step.chunk * kDepth;
+        const int remaining = depth - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    rest < kDepth ? rest : kDepth);
+                                    remaining < kDepth ? remaining : kDepth);
         if (step.chunk + 1 < chunks) return;
         const int64_t* lines = memory.lines.value[step.tile % 3];
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
@@ -453,9 +453,9 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
             });
       },
       [&](TileStep step, int stage) {
-        const int rest = group.lines - step.tile * kDepth;
+        const int remaining = group.lines - step.tile * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    rest < kDepth ? rest : kDepth);
+                                    remaining < kDepth ? remaining : kDepth);
       });
   float* row = grads + group.inner * halves.half.inner_size();
   const bool has_pairs = uses_vectors && is_aligned(grads, 8);
@@ -509,9 +509,9 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
             [&](int k) { return k0 + k < width ? k0 + k : -1; });
       },
       [&](TileStep step, int stage) {
-        const int rest = width - step.chunk * kDepth;
+        const int remaining = width - step.chunk * kDepth;
         sums.multiply_add<Products>(memory.a[stage], memory.b[stage], lane,
-                                    rest < kDepth ? rest : kDepth);
+                                    remaining < kDepth ? remaining : kDepth);
         if (step.chunk + 1 < chunks) return;
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
           const int line = step.tile * kM + m;
@@ -529,13 +529,13 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
     sum_outer_kernel(TtPairs pairs) {
   __shared__ int half_of[kPairThreads];  // the half with inner row `first` + i, -1 for none
-  for (int64_t number = blockIdx.x; number < pairs.outer_rows; number += gridDim.x) {
-    const TtPair& pair = pairs.pairs[pairs.pair_of_outer(number)];
+  for (int64_t global_row = blockIdx.x; global_row < pairs.outer_rows; global_row += gridDim.x) {
+    const TtPair& pair = pairs.pairs[pairs.pair_of_outer(global_row)];
     const TtHalves halves = pair.halves;
     const float* const outer_values = pair.outer_values_of_table();
     float* const grads = pair.outer_grads;
     const int64_t size = halves.half.outer_size(), rows = halves.half.outer_rows;
-    const int64_t row = number - pair.first_outer;
+    const int64_t row = global_row - pair.first_outer;
     const int first_half = halves.range[0], halves_end = halves.range[1];
     for (int64_t first = 0; first < halves.half.inner_rows; first += kPairThreads) {
       const int64_t inner = first + threadIdx.x, id = inner * rows + row;
@@ -569,10 +569,10 @@ struct TtWiden {
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
     widen_cores_kernel(const TtWiden* cores, int count, int64_t rows, Dtype type) {
   __shared__ int range[2];
-  for (int64_t number = blockIdx.x; number < rows; number += gridDim.x) {
+  for (int64_t global_row = blockIdx.x; global_row < rows; global_row += gridDim.x) {
     const TtWiden& core =
-        cores[warp_search([&](int i) { return cores[i].first_row; }, count, number)];
-    const int64_t row = number - core.first_row;
+        cores[warp_search([&](int i) { return cores[i].first_row; }, count, global_row)];
+    const int64_t row = global_row - core.first_row;
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     __syncthreads();
     if (warp < 2) {

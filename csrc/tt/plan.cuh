@@ -19,7 +19,7 @@ namespace emb::cuda {
 // there are lookups: every entry calls check_lookups, since feature_of_lookup reads a bag whatever
 // their number.
 struct TtKeysArgs {
-  IndexArray ids;            // [n] indices of the batch, repaired as they are read
+  IndexArray indices;        // [n] of the batch, repaired as they are read
   int64_t n;                 // lookups
   const TtTableIds* tables;  // [num_features] the table of each feature
   int num_features;
@@ -33,7 +33,7 @@ struct TtKeysArgs {
     tt_keys_kernel(TtKeysArgs args) {
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) {
     const int64_t feature = feature_of_lookup(args.map, args.bags, args.num_features, i);
-    args.keys[i] = tt_key(args.tables[feature], args.ids[i]);
+    args.keys[i] = tt_key(args.tables[feature], args.indices[i]);
   }
 }
 
@@ -105,11 +105,11 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
           static_cast<int32_t>(table.first_right + key_of_table - left * table.right_ids)};
 }
 
-// Return, in every thread of the block, the sum over its warps of the number that lane 0 passes.
-// Has two barriers; `shared` is memory for a number per warp.
-EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
+// Return, in every thread of the block, the sum over its warps of the value that lane 0 passes.
+// Has two barriers; `shared` is memory for a value per warp.
+EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
-  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = number;
+  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = value;
   __syncthreads();
   int32_t sum = 0;
   for (int w = 0; w < kWarps; ++w) sum += shared[w];
@@ -127,22 +127,22 @@ EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
   const int64_t n = args.right.n, length = tt_range_rows(n);
   const int64_t first = int64_t{blockIdx.x} * length;
   const int64_t end = first + length < n ? first + length : n;
-  int32_t begun = 0;
+  int32_t num_begun = 0;
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
     TtIds ids{-1, static_cast<int32_t>(args.right.limit)};
     if (j < rows) ids = ids_of_key(args, args.keys[j]);
-    int32_t before = __shfl_up_sync(simt::kFullMask, ids.left, 1);
+    int32_t previous_left = __shfl_up_sync(simt::kFullMask, ids.left, 1);
     if (threadIdx.x % simt::kWarp == 0) {
-      before = j > 0 && j < rows ? ids_of_key(args, args.keys[j - 1]).left : -1;
+      previous_left = j > 0 && j < rows ? ids_of_key(args, args.keys[j - 1]).left : -1;
     }
-    begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != before));
+    num_begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != previous_left));
     if (j >= end) continue;
     args.left_ids[j] = ids.left;
     args.right.keys[j] = static_cast<uint32_t>(ids.right);
     args.right.positions[j] = static_cast<int32_t>(j);
   }
-  const int32_t sum = sum_of_warps(begun, counts);
+  const int32_t sum = sum_of_warps(num_begun, counts);
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
 }
 
@@ -166,9 +166,10 @@ struct TtLeftsArgs {
   const int32_t rows = *args.count;
   const int64_t length = tt_range_rows(args.n), first = int64_t{blockIdx.x} * length;
   const int64_t end = first + length < rows ? first + length : rows;
-  int32_t before = 0;  // left halves that begin before the tile
-  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kTileThreads) before += args.range_counts[i];
-  before = sum_of_warps(simt::group_sum(before, simt::kWarp), shared);
+  int32_t num_before = 0;  // left halves that begin before the tile
+  for (unsigned i = threadIdx.x; i < blockIdx.x; i += kTileThreads)
+    num_before += args.range_counts[i];
+  num_before = sum_of_warps(simt::group_sum(num_before, simt::kWarp), shared);
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
     const bool inside = j < end;
@@ -177,21 +178,21 @@ struct TtLeftsArgs {
     const unsigned bits = __ballot_sync(simt::kFullMask, begins);
     if (lane == 0) shared[warp] = __popc(bits);
     __syncthreads();
-    int32_t number = before + __popc(bits & (0xffffffffu >> (simt::kWarp - 1 - lane))) - 1;
+    int32_t u = num_before + __popc(bits & (0xffffffffu >> (simt::kWarp - 1 - lane))) - 1;
     for (int w = 0; w < kWarps; ++w) {
-      number += w < static_cast<int>(warp) ? shared[w] : 0;
-      before += shared[w];
+      u += w < static_cast<int>(warp) ? shared[w] : 0;
+      num_before += shared[w];
     }
     __syncthreads();
-    if (inside) args.row_lefts[j] = number;
+    if (inside) args.row_lefts[j] = u;
     if (begins) {
-      args.lefts[number] = id;
-      args.segments[number] = static_cast<int32_t>(j);
+      args.lefts[u] = id;
+      args.segments[u] = static_cast<int32_t>(j);
     }
   }
   if (blockIdx.x + 1 == gridDim.x && threadIdx.x == 0) {
-    args.segments[before] = rows;
-    *args.num_lefts = before;
+    args.segments[num_before] = rows;
+    *args.num_lefts = num_before;
   }
 }
 
@@ -217,6 +218,7 @@ struct TtFinishArgs {
   if (args.lookups.inverse != nullptr) write_inverse(args.lookups, range);
   const int64_t work = int64_t{3} * args.num_tables;
   for (int64_t i = simt::global_thread(); i < work; i += simt::threads_in_grid()) {
+    // Kind 0 are rows, 1 left halves, 2 right halves.
     const int kind = static_cast<int>(i / args.num_tables),
               t = static_cast<int>(i % args.num_tables);
     int32_t* starts = args.starts + kind * (args.num_tables + 1);

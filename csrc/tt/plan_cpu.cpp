@@ -17,7 +17,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // lookups: smallest range that gets a thread (not measured)
+constexpr int64_t kGrain = 1 << 14;  // grain of parallel_balanced, in lookups (not measured)
 
 }  // namespace
 
@@ -32,23 +32,25 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   const FeatureBags feature_bags(op, feature_tables, input_offsets, bag_layout, Pooling::kNone, 0);
   const int64_t n = indices.numel();
   Tensor keys = allocate_output(indices, {n}, ScalarType::Long);
-  const IndexArray ids = index_array(input);
+  const IndexArray index_values = index_array(input);
   int64_t* out = keys.mutable_data_ptr<int64_t>();
   const Bags bags{index_array(input_offsets), feature_bags.num_bags(), n};
-  // The lookups of feature f are [ends[f - 1], ends[f]).
-  std::vector<int64_t> ends(std::max<int64_t>(feature_bags.num_features(), 1), n);
+  // The lookups of feature f are [feature_ends[f - 1], feature_ends[f]).
+  std::vector<int64_t> feature_ends(std::max<int64_t>(feature_bags.num_features(), 1), n);
   for (int64_t f = 0; f + 1 < feature_bags.num_features(); ++f) {
     const int64_t bag = feature_bags.first_bags[f + 1];
-    ends[f] = std::max(f > 0 ? ends[f - 1] : 0, bag < bags.num_bags ? bags.begin(bag) : n);
+    feature_ends[f] =
+        std::max(f > 0 ? feature_ends[f - 1] : 0, bag < bags.num_bags ? bags.begin(bag) : n);
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
   parallel_balanced(n, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    int64_t f = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    int64_t f =
+        std::upper_bound(feature_ends.begin(), feature_ends.end(), begin) - feature_ends.begin();
     for (; begin < end; ++f) {
       const TtTableIds table = tables[f];
-      const int64_t stop = std::min(end, ends[f]);
-      for (; begin < stop; ++begin) out[begin] = tt_key(table, ids[begin]);
+      const int64_t stop = std::min(end, feature_ends[f]);
+      for (; begin < stop; ++begin) out[begin] = tt_key(table, index_values[begin]);
     }
   });
   return keys;
@@ -64,7 +66,7 @@ struct PlanTensors {
   // Allocate a plan for as many rows as `like` has elements.
   PlanTensors(const Tensor& like, int64_t tables) {
     const int64_t n = like.numel();
-    for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)}) {
+    for (const int64_t size : tt_plan_sizes(n, tables)) {
       tensors.push_back(allocate_output(like, {size}, ScalarType::Int));
     }
     for (int i = 0; i < kTtPlanTensors; ++i) data[i] = tensors[i].mutable_data_ptr<int32_t>();
@@ -88,30 +90,30 @@ void find_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
           *row_lefts = plan.data[kTtRowLefts], *starts = plan.data[kTtStarts];
   int32_t* left_starts = starts + keys.num_tables + 1;
-  int64_t count = 0, j = 0;
+  int64_t num_lefts = 0, j = 0;
   for (int64_t t = 0; t < keys.num_tables; ++t) {
     const TtTableIds table = keys.tables[t];
     const int64_t last_key = keys.first(t + 1);
     int64_t run_end = 0;  // keys of the current left half are below it
     starts[t] = static_cast<int32_t>(j);
-    left_starts[t] = static_cast<int32_t>(count);
+    left_starts[t] = static_cast<int32_t>(num_lefts);
     for (; j < keys.count && keys.data[j] < last_key; ++j) {
       if (keys.data[j] >= run_end) {
         const int64_t left = (keys.data[j] - table.first_key) / table.right_ids;
         run_end = table.first_key + (left + 1) * table.right_ids;
-        lefts[count] = static_cast<int32_t>(table.first_left + left);
-        segments[count++] = static_cast<int32_t>(j);
+        lefts[num_lefts] = static_cast<int32_t>(table.first_left + left);
+        segments[num_lefts++] = static_cast<int32_t>(j);
       }
-      row_lefts[j] = static_cast<int32_t>(count - 1);
+      row_lefts[j] = static_cast<int32_t>(num_lefts - 1);
     }
   }
   starts[keys.num_tables] = static_cast<int32_t>(keys.count);
-  left_starts[keys.num_tables] = static_cast<int32_t>(count);
-  segments[count] = static_cast<int32_t>(keys.count);
+  left_starts[keys.num_tables] = static_cast<int32_t>(num_lefts);
+  segments[num_lefts] = static_cast<int32_t>(keys.count);
 }
 
-// Write the tensors of `plan` about right halves, of which all tables have `right_ids` ids, after
-// find_lefts.
+// Write the tensors of `plan` about right halves, after find_lefts. `right_ids` is the number of ids
+// of right halves of all tables.
 void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
@@ -131,25 +133,25 @@ void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& p
       }
     }
   };
-  int32_t count = 0;
+  int32_t num_rights = 0;
   const GroupOutput out{.unique = plan.data[kTtRights],
                         .unique_is_int64 = false,
                         .segments = plan.data[kTtRightSegments],
                         .permutation = plan.data[kTtRightRows],
-                        .num_groups = &count};
+                        .num_groups = &num_rights};
   group_items<Item32>(m, right_ids, part_begins, fill, out, [](int64_t, int64_t) {});
   const int32_t *rights = plan.data[kTtRights], *segments = plan.data[kTtRightSegments],
                 *rows = plan.data[kTtRightRows];
-  for (int32_t v = 0; v < count; ++v) {
+  for (int32_t v = 0; v < num_rights; ++v) {
     for (int32_t i = segments[v]; i < segments[v + 1]; ++i) plan.data[kTtRowRights][rows[i]] = v;
   }
   int32_t* right_starts = plan.data[kTtStarts] + 2 * (keys.num_tables + 1);
   for (int64_t t = 0; t < keys.num_tables; ++t) {
     const int64_t first = keys.tables[t].first_right;
     right_starts[t] =
-        static_cast<int32_t>(std::lower_bound(rights, rights + count, first) - rights);
+        static_cast<int32_t>(std::lower_bound(rights, rights + num_rights, first) - rights);
   }
-  right_starts[keys.num_tables] = count;
+  right_starts[keys.num_tables] = num_rights;
 }
 
 }  // namespace
@@ -170,10 +172,11 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
                     op, ": tables must follow each other, as emblib.ops.tt.layout_of makes them");
     const int64_t lefts = table[t].left_outer_rows * table[t].left_inner_rows,
                   rights = table[t].right_ids;
-    const double keys = static_cast<double>(lefts) * static_cast<double>(rights);
-    STD_TORCH_CHECK(lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
-                        keys <= kMaxTtRows - static_cast<double>(keys_end),
-                    op, ": the halves of all tables must be fewer than 2^31");
+    const double num_keys = static_cast<double>(lefts) * static_cast<double>(rights);
+    STD_TORCH_CHECK(
+        lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
+            num_keys <= kMaxTtRows - static_cast<double>(keys_end),
+        op, ": the halves of all tables must be fewer than 2^31, and their keys at most 4e18");
     keys_end += lefts * rights;
     lefts_end += lefts;
     rights_end += rights;

@@ -58,17 +58,18 @@ EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& 
 // A chunk: rows of one right half that a block adds.
 struct RowChunk {
   int64_t half;
-  int number, count;  // number of this chunk, and number of chunks of the half
-  int first, rows;    // first entry in right_rows, and number of entries
+  int index, num_chunks;  // index of this chunk among the chunks of the half, and their number
+  int first, rows;        // first entry in right_rows, and number of entries
 
-  // Find the chunk of a work item; there is none if number >= count. All lanes of a warp call this.
+  // Find the chunk of a work item; there is none if index >= num_chunks. All lanes of a warp call
+  // this.
   EMB_DEVICE RowChunk(const int32_t* segments, int rights, int64_t item) {
     const auto first_item = [&](int v) { return int64_t{v} + segments[v] / kChunkRows; };
     half = warp_search(first_item, rights, item);
     const int begin = segments[half], end = segments[half + 1];
-    number = static_cast<int>(item - half - begin / kChunkRows);
-    count = (end - begin + kChunkRows - 1) / kChunkRows;
-    first = begin + number * kChunkRows;
+    index = static_cast<int>(item - half - begin / kChunkRows);
+    num_chunks = (end - begin + kChunkRows - 1) / kChunkRows;
+    first = begin + index * kChunkRows;
     rows = end - first < kChunkRows ? end - first : kChunkRows;
   }
 };
@@ -118,7 +119,8 @@ class LineWalk {
     const int lines = lines_of_warp_ * kRowWarps;
     return (rows * left_columns_ + lines - 1) / lines;
   }
-  // Return whether the line exists; its row, the lane that has looked it up; its left column.
+  // Return, for the lane's line: whether it exists; the lane that has looked up its row; its left
+  // column.
   EMB_DEVICE bool inside() const { return row_ < rows_; }
   EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarp - 1); }
   EMB_DEVICE int column() const { return column_; }
@@ -150,8 +152,8 @@ struct QuadSums {
   }
 
   // Exchange sums with the lane whose number differs in bit `offset`. Of 2 kHalf sums each of the
-  // two lanes keeps one half, to which it adds the sums of the other lane. `first` is increased to
-  // the number of the first sum that this lane keeps.
+  // two lanes keeps one half, to which it adds the sums of the other lane. `first` becomes the
+  // index of the first sum that this lane keeps.
   template <int kHalf>
   EMB_DEVICE void fold(unsigned offset, int* first) {
     const bool upper = (threadIdx.x & offset) != 0;
@@ -249,16 +251,17 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
   const auto left = args.left_of(table);
   LineWalk walk(quads, table.left_columns);
   for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
-    const int rest = chunk.rows - done;
-    const int rows = rest < static_cast<int>(simt::kWarp) ? rest : static_cast<int>(simt::kWarp);
+    const int remaining = chunk.rows - done;
+    const int rows =
+        remaining < static_cast<int>(simt::kWarp) ? remaining : static_cast<int>(simt::kWarp);
     // The row that this lane looks up and its left half: with vectors as offsets in quads, else as
-    // numbers.
+    // indices of rows.
     uint32_t lane_left = 0, lane_row = 0;
     if (lane < rows) {
       const int64_t j = args.plan.right_rows[chunk.first + done + lane];
       const int64_t u = args.plan.row_lefts[j];
-      const int64_t number = left.ids != nullptr ? left.ids[u] - left.first_id : u;
-      lane_left = static_cast<uint32_t>(kVectors ? number * (left.stride / 4) : number);
+      const int64_t left_row = left.ids != nullptr ? left.ids[u] - left.first_id : u;
+      lane_left = static_cast<uint32_t>(kVectors ? left_row * (left.stride / 4) : left_row);
       lane_row = static_cast<uint32_t>(kVectors ? j * (args.row_stride / 4) : j);
     }
     const int passes = walk.begin(rows);
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
   for (int64_t w = blockIdx.x; w < work; w += gridDim.x) {
     const int64_t item = w / out.max_tiles;
     const RowChunk chunk(args.plan.right_segments, rights, item);
-    if (chunk.number >= chunk.count) continue;
+    if (chunk.index >= chunk.num_chunks) continue;
     const TtTableRows& table = args.table_of_right(chunk.half);
     const int tile = static_cast<int>(w - item * out.max_tiles);
     if (tile >= right_tiles(table.right_columns, table.rank)) continue;
@@ -328,9 +331,9 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
     TileSums total(memory);
     total.store(&sums, quads);
     RightGradOf to(args, table, out, chunk.half);
-    if (chunk.count > 1) {
+    if (chunk.num_chunks > 1) {
       const int64_t slot = 2 * int64_t{args.plan.right_segments[chunk.half] / kChunkRows};
-      to.data = out.partials + (slot + chunk.number) * args.right_stride;
+      to.data = out.partials + (slot + chunk.index) * args.right_stride;
       to.column_stride = table.rank;
       to.rank_stride = 1;
     }

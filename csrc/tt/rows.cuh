@@ -25,8 +25,8 @@ inline constexpr int kRowThreads = 128;  // threads per block of all kernels of 
 inline constexpr int kMmaBlocks = 5, kLeftGradBlocks = 6;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
-// A row of floats per left half. With null `ids` it is the row of a buffer with the number of the
-// half, else the row of a core with the id of the half.
+// A row of floats per left half. If `ids` is null, half u has row u of a buffer; else it has the
+// row of a core that its id within the table selects.
 template <class Float>
 struct TtHalfRows {
   Float* data;
@@ -151,9 +151,9 @@ struct LeftColumns {
   int first;
   bool has_low, has_high;  // whether the lane's two left columns exist
 
-  // Take the `number`-th group of 16 of `left_columns` columns.
-  EMB_DEVICE LeftColumns(int left_columns, int64_t number, const FragmentLane& lane)
-      : first(static_cast<int>(number) * kFragmentM),
+  // Take group `group` of 16 of `left_columns` columns.
+  EMB_DEVICE LeftColumns(int left_columns, int64_t group, const FragmentLane& lane)
+      : first(static_cast<int>(group) * kFragmentM),
         has_low(first + lane.row < left_columns),
         has_high(first + lane.row + 8 < left_columns) {}
 
@@ -174,41 +174,43 @@ EMB_HD int fragments_of(int64_t columns) {
 }
 
 // rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]. A warp takes a left half,
-// grid-stride, and 16 left columns, group number first_fragment + blockIdx.y. The columns of the
+// grid-stride, and 16 left columns, group first_fragment + blockIdx.y of them. The columns of the
 // product are the right columns of all rows of the half.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
     mma_rows_kernel(TtDeviceRowsArgs args, int first_fragment, float* rows) {
   const FragmentLane lane;
-  const int number = first_fragment + static_cast<int>(blockIdx.y);
+  const int group = first_fragment + static_cast<int>(blockIdx.y);
   const auto last = static_cast<unsigned>(args.lefts());
   const auto step = static_cast<unsigned>(simt::warps_in_grid());
   for (auto u = static_cast<unsigned>(simt::global_warp()); u < last; u += step) {
     const TtTableRows& table = args.table_of_left(u);
-    if (number >= fragments_of(table.left_columns) || !table.has_mma_rows()) continue;
+    if (group >= fragments_of(table.left_columns) || !table.has_mma_rows()) continue;
     const int rank = table.rank, right_columns = table.right_columns;
     const bool uses_vectors = table.has_vectors;
     const float* left = args.left_of(table).at(u);
     const int end = args.plan.left_segments[u + 1];
-    const LeftColumns columns(table.left_columns, number, lane);
+    const LeftColumns columns(table.left_columns, group, lane);
     int row = args.plan.left_segments[u];  // row of the first column
     int offset = 0;                        // offset of the first column within its row
     while (row < end) {
-      // A column is `i` columns after the first; return its row, and its number there in `i`.
+      // A column is `i` columns after the first; return its row, and its number
+      // within that row in `i`.
       const auto row_of = [&](int* i) {
         const auto n = static_cast<unsigned>(offset + *i);
-        const unsigned rows_on = n / static_cast<unsigned>(right_columns);
-        *i = static_cast<int>(n - rows_on * static_cast<unsigned>(right_columns));
-        return row + static_cast<int>(rows_on);
+        const unsigned rows_ahead = n / static_cast<unsigned>(right_columns);
+        *i = static_cast<int>(n - rows_ahead * static_cast<unsigned>(right_columns));
+        return row + static_cast<int>(rows_ahead);
       };
-      const int64_t columns_left = int64_t{end - row} * right_columns - offset;
+      const int64_t remaining_columns = int64_t{end - row} * right_columns - offset;
       constexpr int kMaxColumns = kFragments * 8;
-      const int rest = columns_left < kMaxColumns ? static_cast<int>(columns_left) : kMaxColumns;
+      const int num_columns =
+          remaining_columns < kMaxColumns ? static_cast<int>(remaining_columns) : kMaxColumns;
       const float* right[kFragments];
       bool has_column[kFragments];
 #pragma unroll
       for (int i = 0; i < kFragments; ++i) {
-        has_column[i] = i * 8 + lane.row < rest;
+        has_column[i] = i * 8 + lane.row < num_columns;
         int column = i * 8 + lane.row;
         const int j = row_of(&column), v = has_column[i] ? args.plan.row_rights[j] : 0;
         right[i] = args.right + v * args.right_stride + int64_t{1} * column * rank;
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
           const typename Products::A a(of_left);
 #pragma unroll
           for (int i = 0; i < kFragments; ++i) {
-            if (i > 0 && i * 8 >= rest) break;
+            if (i > 0 && i * 8 >= num_columns) break;
             const float of_right[2] = {x[i][e], x[i][e + 1]};
             Products::multiply_add(sums[i], a, typename Products::B(of_right));
           }
@@ -263,20 +265,21 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
   const bool has_grad_vectors = args.row_stride % 4 == 0 && is_aligned(row_grads, 16);
   for (int64_t w = simt::global_warp(); w < work; w += simt::warps_in_grid()) {
     const int64_t part = w / args.max_parts, u = part / args.max_fragments;
-    const int64_t number = part - u * args.max_fragments;
+    const int64_t group = part - u * args.max_fragments;
     const TtTableRows& table = args.table_of_left(u);
     const int rank = table.rank, quads = table.right_columns / 4;
     const int r0 = static_cast<int>(w - part * args.max_parts) * 32;
-    if (number >= fragments_of(table.left_columns) || r0 >= rank || !table.has_mma_grads()) {
+    if (group >= fragments_of(table.left_columns) || r0 >= rank || !table.has_mma_grads()) {
       continue;
     }
     const bool uses_vectors = table.has_vectors;
-    const LeftColumns columns(table.left_columns, number, lane);
+    const LeftColumns columns(table.left_columns, group, lane);
     const int begin = args.plan.left_segments[u], end = args.plan.left_segments[u + 1];
     const bool has_rank = r0 + lane.row * 4 < rank;
     float sums[kFragments][4] = {};
     int row = begin + lane.column / quads, quad = lane.column % quads;
-    for (int64_t left_over = int64_t{end - begin} * quads; left_over > 0; left_over -= 4) {
+    for (int64_t remaining_quads = int64_t{end - begin} * quads; remaining_quads > 0;
+         remaining_quads -= 4) {
       const bool inside = row < end;
       float low[4], high[4], x[4][4];
       columns.load(row_grads + row * args.row_stride, quads * 4, quad * 4, inside, has_grad_vectors,
@@ -428,11 +431,11 @@ struct TtReverse {
 // grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     reverse_kernel(const TtReverse* matrices, int count, int64_t rows, Dtype type) {
-  for (int64_t number = blockIdx.x; number < rows; number += gridDim.x) {
+  for (int64_t global_row = blockIdx.x; global_row < rows; global_row += gridDim.x) {
     const TtReverse& matrix =
-        matrices[warp_search([&](int i) { return matrices[i].first_row; }, count, number)];
+        matrices[warp_search([&](int i) { return matrices[i].first_row; }, count, global_row)];
     const int64_t a = matrix.a, q = matrix.q, b = matrix.b, size = a * q * b;
-    const int64_t row = (number - matrix.first_row) * size;
+    const int64_t row = (global_row - matrix.first_row) * size;
     for (int64_t e = threadIdx.x; e < size; e += kRowThreads) {
       const int64_t ai = e % a, j = e / a % q, bi = e / (a * q);
       matrix.to[row + e] = read_float(matrix.from, type, row + (ai * q + j) * b + bi);

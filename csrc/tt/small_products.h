@@ -16,11 +16,11 @@ enum class Store { kSet, kAdd };
 struct Product {
   int64_t m, n, k;
   const float* a;
-  int64_t a_row, a_column;
+  int64_t a_row_stride, a_column_stride;
   const float* b;
-  int64_t b_row;
+  int64_t b_row_stride;
   float* c;
-  int64_t c_row;
+  int64_t c_row_stride;
   Store store;
 };
 
@@ -42,17 +42,17 @@ EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
   V sums[kRows][kVectors];
   // Copies: as far as the compiler knows, stores to c may change p.
-  const int64_t depth = p.k, a_row = p.a_row, a_column = p.a_column, b_row = p.b_row,
-                c_row = p.c_row;
-  const float* a = p.a + m * a_row;
+  const int64_t depth = p.k, a_row_stride = p.a_row_stride, a_column_stride = p.a_column_stride,
+                b_row_stride = p.b_row_stride, c_row_stride = p.c_row_stride;
+  const float* a = p.a + m * a_row_stride;
   const float* b = p.b + n;
-  float* c = p.c + m * c_row + n;
+  float* c = p.c + m * c_row_stride + n;
   if (p.store == Store::kAdd) {
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) {
-        __builtin_memcpy(&sums[i][v], c + i * c_row + v * kWidth, sizeof(V));
+        __builtin_memcpy(&sums[i][v], c + i * c_row_stride + v * kWidth, sizeof(V));
       }
     }
   } else {
@@ -68,18 +68,18 @@ EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
     for (int v = 0; v < kVectors; ++v) __builtin_memcpy(&row[v], b + v * kWidth, sizeof(V));
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      const float x = a[i * a_row];
+      const float x = a[i * a_row_stride];
 #pragma GCC unroll 16
       for (int v = 0; v < kVectors; ++v) sums[i][v] += x * row[v];
     }
-    a += a_column;
-    b += b_row;
+    a += a_column_stride;
+    b += b_row_stride;
   }
 #pragma GCC unroll 16
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
-      __builtin_memcpy(c + i * c_row + v * kWidth, &sums[i][v], sizeof(V));
+      __builtin_memcpy(c + i * c_row_stride + v * kWidth, &sums[i][v], sizeof(V));
     }
   }
 }
@@ -91,7 +91,7 @@ void multiply_columns(const Product& p, int64_t n) {
   if constexpr (kVectors <= 2 && kLanes == 16) {
     for (; m + 8 <= p.m; m += 8) multiply_tile<kWidth, 8, kVectors>(p, m, n);
   }
-  if constexpr (kVectors == 2 && kLanes == 8) {  // 12 of 16 registers: 8 sums wait for each other
+  if constexpr (kVectors == 2 && kLanes == 8) {  // 12 sums in 16 registers; 8 hide less latency
     for (; m + 6 <= p.m; m += 6) multiply_tile<kWidth, 6, kVectors>(p, m, n);
   }
   for (; m + 4 <= p.m; m += 4) multiply_tile<kWidth, 4, kVectors>(p, m, n);
@@ -157,48 +157,49 @@ EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
 // Transpose a kWidth x kWidth block in log2(kWidth) rounds, each of which exchanges lanes between
 // pairs of registers.
 template <int kWidth>
-EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int64_t to_row) {
+EMB_HD void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
   using V = typename VecOf<kWidth>::type;
   V rows[kWidth];
 #pragma GCC unroll 16
-  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(&rows[i], from + i * from_row, sizeof(V));
+  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(&rows[i], from + i * from_stride, sizeof(V));
   exchange<kWidth, kWidth / 2>(rows);
 #pragma GCC unroll 16
-  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_row, &rows[i], sizeof(V));
+  for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_stride, &rows[i], sizeof(V));
 }
 
 // A row-major matrix.
 struct Matrix {
   const float* data;
-  int64_t rows, columns, row;  // `row` is the stride between rows, in elements
+  int64_t rows, columns, stride;  // elements between rows
 };
 
 // Transpose a matrix in blocks of kWidth x kWidth, and the rest by elements.
 template <int kWidth>
-EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
+EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;
   for (int64_t i = 0; i < rows; i += kWidth) {
     for (int64_t j = 0; j < columns; j += kWidth) {
-      transpose_block<kWidth>(from.data + i * from.row + j, from.row, to + j * to_row + i, to_row);
+      transpose_block<kWidth>(from.data + i * from.stride + j, from.stride, to + j * to_stride + i,
+                              to_stride);
     }
   }
   for (int64_t i = 0; i < from.rows; ++i) {
     for (int64_t j = i < rows ? columns : 0; j < from.columns; ++j) {
-      to[j * to_row + i] = from.data[i * from.row + j];
+      to[j * to_stride + i] = from.data[i * from.stride + j];
     }
   }
 }
 
-// to[j, i] = from[i, j]; `to_row` is the stride between rows of `to`, in elements.
-inline void transpose(const Matrix& from, float* to, int64_t to_row) {
+// to[j, i] = from[i, j]; `to_stride` is the stride between rows of `to`, in elements.
+inline void transpose(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
   if constexpr (kLanes >= 16) {
-    if (smaller >= 16) return transpose_blocks<16>(from, to, to_row);
+    if (smaller >= 16) return transpose_blocks<16>(from, to, to_stride);
   }
   if constexpr (kLanes >= 8) {
-    if (smaller >= 8) return transpose_blocks<8>(from, to, to_row);
+    if (smaller >= 8) return transpose_blocks<8>(from, to, to_stride);
   }
-  transpose_blocks<4>(from, to, to_row);
+  transpose_blocks<4>(from, to, to_stride);
 }
 
 }  // namespace emb::EMB_ISA

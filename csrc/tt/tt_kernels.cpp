@@ -17,8 +17,8 @@ EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
 
-// The scratch of one call, of tt_scratch_size floats: outer rows of a block, its values, its values
-// with columns in another order, an inner row, a value, a row.
+// The scratch of one call, of tt_scratch_size floats, which must agree: outer rows of a block, its
+// values, its values with columns in another order, an inner row, a value, a row.
 struct BlockScratch {
   float *packed, *values, *permuted, *inner, *value, *row;
 
@@ -41,9 +41,10 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   return last;
 }
 
-// Prefetches the inner row of half u, with which the next block begins, in `parts` parts with work
-// in between, since a core that asks for more lines than it can have in flight waits. The products
-// read the row by columns, which the hardware does not foresee. Does nothing if u is `end`.
+// Prefetches the inner row of half u, with which the next block begins, because the products read
+// it by columns, which the hardware does not foresee. The caller asks for the row in `parts` parts,
+// with work in between: a core that asks for more lines than it can have in flight waits. Does
+// nothing if u is `end` or the half is no pair.
 class InnerPrefetch {
  public:
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
@@ -75,7 +76,7 @@ EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, flo
   const int64_t base = cores.inner_row(begin) * cores.half.outer_rows;
   for (int64_t u = begin; u < end; ++u) {
     const int64_t row =
-        cores.outer_numbers != nullptr ? cores.outer_numbers[u] : cores.id(u) - base;
+        cores.outer_positions != nullptr ? cores.outer_positions[u] : cores.id(u) - base;
     copy(cores.outer + row * size, size, packed + (u - begin) * size);
   }
 }
@@ -107,12 +108,12 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
             .n = width,
             .k = half.inner_rank,
             .a = scratch.packed,
-            .a_row = half.inner_rank,
-            .a_column = 1,
+            .a_row_stride = half.inner_rank,
+            .a_column_stride = 1,
             .b = cores.inner_of(begin),
-            .b_row = width,
+            .b_row_stride = width,
             .c = out,
-            .c_row = width,
+            .c_row_stride = width,
             .store = Store::kSet});
   if (cores.is_mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
 }
@@ -174,24 +175,24 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
                 .n = right_columns,
                 .k = rank,
                 .a = value,
-                .a_row = rank,
-                .a_column = 1,
+                .a_row_stride = rank,
+                .a_column_stride = 1,
                 .b = args.right_natural.at(v),
-                .b_row = right_columns,
+                .b_row_stride = right_columns,
                 .c = row,
-                .c_row = right_columns,
+                .c_row_stride = right_columns,
                 .store = Store::kSet});
     } else {
       multiply({.m = right_columns,
                 .n = columns,
                 .k = rank,
                 .a = args.right + v * right_columns * rank,
-                .a_row = rank,
-                .a_column = 1,
+                .a_row_stride = rank,
+                .a_column_stride = 1,
                 .b = scratch.value,
-                .b_row = columns,
+                .b_row_stride = columns,
                 .c = scratch.row,
-                .c_row = columns,
+                .c_row_stride = columns,
                 .store = Store::kSet});
       transpose({scratch.row, right_columns, columns, columns}, row, right_columns);
     }
@@ -227,8 +228,8 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   const int64_t lines = (end - begin) * half.q_outer;
-  const int64_t inner = grads.inner_numbers[begin];
-  const bool starts_group = begin == 0 || grads.inner_numbers[begin - 1] != inner;
+  const int64_t inner = grads.inner_positions[begin];
+  const bool starts_group = begin == 0 || grads.inner_positions[begin - 1] != inner;
   if (cores.is_mirrored) {
     reorder(half, value_grads, Order::kOuterFirst, end - begin, scratch.permuted);
     value_grads = scratch.permuted;
@@ -238,23 +239,23 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
             .n = width,
             .k = lines,
             .a = scratch.packed,
-            .a_row = 1,
-            .a_column = half.inner_rank,
+            .a_row_stride = 1,
+            .a_column_stride = half.inner_rank,
             .b = value_grads,
-            .b_row = width,
+            .b_row_stride = width,
             .c = inner_grad,
-            .c_row = width,
+            .c_row_stride = width,
             .store = starts_group ? Store::kSet : Store::kAdd});
   multiply({.m = lines,
             .n = half.inner_rank,
             .k = width,
             .a = value_grads,
-            .a_row = width,
-            .a_column = 1,
+            .a_row_stride = width,
+            .a_column_stride = 1,
             .b = scratch.inner,
-            .b_row = half.inner_rank,
+            .b_row_stride = half.inner_rank,
             .c = grads.outer_values + (begin - grads.first) * half.outer_size(),
-            .c_row = half.inner_rank,
+            .c_row_stride = half.inner_rank,
             .store = Store::kSet});
 }
 
@@ -276,7 +277,7 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(cores, u, end);
     transpose_inner(cores, begin, u, scratch);
-    float* inner_grad = grads.inner + grads.inner_numbers[u] * cores.half.inner_size();
+    float* inner_grad = grads.inner + grads.inner_positions[u] * cores.half.inner_size();
     contract_block(cores, grads, inner_grad, u, next, value_grads + (u - begin) * size, scratch);
   }
 }
@@ -330,12 +331,12 @@ EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
               .n = rank,
               .k = right_columns,
               .a = args.row_grads + j * args.row_stride,
-              .a_row = right_columns,
-              .a_column = 1,
+              .a_row_stride = right_columns,
+              .a_column_stride = 1,
               .b = args.right + (args.row_rights[j] - args.first_right) * right_columns * rank,
-              .b_row = rank,
+              .b_row_stride = rank,
               .c = out,
-              .c_row = rank,
+              .c_row_stride = rank,
               .store = j == begin ? Store::kSet : Store::kAdd});
   }
 }
@@ -351,8 +352,9 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
     return;
   }
   const bool steps = args.step.update != nullptr;
-  const int32_t* numbers = args.grads.inner_numbers;
-  int64_t first = steps ? numbers[begin] : 0;  // the number of the first row of grads.inner
+  const int32_t* positions = args.grads.inner_positions;
+  int64_t first =
+      steps ? positions[begin] : 0;  // position of the row that comes first in grads.inner
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(left, u, end);
     InnerPrefetch inner(left, next, end, next - u);
@@ -361,14 +363,14 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
       value_grad(args, i, scratch.values + (i - u) * size);
     }
     transpose_inner(left, begin, u, scratch);
-    const int64_t number = numbers[u];
-    contract_block(left, args.grads, args.grads.inner + (number - first) * half.inner_size(), u,
+    const int64_t position = positions[u];
+    contract_block(left, args.grads, args.grads.inner + (position - first) * half.inner_size(), u,
                    next, scratch.values, scratch);
-    if (!steps || (next < end && numbers[next] == number)) continue;
-    const int64_t complete = number + 1 - first;
+    if (!steps || (next < end && positions[next] == position)) continue;
+    const int64_t complete = position + 1 - first;
     if (complete < args.step.capacity && next < end) continue;
     args.step.apply(args.grads.inner, first, complete);
-    first = number + 1;
+    first = position + 1;
   }
 }
 
@@ -433,12 +435,12 @@ EMB_HD Product row_of_right(const TtRightGradsArgs& args, int64_t j, int64_t v, 
           .n = args.rank,
           .k = args.left_columns,
           .a = args.row_grads + j * args.row_stride,
-          .a_row = 1,
-          .a_column = args.right_columns,
+          .a_row_stride = 1,
+          .a_column_stride = args.right_columns,
           .b = args.left.at(args.row_lefts[j] - args.first_left),
-          .b_row = args.rank,
+          .b_row_stride = args.rank,
           .c = args.grads + v * args.right_columns * args.rank,
-          .c_row = args.rank,
+          .c_row_stride = args.rank,
           .store = is_first ? Store::kSet : Store::kAdd};
 }
 

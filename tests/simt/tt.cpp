@@ -91,7 +91,7 @@ extern "C" const char* simt_tt_keys(const int64_t* call) {
     TtKeysArgs args{};
     args.tables = words.pointer<const emb::TtTableIds>();
     args.num_features = static_cast<int>(words.number());
-    args.ids = words.indices();
+    args.indices = words.indices();
     args.n = words.number();
     const emb::IndexArray offsets = words.indices();
     args.bags = {offsets, words.number(), args.n};
