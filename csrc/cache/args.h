@@ -2,11 +2,13 @@
 // results on CPU and GPU; emblib/reference/cache.py is the definition, emblib/ops/cache.py has the
 // shapes of the tensors. A batch takes three steps: (1) Every distinct row probes its set, and a
 // hit is stamped with the number of the batch. (2) The missing rows of a set, in the order of the
-// policy, take the ways of the set, in the order of way_order. (3) Rows that get no way stay in
-// their tier (a *conflict*). No set depends on another, so sets run in parallel in any order.
+// policy, take the ways of the set, in the order of way_order, as far as may_replace allows it.
+// (3) Rows that get no way stay in their tier (a *conflict*). No set depends on another, so sets
+// run in parallel in any order.
 //
 // This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
-// function tables. A *row* is a linear row id; u counts the distinct rows of a batch; a slot is
+// function tables. A *row* is a linear row id; a row of a table with a cache is *cacheable*,
+// whether or not the cache has it. u counts the distinct rows of a batch. A slot is
 // set * kWays + way. Pointers are to memory of the device of the op, which the caller owns.
 #pragma once
 
@@ -37,6 +39,15 @@ struct CacheCounter {
   };
 };
 inline constexpr int kCacheCounters = 8;
+static_assert(kCacheCounters == CacheCounter::kWriteBacks + 1);
+
+// Entries of `clock`, int64 [2]: numbers of batches.
+struct CacheClock {
+  enum Entry : int {
+    kNow,    // the batch that is planned, or was planned last
+    kOldest  // the oldest batch in flight
+  };
+};
 
 // Return the set of a linear row; `sets` must be in [1, 2^32). A multiplication replaces the
 // remainder, which would cost more than the probe.
@@ -50,10 +61,10 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
 // of the number of the batch; the way with the fewest lookups is replaced first, and among ways of
 // equally many lookups the way that was used last. If the same batches are repeated, as in the next
 // epoch, the rows that were used earlier are needed sooner; if not, the choice makes no difference.
-// The lookups of a row are counted in the word while the row is cached, else in `counts`, so that
-// neither a hit nor the choice of a way reads `counts`.
+// The lookups of a row are counted in the usage word while the row is in the cache, else in
+// `counts`, so that neither a hit nor the choice of a way reads `counts`.
 EMB_HD int64_t usage_word(CachePolicy policy, int64_t lookups, int64_t now) {
-  return policy == CachePolicy::kLru ? now : lookups << 32 | (now & 0xffffffff);
+  return policy == CachePolicy::kLru ? now : (lookups << 32) | (now & 0xffffffff);
 }
 // Return the number of the batch in a usage word; for LFU only the low 32 bits of the number.
 EMB_HD int64_t batch_of(CachePolicy policy, int64_t word) {
@@ -62,18 +73,21 @@ EMB_HD int64_t batch_of(CachePolicy policy, int64_t word) {
 // Return the number of lookups in a usage word of LFU.
 EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
 
-// Return the sum of two numbers of lookups, at most the maximum of int32.
+// The maximum number of lookups that is counted per row, so that `counts` can be int32.
+inline constexpr int64_t kMaxRowLookups = INT32_MAX;
+
+// Return the sum of two numbers of lookups, at most kMaxRowLookups.
 EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
   const int64_t sum = before + more;
-  return sum < 0x7fffffff ? sum : 0x7fffffff;
+  return sum < kMaxRowLookups ? sum : kMaxRowLookups;
 }
 
 // The order of a way that may not be replaced.
 inline constexpr int64_t kNotFree = INT64_MAX;
 
 // Return a number by which the ways of a set are ordered: they are replaced in ascending order,
-// empty ways first, ways of kNotFree never. A way that was used by batch `oldest` or a later batch
-// is in flight and stays.
+// empty ways first. A way that batch `oldest` or a later batch uses is in flight: its order is
+// kNotFree, and it is not replaced.
 EMB_HD int64_t way_order(CachePolicy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
   if (batch_of(policy, word) >= oldest) return kNotFree;
@@ -118,8 +132,8 @@ EMB_HD int first_cached_table(const Feature* tables, int num_tables) {
   return low;
 }
 
-// Return the first cached linear row, INT64_MAX if there is none; all rows after it are cached too.
-EMB_HD int64_t first_cached_row(const Feature* tables, int num_tables) {
+// Return the first cacheable row, INT64_MAX if there is none; all rows after it are cacheable too.
+EMB_HD int64_t first_cacheable_row(const Feature* tables, int num_tables) {
   const int table = first_cached_table(tables, num_tables);
   return table < num_tables ? tables[table].row_base : INT64_MAX;
 }
@@ -133,9 +147,9 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 struct CacheState {
   int64_t* tags;         // [sets, kWays] linear row of each way, negative for an empty one
   int64_t* usage_words;  // [sets, kWays], see usage_word; the tensor `stamps` of the ops
-  int32_t* counts;       // [cached rows], LFU only: lookups so far of rows that are not cached
+  int32_t* counts;       // [cacheable rows], LFU only: lookups so far of rows not in the cache
   int64_t sets;
-  int64_t first_row;  // first cached linear row, whose count is counts[0]
+  int64_t first_row;  // first cacheable row, whose count is counts[0]
   CachePolicy policy;
 };
 
@@ -167,10 +181,9 @@ struct MissGroups {
 
 // The functions of the kernels for one instruction set. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
-  // Write row_slots of rows [begin, end), which must be rows of tables with a cache: -1 for misses.
-  // Unless `misses` is null, list the misses there; it must have room for end - begin misses, and
-  // entries after the last miss may be overwritten. Return the number of misses, 0 if `misses` is
-  // null.
+  // Write row_slots of rows [begin, end), which must be cacheable: -1 for misses. Unless `misses`
+  // is null, list the misses there. It must have room for end - begin misses; entries after the
+  // last miss may be overwritten. Return the number of misses, 0 if `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Do what `locate` does; also set `evicted` to kNoMove and stamp the hits. For LFU also add the
   // lookups of the batch, to usage words of hits and to `counts` of misses. `misses` must not be
@@ -200,9 +213,10 @@ struct CacheMemory {
   int num_tensors;                               // tensor 0 is the weights, the others are states
   TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
-  int64_t cache_elements, cache_rows;  // of the cache tier: elements, entries of row-wise states
-  // The optimizer's numbers, read for stochastic rounding, Hyper::kOptimizerArgs or more; on a GPU
-  // null if nothing is rounded stochastically.
+  int64_t cache_elements;                        // elements of the weights in the cache tier
+  int64_t cache_rows;  // entries of the shortest row-wise state there; INT64_MAX without one
+  // The vector Hyper of the optimizer, read for stochastic rounding. On a GPU it is null if nothing
+  // is rounded stochastically.
   const double* hyper;
 
   EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }
@@ -215,7 +229,7 @@ struct TierRow {
   RowLocation location;
 };
 
-// Return a row of a cached table; dim is 0 for a negative number or a row of no such table.
+// Return the TierRow of a linear row id; dim is 0 unless the row is cacheable.
 EMB_HD TierRow find_tier_row(const CacheMemory& memory, int64_t row) {
   const int t = row < 0 ? -1 : find_table(memory.tables, memory.num_tables, row);
   if (t < 0 || memory.tables[t].cache_stride == 0) return {row, 0, 0, {0, 0, 0}};
@@ -228,14 +242,14 @@ EMB_HD RowLocation slot_location(const TierRow& row, int64_t slot) {
   return {kCacheTier, slot * row.stride, slot};
 }
 
-// Return whether the row exists and the slot lies inside the cache.
+// Return whether the row exists and the slot lies inside the tensors of the cache.
 EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
   return row.dim > 0 && slot >= 0 && slot < memory.cache_rows &&
          (slot + 1) * row.stride <= memory.cache_elements;
 }
 
-// Return the first entry of a row in a tensor.
-EMB_HD int64_t entry(const CacheMemory& memory, int tensor, const RowLocation& location) {
+// Return the position of a row's first entry in a tensor of the tier of `location`.
+EMB_HD int64_t first_entry(const CacheMemory& memory, int tensor, const RowLocation& location) {
   return memory.is_by_row(tensor) ? location.state_row : location.element;
 }
 
@@ -255,23 +269,27 @@ struct CacheMoves {
 
 // On a GPU: fetches that are postponed while earlier batches are in flight, so that a prefetch need
 // not wait for the updates of these batches. A row without a way is updated in its table, and
-// `conflicts` of its set records the batch. If a row of a later batch takes a way of this set, it
-// may be the same row, which is not updated yet. So it is listed in `rows` and `slots`, to be
-// fetched by another call after the update; the row that it evicts is written back at once.
+// `conflicts` records the batch for the row's set. If a row of a later batch takes a way of this
+// set, it may be the same row, whose update is still to come. So its fetch is listed in `rows` and
+// `slots`, and another call fetches it after the update. The row that it evicts is written back at
+// once.
 struct PostponedFetches {
-  const int64_t* clock = nullptr;  // [2] number of the planned batch, of the oldest one in flight
-  int64_t* conflicts = nullptr;    // [sets] last batch with a row without a way; null: not recorded
+  const int64_t* clock = nullptr;  // [2], see CacheClock
+  int64_t* conflicts = nullptr;    // [sets] last batch with a row without a way; may be null
   int64_t sets = 0;
   int64_t* rows = nullptr;   // [U], an output
   int32_t* slots = nullptr;  // [U], an output
-  int32_t* count = nullptr;  // [1], in and out, 0 before: postponed fetches; null: none postponed
+  int32_t* count = nullptr;  // [1], 0 before, incremented per fetch; null: no fetch is postponed
 
   // Return whether the row that gets this slot may be one that a batch in flight updates.
   EMB_HD bool may_be_updated(int64_t slot) const {
-    return count != nullptr && slot / kWays < sets && conflicts[slot / kWays] >= clock[1];
+    return count != nullptr && slot / kWays < sets &&
+           conflicts[slot / kWays] >= clock[CacheClock::kOldest];
   }
-  // Record that `row`, a cached row of the batch, got no way.
-  EMB_HD void note_conflict(int64_t row) const { conflicts[set_of(row, sets)] = clock[0]; }
+  // Record that `row`, a cacheable row of the batch, got no way. `conflicts` must not be null.
+  EMB_HD void note_conflict(int64_t row) const {
+    conflicts[set_of(row, sets)] = clock[CacheClock::kNow];
+  }
 };
 
 // The functions of the CPU kernels of `cache_move_` and `cache_flush_` for one instruction set.

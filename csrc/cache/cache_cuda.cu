@@ -20,8 +20,8 @@ namespace {
 
 // A plan on the device, which points into the tensors of `call`, and its output.
 struct DevicePlan {
-  Tensor row_slots, evicted;  // int32 [L], int64 [L]: see CachePlan
-  CachePlan args;
+  Tensor row_slots, evicted;  // int32 [L], int64 [L]: see DevicePlanArgs
+  DevicePlanArgs args;
 
   explicit DevicePlan(const PlanCall& call)
       : row_slots(allocate(call.tags, {call.n}, ScalarType::Int)),
@@ -40,19 +40,19 @@ struct DevicePlan {
     STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit them and count the batch; write the slots of `lookups`,
-  // if any. Allocates scratch; if the sort of a large batch cannot, hits have been stamped already,
-  // but no tag has changed.
+  // Probe, group the misses by set, admit them and count the batch. Write the slots of `lookups`,
+  // if any. Throws AllocationError without memory for scratch: if the sort of a large batch throws
+  // it, hits have been stamped already, but no tag has changed.
   void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
-    int32_t *sets, *segments, *count;
+    int32_t *sets, *segments, *num_groups;
     SortBuffers<uint32_t> sort{};
     sort.n = n;
     sort.limit = static_cast<uint32_t>(args.cache.sets);
     DeviceArrays scratch;
     scratch.add(&sets, n);
     scratch.add(&segments, n + 1);
-    scratch.add(&count, 1);
+    scratch.add(&num_groups, 1);
     scratch.add(&sort.keys, n);
     scratch.add(&sort.sorted_keys, n);
     scratch.add(&sort.positions, n);
@@ -62,8 +62,8 @@ struct DevicePlan {
     launch_probe(launcher, args, sort);
     sort_and_group(
         launcher, row_slots, sort,
-        {.unique = sets, .unique_is_int64 = false, .segments = segments, .num_groups = count});
-    launch_admit(launcher, args, {sets, segments, sort.sorted_positions, count}, lookups);
+        {.unique = sets, .unique_is_int64 = false, .segments = segments, .num_groups = num_groups});
+    launch_admit(launcher, args, {sets, segments, sort.sorted_positions, num_groups}, lookups);
   }
 };
 
@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
-  CachePlan plan{};
+  DevicePlanArgs plan{};
   plan.cache.sets = check_tags(op, tags);
   check_rows(op, rows, count, tags);
   check_features(op, tables);
@@ -168,9 +168,9 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, c
   return fetches;
 }
 
-// Move as on the CPU, with three additions: an empty `evicted` means that every row is fetched and
-// none is evicted, an empty `hyper` that nothing is rounded stochastically, and `later` postpones
-// fetches.
+// Move as on the CPU, with three additions. If `evicted` is empty, every row is fetched and none is
+// evicted. If `hyper` is empty, nothing is rounded stochastically. `later` postpones fetches: see
+// postponed_fetches.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -186,19 +186,21 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// Prefetch as on the CPU, but with `check` repair an invalid batch (or trap, in the mode "fatal")
-// instead of returning. Return the seven tensors of the CPU; if `postpones`, then the postponed
-// fetches [rows, slots, count]; with `check`, then the repaired offsets. Everything that may raise
-// comes before the kernels that change tags; DevicePlan::run has an allocation after the probe.
+// Prefetch as on the CPU, but with a `check_mode` repair an invalid batch (or trap, in the mode
+// "fatal") instead of returning no tensor. Return the seven tensors of the CPU; after them, if
+// `postpones`, the postponed fetches (rows, slots, count); after them, with a `check_mode`, the
+// repaired offsets. Everything that may raise comes before the kernels that change tags; see
+// DevicePlan::run for what may raise after the probe.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,
                                     bool postpones, const Tensor& features, const Tensor& indices,
                                     const Tensor& offsets_in, std::optional<Tensor> bag_layout,
-                                    int64_t total_rows, bool repaired, std::optional<int64_t> check,
-                                    Tensor violations) {
+                                    int64_t total_rows, bool repaired,
+                                    std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "cache_prefetch_";
-  check_prefetch(op, cache, lag, check, violations);
+  const bool is_checked = check_mode.has_value();
+  check_prefetch(op, cache, lag, check_mode, violations);
   PlanCall call(op, cache[CacheTensor::kTags], cache[CacheTensor::kStamps],
                 cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
                 cache[CacheTensor::kClock], tables, policy);
@@ -213,9 +215,11 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
     later.push_back(allocate(tables, {1}, ScalarType::Int));
   }
   Tensor offsets = offsets_in;
-  if (check) offsets = bounds_check_(indices, offsets, features, bag_layout, *check, violations);
+  if (is_checked) {
+    offsets = bounds_check_(indices, offsets, features, bag_layout, *check_mode, violations);
+  }
   const auto [rows, segments, lookups, bags, count] =
-      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || check);
+      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
   call.set_rows(rows, segments, count);
   const PostponedFetches postponed = postponed_fetches(op, later, rows);
   DevicePlan plan(call);
@@ -228,7 +232,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
               call.count, n);
   std::vector<Tensor> results{rows, segments, lookups, bags, count, plan.row_slots, slots};
   if (postpones) results.insert(results.end(), later.begin() + kLaterRows, later.end());
-  if (check) results.push_back(offsets);
+  if (is_checked) results.push_back(offsets);
   return results;
 }
 

@@ -1,5 +1,6 @@
-// Argument checks that the cache ops share. A check raises with the name `op` of the op; `name` is
-// that of the argument. On a GPU shapes, dtypes and devices are checked, contents are trusted.
+// Argument checks that the cache ops share. `op` and `name` are the names of the op and of the
+// argument, for the message of the error. On a GPU only shapes, dtypes and devices are checked;
+// contents are trusted.
 #pragma once
 
 #include <vector>
@@ -53,15 +54,15 @@ inline void check_segments(const char* op, const Tensor& segments, const Tensor&
 }
 
 // The arguments of a plan on any device, in the form that the kernels take. Shapes, dtypes and
-// devices are checked, contents are not: they may be on a device. Pointers are to tensors of the
-// op's caller, which must keep them alive.
+// devices are checked. Contents are not, because they may be on a device. Pointers are to tensors
+// of the op's caller, which must keep them alive.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
   CacheState cache;               // first_row is 0: HostPlan, or the kernels, compute it
   int64_t num_counts;             // entries of `counts`
   int64_t* counters;              // [T + 1, kCacheCounters]
-  int64_t* clock;                 // [2] numbers of the batch and of the oldest batch in flight
+  int64_t* clock;                 // [2], see CacheClock
   const int64_t* rows = nullptr;  // [n], of which the first `count` exist
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
   int64_t n = 0;
@@ -114,15 +115,15 @@ struct CacheTensor {
   };
 };
 
-// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag`, and the mode
-// and counters of a bounds check.
+// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag`, and the
+// arguments of a bounds check.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
-                           const std::optional<int64_t>& check, const Tensor& violations) {
+                           const std::optional<int64_t>& check_mode, const Tensor& violations) {
   STD_TORCH_CHECK(cache.size() == CacheTensor::kNumTensors, op,
                   ": cache must be [tags, stamps, counts, counters, clock, conflicts], got ",
                   cache.size(), " tensors");
   STD_TORCH_CHECK(lag >= 0, op, ": lag must be >= 0, got ", lag);
-  check_bounds_arguments(op, check, violations);
+  check_bounds_arguments(op, check_mode, violations);
 }
 
 // Check the contents of `tables`, on the CPU only: they must ascend by row and not overlap, and the
@@ -149,8 +150,8 @@ inline void check_tables(const char* op, const Tensor& tables) {
   }
 }
 
-// Check the weights (four tensors, one per tier), states, `hyper` and `tables` of `cache_move_` and
-// `cache_flush_`, and return them. `states` are tier-major: all states of tier 0, then all of tier
+// Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
+// rows, and return them. `states` are tier-major: all states of tier 0, then all of tier
 // 1, and so on. A state has one entry per row or one per element: the kind follows from its size in
 // the cache tier, whose rows have at least four elements. On a GPU `hyper` may be empty, which
 // makes memory.hyper null. It is not checked that tables lie inside the tensors.

@@ -9,16 +9,16 @@
 namespace emb {
 
 // Plan a batch, whose rows are set in `call`: check the contents of the arguments, then change the
-// cache and its counters. Return row_slots, int32 [L], and evicted, int64 [L]: see CachePlanArgs;
-// entries after the last row are -1 and kNoMove. Raises before any change if the contents are
+// cache and its counters. Return (row_slots, evicted), int32 [L] and int64 [L]: see CachePlanArgs.
+// Their entries after the last row are -1 and kNoMove. Raises before any change if the contents are
 // invalid. A plan that runs out of memory may have stamped hits and, for LFU, added lookups, but
 // has changed no tag.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 
-// Check weights, states, hyper and tables, including that every cached table lies inside its tier,
-// and return the memory in which rows are moved. It refers to the tensors.
-CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
-                         const Tensor& hyper, const Tensor& tables);
+// Check weights, states, hyper and tables as cache_memory does, and also that every cached table
+// lies inside its tier. Return the memory in which rows are moved; it points into the tensors.
+CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
+                        const Tensor& hyper, const Tensor& tables);
 
 // Move the first `count` rows of a batch, in parallel. The moves must be those of one plan (see
 // CacheMoves); that rows and slots are distinct is not checked.

@@ -4,12 +4,12 @@
 // A warp takes 32 rows of the batch. Lane i computes once where row i comes from, where the row
 // that it evicts goes to, and whether it moves at all (RowMove). Then groups of 4 to 32 lanes,
 // depending on the width of a row, take the rows that move. If all rows of the warp are aligned
-// packs of the cache's dtype, a group takes kMoveRows rows at a time: all of these are read before
-// one of them is written, so that some 2 KB per warp and direction are on the bus at once, and both
-// directions are busy. Otherwise a group takes one row at a time and converts it. States with one
-// entry per row are moved by the lane of the row. A lane owns the same columns of the row that
-// leaves a slot and of the row that enters it: it reads a column of the slot before it overwrites
-// it, so no lane waits for another.
+// packs of the cache's dtype, a group takes kMoveRows rows at a time. It reads all of these before
+// it writes one of them, so that up to 2 KB per warp and direction are on the bus at once, and both
+// directions are busy. Otherwise a group takes one row at a time and converts it. For states with
+// one entry per row, the lane of the row moves the entry. A lane owns the same columns of the row
+// that leaves a slot and of the row that enters it: it reads a column of the slot before it
+// overwrites it, so no lane waits for another.
 #pragma once
 
 #include "cache/args.h"
@@ -79,23 +79,24 @@ EMB_DEVICE int lanes_of_move(int accesses) {
 }
 
 // A copy of the move of lane `source` for the lanes of a group. The whole warp calls the
-// constructor, each lane with its own move. Without a source (-1) both dims are 0.
-struct SharedMove {
+// constructor, each lane with its own move. If `source` is -1, both dims are 0.
+struct GroupMove {
   int64_t out_element, in_element;  // first elements of the rows in their tiers
-  int64_t start;                    // first element of the slot in the cache
+  int64_t slot_element;             // first element of the slot in the cache
   int out_dim, in_dim, out_tier, in_tier;
 
-  SharedMove() = default;
-  EMB_DEVICE SharedMove(const RowMove& move, int source) {
+  GroupMove() = default;
+  EMB_DEVICE GroupMove(const RowMove& move, int source) {
     constexpr unsigned kAll = simt::kFullMask;
     const int from = source < 0 ? 0 : source;
-    const int tiers = move.out.location.tier | move.in.location.tier << 8;
-    const int both = __shfl_sync(kAll, tiers, from);
-    out_tier = both & 255;
-    in_tier = both >> 8;
+    const int tiers =
+        move.out.location.tier | (move.in.location.tier << 8);  // one shuffle for both
+    const int shared_tiers = __shfl_sync(kAll, tiers, from);
+    out_tier = shared_tiers & 255;
+    in_tier = shared_tiers >> 8;
     out_element = __shfl_sync(kAll, move.out.location.element, from);
     in_element = __shfl_sync(kAll, move.in.location.element, from);
-    start = __shfl_sync(kAll, move.slot * move.stride(), from);
+    slot_element = __shfl_sync(kAll, move.slot * move.stride(), from);
     out_dim = __shfl_sync(kAll, static_cast<int>(move.out.dim), from);
     in_dim = __shfl_sync(kAll, static_cast<int>(move.in.dim), from);
     if (source < 0) out_dim = in_dim = 0;
@@ -140,10 +141,10 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
     int in_packs[R], out_packs[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const SharedMove move(lane_move, source[r]);
+      const GroupMove move(lane_move, source[r]);
       in_row[r] = pack_at(memory.tensors[tensor][move.in_tier], move.in_element, lane.rank);
       out_row[r] = pack_at(memory.tensors[tensor][move.out_tier], move.out_element, lane.rank);
-      slot[r] = pack_at(cache, move.start, lane.rank);
+      slot[r] = pack_at(cache, move.slot_element, lane.rank);
       in_packs[r] = move.in_dim * size / 16 - lane.rank;
       out_packs[r] = move.out_dim * size / 16 - lane.rank;
     }
@@ -179,7 +180,7 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
   while (pending != 0) {
     int source[1];
     take_rows(&pending, lane, source);
-    const SharedMove move(lane_move, source[0]);
+    const GroupMove move(lane_move, source[0]);
     const int64_t out_row =
         __shfl_sync(simt::kFullMask, lane_move.out.row, source[0] < 0 ? 0 : source[0]);
     const TierTensor out_tier = memory.tensors[tensor][move.out_tier];
@@ -191,27 +192,27 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
         read_columns(in_tier.data, in_tier.type, move.in_element + c, in_valid, in);
       }
       if (out_valid > 0) {
-        read_columns(cache.data, cache.type, move.start + c, out_valid, out);
+        read_columns(cache.data, cache.type, move.slot_element + c, out_valid, out);
         if (rounding.stochastic && out_tier.type != cache.type) {
           round_columns(out_tier.type, rounding, out_row, c, tensor, out);
         }
         write_columns(out_tier.data, out_tier.type, move.out_element + c, out_valid, out);
       }
-      if (in_valid > 0) write_columns(cache.data, cache.type, move.start + c, in_valid, in);
+      if (in_valid > 0) write_columns(cache.data, cache.type, move.slot_element + c, in_valid, in);
     }
   }
 }
 
-// Return whether a row is made of aligned 16-byte packs, in a tensor of its tier and in the slot of
-// the cache that begins at element `start`, and both have one dtype. True if there is no row.
+// Return whether a row consists of aligned 16-byte packs, in a tensor of its tier and in the slot
+// of the cache that begins at slot_element, and both have one dtype. True if there is no row.
 EMB_DEVICE bool is_in_packs(const CacheMemory& memory, int tensor, const TierRow& row,
-                            int64_t start) {
+                            int64_t slot_element) {
   if (row.dim == 0) return true;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const TierTensor tier = memory.tensors[tensor][row.location.tier];
   return cache.type == tier.type && row.dim * size_of(cache.type) % 16 == 0 &&
          is_aligned(pack_at(tier, row.location.element, 0), 16) &&
-         is_aligned(pack_at(cache, start, 0), 16);
+         is_aligned(pack_at(cache, slot_element, 0), 16);
 }
 
 // Move the rows of a warp, one per lane, in all tensors. Called by the whole warp.
@@ -219,7 +220,7 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
                           const Rounding& rounding) {
   const unsigned movers = __ballot_sync(simt::kFullMask, lane_move.moves());
   if (movers == 0) return;
-  const int64_t start = lane_move.slot * lane_move.stride();
+  const int64_t slot_element = lane_move.slot * lane_move.stride();
   const int64_t in_dim = lane_move.in.dim, out_dim = lane_move.out.dim;
   const int dim = static_cast<int>(in_dim > out_dim ? in_dim : out_dim);
   const int widest = __reduce_max_sync(simt::kFullMask, dim);
@@ -228,8 +229,8 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
       if (lane_move.moves()) move_entry(memory, k, lane_move, rounding);
       continue;
     }
-    const bool are_in_packs =
-        is_in_packs(memory, k, lane_move.in, start) && is_in_packs(memory, k, lane_move.out, start);
+    const bool are_in_packs = is_in_packs(memory, k, lane_move.in, slot_element) &&
+                              is_in_packs(memory, k, lane_move.out, slot_element);
     if (__all_sync(simt::kFullMask, are_in_packs)) {
       const int64_t size = size_of(memory.tensors[k][kCacheTier].type);
       copy_packs(memory, k, lane_move, movers, static_cast<int>(widest * size / 16));
@@ -239,28 +240,28 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
   }
 }
 
-// If `is_late`, list the fetch of this lane's row in `later`, and remove the fetch from `move`,
-// which keeps the write-back. Called by the whole warp.
-EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_late) {
-  const unsigned late = __ballot_sync(simt::kFullMask, is_late);
-  if (late == 0) return;
+// If `is_postponed`, list the fetch of this lane's row in `fetches`, and remove the fetch from
+// `move`, which keeps the write-back. Called by the whole warp.
+EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is_postponed) {
+  const unsigned lanes = __ballot_sync(simt::kFullMask, is_postponed);  // that postpone
+  if (lanes == 0) return;
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  const int leader = __ffs(static_cast<int>(late)) - 1;
+  const int leader = __ffs(static_cast<int>(lanes)) - 1;
   int first = 0;
-  if (lane == leader) first = atomicAdd(later.count, __popc(late));
+  if (lane == leader) first = atomicAdd(fetches.count, __popc(lanes));
   first = __shfl_sync(simt::kFullMask, first, leader);
-  if (!is_late) return;
-  const int at = first + __popc(late & ((1u << lane) - 1));
-  later.rows[at] = move->in.row;
-  later.slots[at] = static_cast<int32_t>(move->slot);
+  if (!is_postponed) return;
+  const int position = first + __popc(lanes & ((1u << lane) - 1));
+  fetches.rows[position] = move->in.row;
+  fetches.slots[position] = static_cast<int32_t>(move->slot);
   move->in.dim = 0;
 }
 
-// Move the first *num_rows rows of a batch. Fetches that `later` postpones are listed there
-// instead, and rows that got no way are recorded in later.conflicts, unless that is null. A row or
-// slot that does not exist is skipped. A warp takes 32 rows, grid-stride.
+// Move the first *num_rows rows of a batch. Fetches that are postponed are listed in `postponed`
+// instead, and rows that got no way are recorded in postponed.conflicts, unless that is null. A row
+// or slot that does not exist is skipped. A warp takes 32 rows, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
-    move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches later,
+    move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches postponed,
                 const int32_t* num_rows) {
   const Rounding rounding = memory.hyper != nullptr ? Rounding(memory.hyper) : Rounding();
   const int64_t count = *num_rows;
@@ -268,7 +269,7 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
        first += simt::warps_in_grid() * simt::kWarp) {
     const int64_t u = first + threadIdx.x % simt::kWarp;
     RowMove move;
-    bool is_late = false;
+    bool is_postponed = false;
     if (u < count) {
       const int64_t evicted = moves.evicted != nullptr ? moves.evicted[u] : kNoRow;
       const int64_t row = moves.rows[u];
@@ -278,13 +279,13 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
         if (fits(memory, in, move.slot)) {
           move.in = in;
           move.out = find_tier_row(memory, evicted);
-          is_late = later.may_be_updated(move.slot);
+          is_postponed = postponed.may_be_updated(move.slot);
         }
-      } else if (move.slot < 0 && later.conflicts != nullptr) {
-        if (find_tier_row(memory, row).dim > 0) later.note_conflict(row);
+      } else if (move.slot < 0 && postponed.conflicts != nullptr) {
+        if (find_tier_row(memory, row).dim > 0) postponed.note_conflict(row);
       }
     }
-    if (later.count != nullptr) postpone(later, &move, is_late);
+    if (postponed.count != nullptr) postpone(postponed, &move, is_postponed);
     move_rows(memory, move, rounding);
   }
 }
@@ -308,10 +309,10 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
 // Move the first *count of at most n rows of a batch, see move_kernel.
 template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
-                 const PostponedFetches& later, const int32_t* count, int64_t n) {
+                 const PostponedFetches& postponed, const int32_t* count, int64_t n) {
   if (n == 0) return;
   launcher(move_kernel, blocks_for(n, kMoveThreads, kMoveBlocks), kMoveThreads, memory, moves,
-           later, count);
+           postponed, count);
 }
 
 // Write back the rows in all slots; memory.hyper must not be null.

@@ -1,6 +1,6 @@
 // `cache_move_` and `cache_flush_` on the CPU: check the arguments, then move rows, or flush slots,
-// in parallel. The rows of a plan have distinct slots, so moves may run in any order. This is not
-// checked: row_slots and evicted must come from cache_plan_.
+// in parallel. The rows of a plan have distinct slots, so moves may run in any order. Nothing
+// checks that slots are distinct: row_slots and evicted must come from cache_plan_.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -17,9 +17,9 @@ EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;  // rows, or slots: smallest range that gets a thread
+constexpr int64_t kGrain = 512;  // rows, or slots, of a parallel loop (its grain)
 
-// Raise unless every cached table lies inside the weights and states of its tier.
+// Throws unless every cached table lies inside the weights and states of its tier.
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
                      const std::vector<Tensor>& states) {
   for (int t = 0; t < memory.num_tables; ++t) {
@@ -43,8 +43,8 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
 }  // namespace
 
 // The contracts of both functions are in cache/entries.h.
-CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
-                         const Tensor& hyper, const Tensor& tables) {
+CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
+                        const Tensor& hyper, const Tensor& tables) {
   check_tables(op, tables);
   const CacheMemory memory = cache_memory(op, weights, states, hyper, tables);
   check_tier_rows(op, memory, weights, states);
@@ -65,9 +65,9 @@ namespace {
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
-//   row_slots, evicted   int32 [L] and int64 [L]: the plan that cache_plan_ returned for these
-//   rows.
-//                        Two rows with one slot would be a data race; not checked
+//   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
+//   rows
+//                        with one slot would be a data race, which is not checked
 //   later                empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
@@ -76,7 +76,7 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   STD_TORCH_CHECK(later.empty(), op,
                   ": on the CPU all rows move at once: later must be empty, got ", later.size(),
                   " tensors");
-  const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
+  const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
   check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
   check_cache_vector(op, "evicted", evicted, ScalarType::Long, rows.numel(), tables);
@@ -90,12 +90,12 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 }
 
 // Write the rows in `tags`, int64 [sets, kWays], back to their tables, with their states. They stay
-// in the cache. Empty ways and tags of no cached row are skipped. The other arguments are as for
-// cache_move_.
+// in the cache. Empty ways, and tags that are no cacheable row, are skipped. The other arguments
+// are as for cache_move_.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";
-  const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
+  const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_tags(op, tags);
   parallel_balanced(tags.numel(), kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);

@@ -16,7 +16,7 @@ constexpr int kBlock = 8;  // rows whose lines are prefetched before the first o
 EMB_HD char* address(const CacheMemory& memory, int tensor, const RowLocation& location) {
   const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
   return static_cast<char*>(tensor_of_tier.data) +
-         entry(memory, tensor, location) * size_of(tensor_of_tier.type);
+         first_entry(memory, tensor, location) * size_of(tensor_of_tier.type);
 }
 
 // Return the number of entries that a row has in a tensor.
@@ -32,15 +32,15 @@ void convert(To* to, const From* from, int64_t n) {
   for (; d < n; ++d) to[d] = from_float<To>(to_float(from[d]));
 }
 
-// Copy n values, rounded stochastically; the linear row and the tensor's stream select the random
-// numbers.
+// Copy n values, rounded stochastically; the linear row id `row` and the `stream` of the tensor
+// select the random numbers.
 template <class To, class From>
 void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
                       uint32_t stream) {
   round_row(from, n, rounding, row, stream, to);
 }
 
-// Call `visit` with `data` as a pointer to elements of dtype `type`.
+// Call `visit(pointer)`, where `pointer` is `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   static_assert(kDtypes == 3, "visit the new dtype");
@@ -91,9 +91,9 @@ struct Move {
   int64_t slot;
 };
 
-// Move entries [begin, end): write back evicted[u], if that is a cached row, then fetch rows[u].
-// Entries whose row or slot does not exist are skipped, as on a GPU: no caller checks the contents,
-// and the accesses would be outside the tensors.
+// Move entries [begin, end): write back evicted[u], if that is a cacheable row, then fetch rows[u].
+// Entries whose row or slot does not exist are skipped, as on a GPU. No caller checks the contents,
+// and such accesses would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
@@ -123,7 +123,8 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
-// Write back the rows in slots [begin, end), skipping empty slots and tags of no cached row.
+// Write back the rows in slots [begin, end), but skip empty slots and tags that are no cacheable
+// row.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest

@@ -1,9 +1,10 @@
 // The plan of a batch on the GPU: probing, admission, counting, and the slots of lookups.
 //
 // A warp takes one row (probe_kernel), or one set with misses (admit_kernel), and each lane one of
-// the 32 ways, so that the tags of a set are one coalesced load. In between, the sort of group/
-// groups the misses by set. The last kernel counts the batch and, if the caller asks for them,
-// writes the slots of lookups. Launch: launch_probe, sort and group, launch_admit.
+// the 32 ways, so that the tags of a set are one coalesced load. Between these two kernels, the
+// sort of group/ groups the misses by set. The last kernel counts the batch and, if the caller asks
+// for them, writes the slots of lookups. The order of launches is launch_probe, sort_and_group,
+// launch_admit.
 #pragma once
 
 #include "cache/args.h"
@@ -18,10 +19,11 @@ inline constexpr int kCacheThreads = 256;
 inline constexpr int kCacheWarps = kCacheThreads / kWarpLanes;
 static_assert(kWays == kWarpLanes);  // where a warp takes a set, a lane has the way of its number
 
-// All pointers are to device memory that must live until the kernels have run.
-struct CachePlan {
+// The arguments of the kernels. All pointers are to device memory that must live until the kernels
+// have run.
+struct DevicePlanArgs {
   CacheState cache;       // first_row is not used: kernels compute it from `tables`
-  int64_t* clock;         // [2] numbers of the batch and of the oldest batch in flight
+  int64_t* clock;         // [2], see CacheClock
   int64_t* counters;      // [num_tables + 1, kCacheCounters], to which the batch is added
   const Feature* tables;  // [num_tables], ascending by row; the cached ones are the last
   int num_tables;
@@ -31,16 +33,16 @@ struct CachePlan {
   int64_t n;
   int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
   int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
-  // Negative: `clock` has the numbers of this batch. Else this batch has number clock[0] + 1, and
-  // the oldest batch in flight has this number minus `lag`; the last kernel of the plan writes both
-  // to `clock`.
+  // Negative: `clock` has the numbers of this batch. Otherwise `clock` has those of the batch
+  // before: this batch has the next number, and the oldest batch in flight has this number minus
+  // `lag`. The last kernel of the plan writes both to `clock`.
   int64_t lag = -1;
   int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
 
   // Return the numbers of the batch and of the oldest batch in flight.
-  EMB_HD int64_t now() const { return clock[0] + (lag < 0 ? 0 : 1); }
+  EMB_HD int64_t now() const { return clock[CacheClock::kNow] + (lag < 0 ? 0 : 1); }
   EMB_HD int64_t oldest() const {
-    const int64_t oldest = lag < 0 ? clock[1] : now() - lag;
+    const int64_t oldest = lag < 0 ? clock[CacheClock::kOldest] : now() - lag;
     return oldest < now() ? oldest : now();
   }
 };
@@ -52,7 +54,7 @@ struct DeviceMissGroups {
 };
 
 // Return the number of lookups of row u in the batch.
-EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
+EMB_DEVICE int64_t lookups_at(const DevicePlanArgs& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
 
@@ -63,14 +65,14 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
-// For every row write row_slots (-1 for a miss and for a row without a cache), set `evicted` to
-// kNoMove, and write the key (the set of a miss, sort.limit for any other row) and the position of
-// the sort that groups misses. Also stamp the hits, and for LFU add the lookups of the batch. A
-// warp takes a row, grid-stride.
+// For every row write row_slots (-1 for a miss and for a row that is not cacheable), set `evicted`
+// to kNoMove, and write the input of the sort that groups the misses: the key, which is the set of
+// a miss and sort.limit for any other row, and the position. Also stamp the hits, and for LFU add
+// the lookups of the batch. A warp takes a row, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
-    probe_kernel(CachePlan plan, SortBuffers<uint32_t> sort) {
+    probe_kernel(DevicePlanArgs plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
-  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
+  const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables);
   const int64_t count = *plan.count, now = plan.now();
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
@@ -100,8 +102,8 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
 // Write row_slots of all rows and change nothing else. Of `plan` only cache.tags, cache.sets, the
 // tables, rows, count, n and row_slots are used.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
-    locate_kernel(CachePlan plan) {
-  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
+    locate_kernel(DevicePlanArgs plan) {
+  const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   for (int64_t u = simt::global_warp(); u < plan.n; u += simt::warps_in_grid()) {
     const int64_t row = u < count ? plan.rows[u] : -1;
     const bool is_cacheable = u < count && row >= first_row;
@@ -112,66 +114,69 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// LFU orders the misses of a set by a key, the highest first: the upper 32 bits are the lookups of
-// the row, the lower 32 bits decrease with the number of the miss in its group. kNoMiss is below
-// all keys.
+// LFU orders the misses of a set by priority, the highest first. The upper 32 bits of a priority
+// are the lookups of the row; the lower 32 bits decrease with the index of the miss in its group.
+// kNoMiss is below all priorities.
 inline constexpr int64_t kNoMiss = -1;
 
-EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
-  return lookups << 32 | (0x7fffffff - number);
+EMB_DEVICE int64_t miss_priority(int64_t lookups, int32_t index) {
+  return (lookups << 32) | (INT32_MAX - index);
 }
-EMB_DEVICE int64_t lookups_of_miss(int64_t key) { return key >> 32; }
-EMB_DEVICE int32_t number_of_miss(int64_t key) {
-  return 0x7fffffff - static_cast<int32_t>(key & 0xffffffff);
-}
-
-// Return how many of the first `num` lanes pass, as `keys`, a key that comes before the `key` of
-// this lane. Called by the whole warp.
-EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
-  int before = 0;
-  for (int k = 0; k < num; ++k) before += __shfl_sync(simt::kFullMask, keys, k) > key;
-  return before;
+EMB_DEVICE int64_t lookups_of_miss(int64_t priority) { return priority >> 32; }
+EMB_DEVICE int32_t index_of_miss(int64_t priority) {
+  return INT32_MAX - static_cast<int32_t>(priority & 0xffffffff);
 }
 
-// Write to `best`, [kWays], the keys of the first kWays misses of the group [begin, end), in order.
-// If there are fewer, the other entries are kNoMiss. Each count of lookups is read once; 32 misses
-// at a time are ranked against the best so far. `best` is shared memory of this warp. Called by the
-// whole warp.
-EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& groups,
-                                int64_t first_row, int32_t begin, int32_t end, int64_t* best) {
-  int64_t leader = kNoMiss;  // key of the miss whose rank so far is this lane's number
+// Return how many of the first `num_lanes` lanes pass an `of_lane` that is higher than the
+// `priority` of this lane. Called by the whole warp.
+EMB_DEVICE int count_higher(int64_t priority, int64_t of_lane, int num_lanes) {
+  int higher = 0;
+  for (int k = 0; k < num_lanes; ++k) {
+    higher += __shfl_sync(simt::kFullMask, of_lane, k) > priority;
+  }
+  return higher;
+}
+
+// Write to `leaders`, [kWays], the priorities of the first kWays misses of the group [begin, end),
+// in order. If there are fewer, the other entries are kNoMiss. Each count of lookups is read once;
+// 32 misses at a time are ranked against the leaders so far. `leaders` is shared memory of this
+// warp. Called by the whole warp.
+EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGroups& groups,
+                                int64_t first_row, int32_t begin, int32_t end, int64_t* leaders) {
+  int64_t leader = kNoMiss;  // of the leaders so far, the one whose rank is this lane's number
   int num_leaders = 0;
   for (int32_t tile = begin; tile < end; tile += kWarpLanes) {
     const int32_t j = tile + lane_in_warp();
     const int in_tile = end - tile < kWarpLanes ? end - tile : kWarpLanes;
-    int64_t key = kNoMiss;
+    int64_t priority = kNoMiss;
     if (j < end) {
       const int64_t row = plan.rows[groups.permutation[j]];
-      key = miss_key(plan.cache.counts[row - first_row], j - begin);
+      priority = miss_priority(plan.cache.counts[row - first_row], j - begin);
     }
-    const int rank = count_before(key, key, in_tile) + count_before(key, leader, num_leaders);
-    const int rank_of_leader = lane_in_warp() + count_before(leader, key, in_tile);
-    __syncwarp();  // all lanes have read the best so far
-    best[lane_in_warp()] = kNoMiss;
+    const int rank =
+        count_higher(priority, priority, in_tile) + count_higher(priority, leader, num_leaders);
+    const int rank_of_leader = lane_in_warp() + count_higher(leader, priority, in_tile);
+    __syncwarp();  // all lanes have read the leaders so far
+    leaders[lane_in_warp()] = kNoMiss;
     __syncwarp();
-    if (lane_in_warp() < num_leaders && rank_of_leader < kWays) best[rank_of_leader] = leader;
-    if (j < end && rank < kWays) best[rank] = key;
+    if (lane_in_warp() < num_leaders && rank_of_leader < kWays) leaders[rank_of_leader] = leader;
+    if (j < end && rank < kWays) leaders[rank] = priority;
     __syncwarp();
-    leader = best[lane_in_warp()];
+    leader = leaders[lane_in_warp()];
     num_leaders = num_leaders + in_tile < kWays ? num_leaders + in_tile : kWays;
   }
 }
 
-// Assign ways to the misses. A warp takes a set, grid-stride; lane w decides whether way w is
-// replaced, and by which row: the miss whose rank among the misses is the rank of way w among the
-// ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word; LFU also
-// writes back the count of the evicted row.
+// Assign ways to the misses. A warp takes a set, grid-stride. Lane w decides whether way w is
+// replaced, and by which row: by the miss whose rank among the misses is the rank of way w among
+// the ways. For a row that gets a way, write row_slots, evicted, the tag and the usage word; for
+// LFU also write the lookups of the evicted row to `counts`.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
-    admit_kernel(CachePlan plan, DeviceMissGroups groups) {
-  __shared__ int64_t best[kCacheWarps][kWays];
-  int64_t* chosen = best[threadIdx.x / simt::kWarp];
+    admit_kernel(DevicePlanArgs plan, DeviceMissGroups groups) {
+  __shared__ int64_t leaders_of_warps[kCacheWarps][kWays];
+  int64_t* leaders = leaders_of_warps[threadIdx.x / simt::kWarp];
   const CacheState& cache = plan.cache;
-  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
+  const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables);
   const int64_t now = plan.now(), oldest = plan.oldest();
   const bool is_lfu = cache.policy == CachePolicy::kLfu;
   const int num_groups = *groups.num_groups;
@@ -184,14 +189,14 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
       const int64_t other = __shfl_sync(simt::kFullMask, order, k);
       rank += other < order || (other == order && k < lane_in_warp());
     }
-    if (is_lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
+    if (is_lfu) rank_by_lookups(plan, groups, first_row, begin, end, leaders);
     if (rank < end - begin) {
-      const int32_t u = groups.permutation[begin + (is_lfu ? number_of_miss(chosen[rank]) : rank)];
-      const int64_t row = plan.rows[u], lookups = is_lfu ? lookups_of_miss(chosen[rank]) : 0;
+      const int32_t u = groups.permutation[begin + (is_lfu ? index_of_miss(leaders[rank]) : rank)];
+      const int64_t row = plan.rows[u], lookups = is_lfu ? lookups_of_miss(leaders[rank]) : 0;
       if (may_replace(cache.policy, lookups, order)) {
         const int64_t evicted = cache.tags[slot];
-        // Higher tags belong to no table. The bound is computed here: to keep it would take one
-        // register too many.
+        // Tags from the bound on belong to no table. It is computed here because a variable for it
+        // would take one register too many.
         if (is_lfu && evicted >= first_row && evicted < end_of_rows(plan.tables, plan.num_tables)) {
           cache.counts[evicted - first_row] = static_cast<int32_t>(lookups_of(word));
         }
@@ -201,11 +206,12 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& g
         cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
       }
     }
-    __syncwarp();  // before `chosen` is overwritten
+    __syncwarp();  // before `leaders` is overwritten
   }
 }
 
-// Counts of one table that a warp has not added to the counters yet; every lane has a partial sum.
+// Counts of one table that a warp has not added to the counters yet. Every lane has partial sums,
+// which flush_counts adds up.
 struct TableCounts {
   static constexpr int kCounters = CacheCounter::kWriteBacks;  // all counters before kWriteBacks
   int table = -1;                                              // -1: none
@@ -213,7 +219,7 @@ struct TableCounts {
 };
 
 // Add n to a counter of a table; table num_tables has the totals.
-EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter::Column counter,
+EMB_DEVICE void add_counter(const DevicePlanArgs& plan, int table, CacheCounter::Column counter,
                             int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(plan.counters + table * kCacheCounters + counter),
             static_cast<unsigned long long>(n));
@@ -221,7 +227,7 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter::Colu
 
 // Add `counts` to the counters of its table and, except for calls, to the totals; clear the sums.
 // Called by the whole warp.
-EMB_DEVICE void flush_counts(const CachePlan& plan, TableCounts* counts) {
+EMB_DEVICE void flush_counts(const DevicePlanArgs& plan, TableCounts* counts) {
 #pragma unroll
   for (int c = 0; c < TableCounts::kCounters; ++c) {
     const auto counter = static_cast<CacheCounter::Column>(c);
@@ -236,7 +242,7 @@ EMB_DEVICE void flush_counts(const CachePlan& plan, TableCounts* counts) {
 
 // Count row u, of a table that begins with row `row_base`, in `sums` of the table's TableCounts.
 // The first row of the batch in the table counts the call.
-EMB_DEVICE void count_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
+EMB_DEVICE void count_row(const DevicePlanArgs& plan, int64_t u, int64_t row_base, int32_t* sums) {
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
   const bool is_conflict = plan.row_slots[u] < 0;
   const bool is_miss = is_conflict || plan.evicted[u] != kNoMove;
@@ -249,16 +255,17 @@ EMB_DEVICE void count_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   sums[CacheCounter::kConflictMisses] += is_conflict ? lookups : 0;
 }
 
-// Count the rows of a plan and the rows that they evict, in block `block` of `blocks`. Each warp
-// takes a contiguous range of rows, 32 at a time; since rows ascend, their table seldom changes.
-EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned blocks) {
-  const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
+// Count the rows of a plan and the rows that they evict. This is block `block` of the `blocks` that
+// count. Each warp takes a contiguous range of rows, 32 at a time. Since rows ascend, their table
+// seldom changes.
+EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned blocks) {
+  const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,
                 warps = int64_t{blocks} * kCacheWarps;
   const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarp;
-  const int64_t share = (tiles + warps - 1) / warps, first = warp * share;
+  const int64_t tiles_per_warp = (tiles + warps - 1) / warps, first = warp * tiles_per_warp;
   TableCounts counts;
-  for (int64_t tile = first; tile < first + share && tile < tiles; ++tile) {
+  for (int64_t tile = first; tile < first + tiles_per_warp && tile < tiles; ++tile) {
     const int64_t u = tile * kWarpLanes + lane_in_warp();
     const bool is_cacheable = u < count && plan.rows[u] >= first_row;
     const int table = is_cacheable ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
@@ -297,19 +304,19 @@ struct LookupSlots {
   int32_t* slots;  // [n], an output: slot of the row of each lookup, -1 for none
 };
 
-// Write the slot of every lookup, in block `block` of `blocks`. All threads of the block call it;
-// `range` is shared memory for two ints.
+// Write the slot of every lookup. This is block `block` of the `blocks` that write. All threads of
+// the block call it; `range` is shared memory for two ints.
 EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsigned blocks,
                                    int* range) {
-  const int groups = *args.count;
-  const int32_t grouped = args.segments[groups];
+  const int num_groups = *args.count;
+  const int32_t num_grouped = args.segments[num_groups];  // lookups; the others have no slot
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = int64_t{block} * kTileSize; tile < args.n;
        tile += int64_t{blocks} * kTileSize) {
     const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
-    const TileSearch search(start, groups, tile, end, range);
+    const TileSearch search(start, num_groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
-      const int group = j < grouped ? search.find(start, j) : -1;
+      const int group = j < num_grouped ? search.find(start, j) : -1;
       args.slots[args.lookups[j]] = group < 0 ? -1 : args.row_slots[group];
     }
   }
@@ -322,25 +329,25 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
   write_lookup_slots(args, blockIdx.x, gridDim.x, range);
 }
 
-// Blocks per multiprocessor of the last kernel: up to 40 registers per thread. Without this bound
-// the compiler takes 32 and spills.
+// Blocks per multiprocessor of the last kernel, which leave a thread 40 registers. Without this
+// bound the compiler takes 32 registers and spills.
 inline constexpr int kFinishBlocks = 6;
-// Rows per thread of a block that counts: a warp ends with an atomic addition per counter, so it
-// counts many rows. The number is not measured.
+// Rows per thread of a block that counts. A warp ends with an atomic addition per counter, so it
+// should count many rows. The number is not measured.
 inline constexpr int kCountedRows = 8;
 
 // The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
-// the slots of `lookups`, if there are any. One thread counts the call, clears num_postponed unless
-// it is null, and advances the clock unless plan.lag is negative.
+// the slots of `lookups`, if there are any. One thread counts the call, sets *num_postponed to 0
+// unless it is null, and advances the clock unless plan.lag is negative.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocks)
-    finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots lookups) {
+    finish_plan_kernel(DevicePlanArgs plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
     add_counter(plan, plan.num_tables, CacheCounter::kCalls, 1);
     if (plan.num_postponed != nullptr) *plan.num_postponed = 0;
     if (plan.lag >= 0) {
-      plan.clock[1] = plan.clock[0] + 1 - plan.lag;
-      plan.clock[0] += 1;
+      plan.clock[CacheClock::kOldest] = plan.clock[CacheClock::kNow] + 1 - plan.lag;
+      plan.clock[CacheClock::kNow] += 1;
     }
   }
   if (blockIdx.x < counting_blocks) {
@@ -351,9 +358,9 @@ inline constexpr int kCountedRows = 8;
 }
 static_assert(kCacheThreads == kTileThreads);
 
-// Probe all rows, and write the keys and positions of the sort that groups the misses.
+// Probe all rows, and write the keys and positions that the caller sorts to group the misses.
 template <class Launcher>
-void launch_probe(const Launcher& launcher, const CachePlan& plan,
+void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
                   const SortBuffers<uint32_t>& sort) {
   if (plan.n == 0) return;
   launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
@@ -362,7 +369,7 @@ void launch_probe(const Launcher& launcher, const CachePlan& plan,
 
 // Write plan.row_slots and nothing else.
 template <class Launcher>
-void launch_locate(const Launcher& launcher, const CachePlan& plan) {
+void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
   if (plan.n == 0) return;
   launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
            kCacheThreads, plan);
@@ -371,8 +378,8 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
 // Admit the misses, which the caller has grouped by set, count the batch, and advance the clock
 // unless plan.lag is negative. Write the slots of `lookups`, if there are any.
 template <class Launcher>
-void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceMissGroups& groups,
-                  const LookupSlots& lookups = {}) {
+void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
+                  const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
     launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocks)),

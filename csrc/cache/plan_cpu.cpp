@@ -22,19 +22,19 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
 
-constexpr int64_t kGrain = 2048;              // rows, or misses: smallest range that gets a thread
-constexpr int64_t kLookupGrain = 8 * kGrain;  // lookups, each of which copies one number
+constexpr int64_t kGrain = 2048;              // rows, or misses, of a parallel loop (its grain)
+constexpr int64_t kLookupGrain = 8 * kGrain;  // the same for lookups, which copy one number each
 constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
 
-// The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable:
-// rows of tables with a cache, in the cache or not.
+// The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable.
 struct BatchRows {
   const int64_t* rows;      // [num_rows]
   const int32_t* segments;  // [num_rows + 1]; null if lookups are not counted
   int64_t first_cacheable, num_rows;
 
   int64_t num_cacheable() const { return num_rows - first_cacheable; }
-  // Return the number of chunks into which the cacheable rows are divided, at least one.
+  // Return the number of chunks into which the cacheable rows are divided: as many as threads, but
+  // no more than leave kGrain rows per chunk, and at least one.
   int64_t num_chunks() const {
     return std::clamp<int64_t>(num_cacheable() / kGrain, 1, num_threads());
   }
@@ -43,14 +43,15 @@ struct BatchRows {
   int64_t find(int64_t row) const { return std::lower_bound(rows, rows + num_rows, row) - rows; }
   // Divide the cacheable rows into equal chunks; return their bounds, at least two.
   std::vector<int64_t> chunk_bounds() const {
-    const int64_t parts = num_chunks();
-    std::vector<int64_t> bounds(parts + 1);
-    for (int64_t p = 0; p <= parts; ++p) bounds[p] = first_cacheable + num_cacheable() * p / parts;
+    const int64_t chunks = num_chunks();
+    std::vector<int64_t> bounds(chunks + 1);
+    for (int64_t c = 0; c <= chunks; ++c)
+      bounds[c] = first_cacheable + num_cacheable() * c / chunks;
     return bounds;
   }
 };
 
-// Return a batch of `count` rows after checking its contents. Raises unless `count` is in [0, n],
+// Return a batch of `count` rows after checking its contents. Throws unless `count` is in [0, n],
 // the rows are distinct, ascending and rows of the tables, and the segments, if not null, do not
 // decrease. The caller must have checked `tables`.
 BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
@@ -60,7 +61,8 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
   BatchRows batch{rows, segments, 0, count};
   STD_TORCH_CHECK(count >= 0 && count <= n, op, ": count must be in [0, entries of rows = ", n,
                   "], got ", count);
-  // The signs of all differences at once: a loop without branches.
+  // A negative number, or a negative difference of neighbours, sets the sign bit. So one check
+  // after the loops suffices, and they have no branches.
   int64_t signs = 0;
   int32_t segment_signs = 0;
   for (int64_t u = 1; u < batch.num_rows; ++u) {
@@ -78,7 +80,7 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
            (batch.rows[0] >= 0 && batch.rows[batch.num_rows - 1] < end_of_rows(table, num_tables))),
       op, ": rows must be distinct, ascending and of the tables, and segments must ",
       "not decrease: pass what tbe_group returns");
-  batch.first_cacheable = batch.find(first_cached_row(table, num_tables));
+  batch.first_cacheable = batch.find(first_cacheable_row(table, num_tables));
   return batch;
 }
 
@@ -91,8 +93,8 @@ void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_
 }
 
 // Adds a batch to `counters`, [tables + 1, kCacheCounters]: a row per table, then the totals. Call
-// `reserve` before a plan changes anything: a plan that ran out of memory after it had changed tags
-// would leave rows in the wrong slots.
+// `reserve` before the plan changes anything. A plan that ran out of memory after it had changed
+// tags would leave tags whose rows are never fetched.
 class BatchCounters {
  public:
   BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
@@ -100,8 +102,8 @@ class BatchCounters {
 
   // Allocate all memory that counting the batch needs.
   void reserve(const BatchRows& batch) {
-    max_parts_ = batch.num_chunks();  // there are no more misses than cacheable rows
-    partial_counters_.assign(max_parts_ * (num_tables_ + 1) * kCacheCounters, 0);
+    max_chunks_ = batch.num_chunks();  // there are no more misses than cacheable rows
+    partial_counters_.assign(max_chunks_ * (num_tables_ + 1) * kCacheCounters, 0);
   }
 
   // Count the call, the distinct rows and the lookups of the batch.
@@ -119,27 +121,28 @@ class BatchCounters {
 
   // Count the n misses of a plan, which ascend by row, and the rows that they evict. `reserve` must
   // have been called.
-  void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
-    const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
+  void add_misses(const CachePlanArgs& args, const Miss* misses, int64_t n) {
+    const int64_t chunks = std::clamp<int64_t>(n / kGrain, 1, max_chunks_);
     const int64_t size = (num_tables_ + 1) * kCacheCounters;
-    parallel_tasks(parts, [&](int64_t part) {
-      BatchCounters partial(partial_counters_.data() + part * size, tables_, num_tables_);
-      partial.add_range(args, missed + n * part / parts, missed + n * (part + 1) / parts);
+    parallel_tasks(chunks, [&](int64_t c) {
+      BatchCounters partial(partial_counters_.data() + c * size, tables_, num_tables_);
+      partial.add_chunk(args, misses + n * c / chunks, misses + n * (c + 1) / chunks);
     });
-    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += partial_counters_[i];
+    for (int64_t i = 0; i < chunks * size; ++i) counters_[i % size] += partial_counters_[i];
   }
 
  private:
   void add(int table, CacheCounter::Column counter, int64_t n) {
     counters_[table * kCacheCounters + counter] += n;
   }
+  // Add to the counter of a table and to the total.
   void add_both(int table, CacheCounter::Column counter, int64_t n) {
     add(table, counter, n);
     add(num_tables_, counter, n);
   }
 
   // Count the misses [begin, end), which ascend by row.
-  void add_range(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
+  void add_chunk(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
     int table = begin == end ? 0 : find_table(tables_, num_tables_, args.rows[begin->position]);
     for (const Miss* miss = begin; miss != end; ++miss) {
       const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
@@ -158,9 +161,9 @@ class BatchCounters {
   int64_t* counters_;
   const Feature* tables_;
   int num_tables_;
-  int64_t max_parts_ = 1;
-  std::vector<int64_t>
-      partial_counters_;  // [parts, tables + 1, kCacheCounters], for each part of the misses
+  int64_t max_chunks_ = 1;
+  // [max_chunks_, tables + 1, kCacheCounters], for each chunk of the misses.
+  std::vector<int64_t> partial_counters_;
 };
 
 // A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It saves
@@ -189,6 +192,7 @@ class SavedSets {
     }
   }
 
+  // Write back what was saved.
   void restore() const {
     const CacheState& cache = args_.cache;
     for (size_t i = 0; i < sets_.size(); ++i) {
@@ -206,6 +210,7 @@ class SavedSets {
   }
 
  private:
+  // Return whether a tag is a cacheable row, which has an entry in `counts`.
   bool is_counted(int64_t tag) const { return tag >= args_.cache.first_row && tag < args_.end_row; }
 
   const CachePlanArgs& args_;
@@ -215,41 +220,41 @@ class SavedSets {
 };
 
 // Probe all cacheable rows, which stamps the hits, and list the misses in `misses`, ascending by
-// position; it must have room for all cacheable rows. Return where each chunk of the misses begins,
-// then their number.
+// position. It must have room for all cacheable rows. Return where the misses of each chunk begin
+// in the list, and as the last entry the number of misses.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
   const std::vector<int64_t> bounds = batch.chunk_bounds();
-  const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
-  std::vector<int64_t> part_begins(parts + 1, 0);  // first, entry p + 1 counts misses of part p
-  parallel_tasks(parts, [&](int64_t p) {
-    part_begins[p + 1] = plan_table().probe(args, bounds[p], bounds[p + 1],
-                                            misses + bounds[p] - batch.first_cacheable);
+  const int64_t chunks = static_cast<int64_t>(bounds.size()) - 1;
+  std::vector<int64_t> miss_begins(chunks + 1, 0);  // at first, entry c + 1 counts those of chunk c
+  parallel_tasks(chunks, [&](int64_t c) {
+    miss_begins[c + 1] = plan_table().probe(args, bounds[c], bounds[c + 1],
+                                            misses + bounds[c] - batch.first_cacheable);
   });
-  for (int64_t p = 0; p < parts; ++p) {
-    std::copy_n(misses + bounds[p] - batch.first_cacheable, part_begins[p + 1],
-                misses + part_begins[p]);
-    part_begins[p + 1] += part_begins[p];
+  for (int64_t c = 0; c < chunks; ++c) {
+    std::copy_n(misses + bounds[c] - batch.first_cacheable, miss_begins[c + 1],
+                misses + miss_begins[c]);
+    miss_begins[c + 1] += miss_begins[c];
   }
-  return part_begins;
+  return miss_begins;
 }
 
-// Group the misses by set and let every set assign its ways; `part_begins` is what probe_all
-// returned.
+// Group the misses by set, and assign ways to the misses of every set; `miss_begins` is the result
+// of probe_all. Throws std::bad_alloc before any way is assigned.
 void admit_all(const CachePlanArgs& args, const Miss* misses,
-               const std::vector<int64_t>& part_begins) {
-  const int64_t n = part_begins.back();
+               const std::vector<int64_t>& miss_begins) {
+  const int64_t n = miss_begins.back();
   const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
   const std::unique_ptr<int32_t[]> segments(new int32_t[n + 1]);
   int32_t num_groups = 0;
-  const auto fill = [&](int64_t part, const auto& put) {
-    for (int64_t i = part_begins[part]; i < part_begins[part + 1]; ++i) put(i, misses[i].set);
+  const auto fill = [&](int64_t chunk, const auto& put) {
+    for (int64_t i = miss_begins[chunk]; i < miss_begins[chunk + 1]; ++i) put(i, misses[i].set);
   };
   const GroupOutput out{.unique = sets.get(),
                         .unique_is_int64 = false,
                         .segments = segments.get(),
                         .permutation = permutation.get(),
                         .num_groups = &num_groups};
-  group_items<Item32>(n, args.cache.sets, part_begins, fill, out, [](int64_t, int64_t) {});
+  group_items<Item32>(n, args.cache.sets, miss_begins, fill, out, [](int64_t, int64_t) {});
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
       num_groups, kGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
@@ -272,7 +277,7 @@ struct HostPlan {
         evicted(allocate(call.tags, {call.n}, ScalarType::Long)),
         tables(feature_array(call.tables)),
         num_tables(call.num_tables()) {
-    const int64_t first_row = first_cached_row(tables, num_tables);
+    const int64_t first_row = first_cacheable_row(tables, num_tables);
     STD_TORCH_CHECK(call.cache.policy == CachePolicy::kLru || first_row == INT64_MAX ||
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
                     call.op, ": counts must have one entry per cached row = ",
@@ -280,8 +285,8 @@ struct HostPlan {
     STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cacheable == batch.num_rows, call.op,
                     ": a cache needs at least one set");
     args = {call.cache,
-            call.clock[0],
-            std::min(call.clock[1], call.clock[0]),
+            call.clock[CacheClock::kNow],
+            std::min(call.clock[CacheClock::kOldest], call.clock[CacheClock::kNow]),
             batch.rows,
             batch.segments,
             row_slots.mutable_data_ptr<int32_t>(),
@@ -292,6 +297,7 @@ struct HostPlan {
     fill_uncacheable_and_tail(args.evicted, batch, call.n, kNoMove);
   }
 
+  // Check `tables` and the rows of a call; return the rows.
   static BatchRows check_contents(const PlanCall& call) {
     check_tables(call.op, call.tables);
     return check_batch(call.op, call.tables, call.rows, call.segments, call.n, *call.count);
@@ -300,9 +306,9 @@ struct HostPlan {
   // Plan, which changes the cache. List the misses in `misses`, which has room for all cacheable
   // rows, and return their number.
   int64_t run(Miss* misses) const {
-    const std::vector<int64_t> part_begins = probe_all(args, batch, misses);
-    if (part_begins.back() > 0) admit_all(args, misses, part_begins);
-    return part_begins.back();
+    const std::vector<int64_t> miss_begins = probe_all(args, batch, misses);
+    if (miss_begins.back() > 0) admit_all(args, misses, miss_begins);
+    return miss_begins.back();
   }
 };
 
@@ -327,7 +333,7 @@ namespace {
 //   tags, stamps, counts   the cache, see CacheState; stamps are its usage words, and counts may be
 //                          empty for LRU
 //   counters               int64 [T + 1, kCacheCounters]
-//   clock                  int64 [2] numbers of this batch and of the oldest one in flight
+//   clock                  int64 [2], see CacheClock: the numbers for this batch
 //   tables                 int64 [T, 8], as check_tables requires
 //   rows, segments, count  the distinct rows of the batch, as tbe_group returns them
 //   policy                 a code of CachePolicy
@@ -400,12 +406,13 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const auto *segment = segments.const_data_ptr<int32_t>(),
              *position = lookups.const_data_ptr<int32_t>(),
              *slot = row_slots.const_data_ptr<int32_t>();
-  const int64_t groups = *count.const_data_ptr<int32_t>();
-  STD_TORCH_CHECK(groups >= 0 && groups <= n && groups <= row_slots.numel() && segment[groups] <= n,
+  const int64_t num_groups = *count.const_data_ptr<int32_t>();
+  STD_TORCH_CHECK(num_groups >= 0 && num_groups <= n && num_groups <= row_slots.numel() &&
+                      segment[num_groups] <= n,
                   op, ": count and segments must come from one call of tbe_group and row_slots ",
-                  "must have an entry per row of it, got count ", groups);
-  int32_t signs = segment[0];
-  for (int64_t g = 0; g < groups; ++g) {
+                  "must have an entry per row of it, got count ", num_groups);
+  int32_t signs = segment[0];  // negative if any of the numbers below is
+  for (int64_t g = 0; g < num_groups; ++g) {
     signs |= segment[g + 1] | (segment[g + 1] - segment[g]);
   }
   for (int64_t j = 0; j < n; ++j) {
@@ -416,13 +423,13 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   auto* out = slots.mutable_data_ptr<int32_t>();
   for (int64_t j = 0; j < segment[0]; ++j) out[position[j]] = -1;
   parallel_balanced(
-      groups, kLookupGrain, [&](int64_t g) { return int64_t{segment[g]}; },
+      num_groups, kLookupGrain, [&](int64_t g) { return int64_t{segment[g]}; },
       [&](int64_t begin, int64_t end) {
         for (int64_t g = begin; g < end; ++g) {
           for (int32_t j = segment[g]; j < segment[g + 1]; ++j) out[position[j]] = slot[g];
         }
       });
-  for (int64_t j = segment[groups]; j < n; ++j) out[position[j]] = -1;
+  for (int64_t j = segment[num_groups]; j < n; ++j) out[position[j]] = -1;
   return slots;
 }
 

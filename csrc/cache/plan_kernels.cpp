@@ -62,31 +62,32 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
   const CacheState& cache = args.cache;
   int64_t num_misses = 0;
   int64_t sets[2][kBlock];
-  const auto prefetch_block = [&](int64_t first, int64_t* set) {
-    const int64_t last = first + kBlock < end ? first + kBlock : end;
-    for (int64_t u = first; u < last; ++u) {
-      set[u - first] = set_of(args.rows[u], cache.sets);
-      prefetch_set(cache.tags, set[u - first]);
+  const auto prefetch_block = [&](int64_t block, int64_t* sets_of_block) {
+    const int64_t block_end = block + kBlock < end ? block + kBlock : end;
+    for (int64_t u = block; u < block_end; ++u) {
+      sets_of_block[u - block] = set_of(args.rows[u], cache.sets);
+      prefetch_set(cache.tags, sets_of_block[u - block]);
     }
   };
   prefetch_block(begin, sets[0]);
-  int64_t stamped = begin;  // rows before it have written their usage words
+  int64_t stamped = begin;  // hits before this row have their new usage words
   for (int64_t block = begin, turn = 0; block < end; block += kBlock, turn ^= 1) {
     prefetch_block(block + kBlock, sets[turn ^ 1]);
-    const int64_t last = block + kBlock < end ? block + kBlock : end;
-    for (int64_t u = block; u < last; ++u) {
-      const int64_t set = sets[turn][u - block], first = set * kWays;
-      const int way = find_way(cache.tags + first, args.rows[u]);
+    const int64_t block_end = block + kBlock < end ? block + kBlock : end;
+    for (int64_t u = block; u < block_end; ++u) {
+      const int64_t set = sets[turn][u - block], first_slot = set * kWays;
+      const int way = find_way(cache.tags + first_slot, args.rows[u]);
       const bool is_hit = way < kWays;
-      args.row_slots[u] = is_hit ? static_cast<int32_t>(first + way) : -1;
-      if (misses != nullptr) {  // a hit is written too, and then overwritten: no branch
+      args.row_slots[u] = is_hit ? static_cast<int32_t>(first_slot + way) : -1;
+      if (misses != nullptr) {  // without a branch: a hit is listed too, and then overwritten
         misses[num_misses] = {static_cast<int32_t>(u), static_cast<uint32_t>(set)};
         num_misses += !is_hit;
       }
       if constexpr (kStamps) {
         args.evicted[u] = kNoMove;
-        // For a miss, prefetch the line of `evicted` that was just written: no branch, no traffic.
-        __builtin_prefetch(is_hit ? cache.usage_words + first + way : args.evicted + u, 1);
+        // For a miss, prefetch the line of `evicted` that was just written: that needs no branch
+        // and causes no traffic.
+        __builtin_prefetch(is_hit ? cache.usage_words + first_slot + way : args.evicted + u, 1);
       }
     }
     if constexpr (kStamps) stamp_hits(args, stamped, block);
@@ -111,25 +112,26 @@ struct Candidate {
   int32_t lookups;
 };
 
-// Write the misses of group g that come first in the order of the policy to `best`, [kWays]: LRU
-// in ascending order of rows, LFU by descending lookups. Return how many there are, at most kWays.
+// Write the misses of group g that come first in the order of the policy to `candidates`, [kWays]:
+// LRU in ascending order of rows, LFU in descending order of lookups. Return how many there are.
 EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
-                            Candidate* best) {
+                            Candidate* candidates) {
   const CacheState& cache = args.cache;
   int count = 0;
   for (int32_t j = groups.segments[g]; j < groups.segments[g + 1]; ++j) {
     const int32_t position = groups.misses[groups.permutation[j]].position;
     if (cache.policy == CachePolicy::kLru) {
       if (count == kWays) break;
-      best[count++] = {position, 0};
+      candidates[count++] = {position, 0};
       continue;
     }
     const int32_t lookups = cache.counts[args.rows[position] - cache.first_row];
-    int at = count;
-    while (at > 0 && best[at - 1].lookups < lookups) --at;
-    if (at == kWays) continue;
-    for (int k = count < kWays ? count : kWays - 1; k > at; --k) best[k] = best[k - 1];
-    best[at] = {position, lookups};
+    int rank = count;
+    while (rank > 0 && candidates[rank - 1].lookups < lookups) --rank;
+    if (rank == kWays) continue;
+    const int last = count < kWays ? count : kWays - 1;
+    for (int k = last; k > rank; --k) candidates[k] = candidates[k - 1];
+    candidates[rank] = {position, lookups};
     count += count < kWays;
   }
   return count;
@@ -141,15 +143,17 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
   constexpr int kSetsAhead = 6;  // sets between the prefetch of usage words and their use
   for (int64_t g = begin; g < end; ++g) {
     if (g + kSetsAhead < end) prefetch_set(cache.usage_words, groups.sets[g + kSetsAhead]);
-    const int64_t first = int64_t{groups.sets[g]} * kWays;
-    int64_t *tags = cache.tags + first, *words = cache.usage_words + first, order[kWays];
+    const int64_t first_slot = int64_t{groups.sets[g]} * kWays;
+    int64_t *tags = cache.tags + first_slot, *words = cache.usage_words + first_slot;
+    int64_t order[kWays];
     for (int w = 0; w < kWays; ++w) {
       order[w] = way_order(cache.policy, words[w], args.oldest);
     }
     Candidate candidates[kWays];
-    const int count = first_candidates(args, groups, g, candidates);
-    for (int k = 0; k < count; ++k) {
-      // The minimum first, then its position: both loops vectorise, one loop for both would not.
+    const int num_candidates = first_candidates(args, groups, g, candidates);
+    for (int k = 0; k < num_candidates; ++k) {
+      // Find the minimum first, then its position: both loops vectorise, one loop for both would
+      // not.
       int64_t lowest = kNotFree;
       for (int w = 0; w < kWays; ++w) lowest = order[w] < lowest ? order[w] : lowest;
       const int way = find_way(order, lowest);
@@ -162,7 +166,7 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
           evicted < args.end_row) {
         cache.counts[evicted - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
       }
-      args.row_slots[u] = static_cast<int32_t>(first + way);
+      args.row_slots[u] = static_cast<int32_t>(first_slot + way);
       args.evicted[u] = evicted < 0 ? kNoRow : evicted;
       tags[way] = args.rows[u];
       words[way] = usage_word(cache.policy, candidates[k].lookups, args.now);

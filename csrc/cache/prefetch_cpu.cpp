@@ -1,10 +1,10 @@
-// `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. Arguments are
-// checked before the cache changes, so that an op that raises for one of them leaves no tag whose
-// row has not been fetched.
+// `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. All arguments are
+// checked before the cache changes. So an op that raises for an argument leaves no tag whose row
+// has not been fetched.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "cache/check.h"
@@ -24,28 +24,28 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
   return is_valid_batch(features, index_array(indices), bags, feature_bags);
 }
 
-// Advance the clock to the next batch; the oldest batch in flight is `lag` batches before it. Plan
-// the batch and return its row_slots and evicted. If the plan raises, the clock is reset.
+// Advance the clock to the next batch, and plan this batch. The oldest batch in flight is `lag`
+// batches before it. Return what plan_batch returns. If the plan raises, the clock is reset.
 std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
-  const int64_t now = call.clock[0], oldest = call.clock[1];
-  call.clock[0] = now + 1;
-  call.clock[1] = now + 1 - lag;
+  const int64_t now = call.clock[CacheClock::kNow], oldest = call.clock[CacheClock::kOldest];
+  call.clock[CacheClock::kNow] = now + 1;
+  call.clock[CacheClock::kOldest] = now + 1 - lag;
   try {
     return plan_batch(call);
   } catch (...) {
-    call.clock[0] = now;
-    call.clock[1] = oldest;
+    call.clock[CacheClock::kNow] = now;
+    call.clock[CacheClock::kOldest] = oldest;
     throw;
   }
 }
 
-// Prefetch a batch: advance the clock, give the batch's rows slots in the cache, write back the
-// rows that it evicts, and fetch its rows into their slots. Return [rows, segments, lookups, bags,
-// count], the distinct rows of the batch and their lookups as tbe_group returns them; row_slots,
-// int32 [L], the slot of each distinct row; and the slot of the row of each lookup, int32 [L]. A
-// slot is -1 for a row that is not in the cache. If `check`, a code of BoundsMode, is set and the
-// batch is invalid, return no tensor and change nothing: the caller must report and repair the
-// batch. Without `check` indices and offsets are repaired as they are read.
+// Prefetch a batch: advance the clock, assign slots of the cache to the batch's rows, write back
+// the rows that they evict, and fetch the batch's rows into their slots. Return seven tensors:
+//   rows, segments, lookups, bags, count   the grouping of the batch, as tbe_group returns it
+//   row_slots                              int32 [L]: the slot of each distinct row, -1 for none
+//   slots                                  int32 [L]: the slot of each lookup's row, -1 for none
+// With a `check_mode`, if the batch is invalid, return no tensor and change nothing: the caller
+// must report and repair the batch. Without it, indices and offsets are repaired as they are read.
 //   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table
@@ -60,26 +60,29 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
 //   bag_layout  int64 [bags, 2], see BagLayout; none if all features have B bags
 //   total_rows  rows of all tables, above every linear row id
 //   repaired    whether `offsets` has been repaired
-//   violations  only validated
+//   check_mode  a code of BoundsMode, if the batch is to be checked. The modes do not differ here:
+//               the caller applies the mode when it reports the violations
+//   violations  int64 [2], neither read nor written here
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,
                                     bool postpones, const Tensor& features, const Tensor& indices,
                                     const Tensor& offsets, std::optional<Tensor> bag_layout,
-                                    int64_t total_rows, bool repaired, std::optional<int64_t> check,
-                                    Tensor violations) {
+                                    int64_t total_rows, bool repaired,
+                                    std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "cache_prefetch_";
-  check_prefetch(op, cache, lag, check, violations);
+  const bool is_checked = check_mode.has_value();
+  check_prefetch(op, cache, lag, check_mode, violations);
   STD_TORCH_CHECK(!postpones, op, ": on the CPU all rows move at once: postpones must be False");
   check_features(op, features);
   check_lookups(op, indices, offsets);
   PlanCall call(op, cache[CacheTensor::kTags], cache[CacheTensor::kStamps],
                 cache[CacheTensor::kCounts], cache[CacheTensor::kCounters],
                 cache[CacheTensor::kClock], tables, policy);
-  const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
-  if (check && !is_valid(op, features, indices, offsets, bag_layout)) return {};
+  const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
+  if (is_checked && !is_valid(op, features, indices, offsets, bag_layout)) return {};
   const auto [rows, segments, lookups, bags, count] =
-      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || check);
+      tbe_group(features, indices, offsets, bag_layout, total_rows, repaired || is_checked);
   call.set_rows(rows, segments, count);
   const auto [row_slots, evicted] = plan_next(call, lag);
   move_batch(memory,

@@ -44,7 +44,7 @@ using namespace emb::cuda;
 extern "C" const char* simt_cache_plan(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    CachePlan plan{};
+    DevicePlanArgs plan{};
     plan.cache.tags = words.pointer<int64_t>();
     plan.cache.usage_words = words.pointer<int64_t>();
     plan.cache.counts = words.pointer<int32_t>();
@@ -78,7 +78,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
 extern "C" const char* simt_cache_locate(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    CachePlan plan{};
+    DevicePlanArgs plan{};
     plan.cache.tags = words.pointer<int64_t>();
     plan.cache.sets = words.number();
     read_tables(&words, &plan.tables, &plan.num_tables);
