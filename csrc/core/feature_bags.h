@@ -1,6 +1,6 @@
 // The bags of each feature on the CPU, and their distribution over threads. Threads get ranges of
-// bags of about equal cost. A range is divided where the feature changes, since a kernel works on
-// one table at a time. All features share one parallel region.
+// bags of about equal cost. A range is divided where the feature changes, because a kernel works on
+// one table at a time. All features share one parallel loop.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace emb {
 
-// The minimum cost of a range that gets a thread of its own, in lookups plus bags.
+// The grain of parallel_balanced for loops over bags, in lookups plus bags.
 inline constexpr int64_t kBagGrain = 512;
 
 // The range of bags of every feature. It owns `first_bags`; `map` points into the tensor
@@ -24,11 +24,11 @@ struct FeatureBags {
   BagMap map;
 
   // `features` [F, 8] must have been checked (check_features). `offsets` has one entry more than
-  // there are bags; only their number is read. `columns` is the number of columns of the output of
-  // a fixed batch, or of all elements of the output of a variable batch, the one with a
-  // `bag_layout`. Throws if the number of bags does not fit a fixed batch; for a variable batch, if
-  // the features of `bag_layout` do not ascend or are out of range, or if the row of a bag does not
-  // lie inside `columns` (not checked without pooling).
+  // there are bags; its contents are not read. With a `bag_layout` the batch is variable. `columns`
+  // is the number of columns of the output of a fixed batch, or of elements of the output of a
+  // variable batch. Throws if the number of bags does not fit a fixed batch. For a variable batch,
+  // throws if the features of `bag_layout` do not ascend or are out of range, or if the output row
+  // of a bag does not lie inside `columns` (not checked without pooling).
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
       : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
@@ -42,16 +42,16 @@ struct FeatureBags {
     const Feature* feature = feature_array(features);
     int64_t f = 0;
     for (int64_t bag = 0; bag < num_bags; ++bag) {
-      const BagLayout& row = map.layout[bag];
-      const bool ascends = row.feature >= f && row.feature < num_features;
-      while (ascends && f < row.feature) first_bags[++f] = bag;
+      const BagLayout& layout = map.layout[bag];
+      const bool ascends = layout.feature >= f && layout.feature < num_features;
+      while (ascends && f < layout.feature) first_bags[++f] = bag;
       const int64_t dim = ascends ? feature[f].dim : 0;
       STD_TORCH_CHECK(
           ascends && (pooling == Pooling::kNone ||
-                      (row.element >= 0 && dim <= columns && row.element <= columns - dim)),
+                      (layout.element >= 0 && dim <= columns && layout.element <= columns - dim)),
           op, ": bag_layout must name features of 0 to ", num_features - 1,
           " that ascend, and rows inside the ", columns, " elements of the output; bag ", bag,
-          " has feature ", row.feature, " at element ", row.element);
+          " has feature ", layout.feature, " at element ", layout.element);
     }
     while (f < num_features) first_bags[++f] = num_bags;
   }
@@ -65,8 +65,8 @@ struct FeatureBags {
 };
 
 // Call `body(feature, first_bag, last_bag)` for ranges [first_bag, last_bag) that together are all
-// bags; each is a non-empty range of bags of one feature. Several threads call `body` at once; it
-// must not throw.
+// bags; each is a non-empty range of bags of one feature. Several threads call `body` at once; see
+// parallel.h for what happens if it throws.
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {

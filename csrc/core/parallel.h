@@ -1,6 +1,8 @@
 // Parallel loops on torch's intra-op threads. Work is divided by cost, not by the number of items,
 // and no result may depend on where it is divided. The functions return when all calls have
-// returned. Several threads call a `task` or `body` at once, so it must not throw.
+// returned. Several threads call a `task` or `body` at once. It should not throw: a call that
+// throws does not stop the others, and the loop then throws the exception of one call, or, if it
+// had several tasks, torch's std::runtime_error in its place.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -12,7 +14,7 @@ namespace emb {
 // Return the number of threads that a loop may use, at least 1.
 inline int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Call `task(i)` for every i in [0, count), each a unit of work that may go to a thread of its own.
+// Call `task(i)` for every i in [0, count). Each call may run on a thread of its own.
 template <class Task>
 void parallel_tasks(int64_t count, const Task& task) {
   if (count == 1) return task(int64_t{0});

@@ -2,10 +2,10 @@
 // This file has the layouts, which emblib/ops/route.py documents, as structs; the arithmetic that
 // CPU and GPU share; and the arguments and function tables of the CPU kernels.
 //
-// A table is divided into *blocks* of rows, each of which one rank or several (copies) store. A
-// *unit* is what one rank looks up for one feature: for each bag of the feature, the ids that fall
-// into the rank's block, in their order. Pointers are to memory of the device of the op, which the
-// caller owns.
+// A table is divided into *blocks* of rows. One rank stores a block, or several ranks store copies
+// of it. A *unit* is what one rank looks up for one feature: for each bag of the feature, the ids
+// that fall into the rank's block, in their order. An *output bag* is a bag of a unit. Pointers are
+// to memory of the device of the op, which the caller owns.
 #pragma once
 
 #include "core/layout.h"
@@ -13,8 +13,8 @@
 
 namespace emb {
 
-// The rule that chooses the block of an id: by the range of rows that has the id, by a hash of the
-// id, or by range for ids below the rows of the table and by remainder for larger ids.
+// The rule that chooses the block of an id: by the range of rows that contains the id, by a hash of
+// the id, or by range for ids below the rows of the table and by remainder for the other ids.
 struct RouteRule {
   enum Code : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 };
@@ -31,21 +31,22 @@ struct RouteBlock {
   int64_t first_row, first_copy, num_copies;
 };
 
-// The five tensors of a routing: feature f has the bags [first_bags[f], first_bags[f + 1]) of the
-// batch; unit u has the bags [units[u], units[u + 1]) of the output.
+// The five tensors of a routing. Feature f has the bags [first_bags[f], first_bags[f + 1]) of the
+// batch; unit u has the output bags [units[u], units[u + 1]).
 struct Routing {
   const int64_t* first_bags;     // [num_features + 1], ascending
   const RouteFeature* features;  // [num_features]
   const RouteBlock* blocks;      // [num_blocks]
   const int64_t* copies;         // [num_copies] units, each named once
-  const int64_t* units;          // [num_units + 1] first bag of the output of each unit, from 0
+  const int64_t* units;          // [num_units + 1] first output bag of each unit, from 0
   int64_t num_features, num_blocks, num_copies, num_units;
 };
 
-// Return the block in [0, blocks) that stores a key: `owner` of emblib/dynamic/keys.py.
+// Return the block in [0, blocks) that stores a key. `owner` of emblib/dynamic/keys.py must give
+// the same block.
 EMB_HD int64_t block_of_key(int64_t key, int64_t blocks) {
   const uint64_t route = mix(mix(static_cast<uint64_t>(key)));
-  return static_cast<int64_t>((route >> 32) * static_cast<uint64_t>(blocks) >> 32);
+  return static_cast<int64_t>(((route >> 32) * static_cast<uint64_t>(blocks)) >> 32);
 }
 
 // Return the last block in [0, count) that begins at or before `row`; block 0 if none does.
@@ -54,7 +55,7 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
   int64_t first = 0;
   while (count > 1) {
     const int64_t half = count / 2;
-    // No branch: it would be unpredictable.
+    // A product instead of a branch, which would be unpredictable.
     first += half & -int64_t{blocks[first + half].first_row <= row};
     count -= half;
   }
@@ -63,7 +64,7 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
 
 // The destination of an id.
 struct RoutedId {
-  int64_t block;  // number of the block among those of its feature
+  int64_t block;  // index of the block among those of its feature
   int64_t id;     // the id in the numbering of the rank that has the block
 };
 
@@ -82,16 +83,16 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
   return {block, row == id ? row - blocks[block].first_row : id};
 }
 
-// A row of `targets`: a matrix [rows, width] in the flat output, from element `offset` on, rows
-// `stride` elements apart. It is the sum of pieces [first_piece, end_piece). If `first_bag` is not
-// negative, row i is divided by lengths[first_bag + i], or by 1 if that is 0.
+// A row of `targets`: a matrix [rows, width] in the flat output, which begins at element `offset`
+// and has rows `stride` elements apart. It is the sum of pieces [first_piece, end_piece). If
+// `first_bag` is not negative, row i is divided by max(lengths[first_bag + i], 1).
 struct Target {
   int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
 };
 
 // A row of `pieces`: a matrix in the flat source, of the width of its target. Row i of the target
-// uses its row i, or, if `first_row` is not negative, its row rows[first_row + i], where -1 stands
-// for none.
+// adds row i of the piece, or, if `first_row` is not negative, row rows[first_row + i] of the
+// piece; if that number is negative, it adds nothing.
 struct SourcePiece {
   int64_t offset, stride, first_row;
 };
@@ -99,20 +100,29 @@ struct SourcePiece {
 // Columns of the tensors whose rows are the structs above.
 inline constexpr int kRouteFeatureColumns = 4, kRouteBlockColumns = 3, kTargetColumns = 7,
                      kPieceColumns = 3;
+static_assert(sizeof(RouteFeature) == kRouteFeatureColumns * sizeof(int64_t));
+static_assert(sizeof(RouteBlock) == kRouteBlockColumns * sizeof(int64_t));
+static_assert(sizeof(Target) == kTargetColumns * sizeof(int64_t));
+static_assert(sizeof(SourcePiece) == kPieceColumns * sizeof(int64_t));
+
+// Entries of RouteArgs::scratch per block: WriteCursors has three arrays there.
+inline constexpr int64_t kRouteScratch = 3;
 
 // The arguments of the CPU kernels that count and move the ids of a range of bags.
 struct RouteArgs {
   Routing routing;  // its contents have been checked
   const void* ids;  // [L]
   Bags bags;        // of the batch
-  void* out;        // count: [bags of all units] lengths; move: [total] ids; dtype of `ids`
+  void* out;        // count: [output bags] lengths; move: [total] ids; of the dtype of `ids`
   // The other members are read by `move` only.
-  IndexArray starts;     // [bags of all units + 1] sums of the lengths that `count` wrote
+  IndexArray starts;     // [output bags + 1] sums of the lengths that `count` wrote
   int64_t total;         // ids in the output
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
   float* out_weights;    // [total], an output: the weight of each id; not used without weights
-  int64_t* scratch;      // of this thread: 3 numbers per block of the feature with the most blocks
+  // `count` and `move` use this: kRouteScratch numbers per block of the feature with the most
+  // blocks, of this thread alone.
+  int64_t* scratch;
 };
 
 // Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if the
@@ -125,8 +135,8 @@ struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The elements [begin, end) of a flat source that are in a separate tensor, `local`. The other
-// elements follow one another in the tensor of the source. begin = end if there is no local part.
+// The elements [begin, end) of a flat source that are in a separate tensor, `local`. The tensor of
+// the source has the other elements, without a gap. begin = end if there is no local part.
 struct LocalPart {
   void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
@@ -139,12 +149,12 @@ struct LocalPart {
     return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
   }
 
-  // Return the address of an element of the source, whose other elements are at data_of_others.
+  // Return the address of element `offset` of the source; `source` is the tensor of the source.
   template <class T>
-  EMB_HD T* at(T* data_of_others, int64_t offset) const {
-    const int number = section(offset);
-    if (number == 1) return static_cast<T*>(data) + (offset - begin);
-    return data_of_others + (number == 0 ? offset : offset - size());
+  EMB_HD T* address(T* source, int64_t offset) const {
+    const int offset_section = section(offset);
+    if (offset_section == 1) return static_cast<T*>(data) + (offset - begin);
+    return source + (offset_section == 0 ? offset : offset - size());
   }
 };
 

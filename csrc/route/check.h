@@ -1,7 +1,7 @@
 // Checks of the routing ops, shared by the CPU and the GPU. The constructors below check the
 // dtypes, shapes and devices of tensors. The contents of layouts are checked on the CPU only, by
-// check_routing and check_targets; GPU kernels skip entries that lie outside the tensors. A check
-// raises with the name `op`.
+// check_routing and check_targets; GPU kernels skip entries that lie outside the tensors. `op` is
+// the name of the op, for the message of the error.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,15 @@
 
 namespace emb {
 
-// Check that a tensor is int64, contiguous and [n, words], or [n] if `words` is 1.
-inline void check_int64_rows(const char* op, const char* name, const Tensor& tensor, int64_t words,
-                             const Tensor& like) {
+// Check that a tensor is int64, contiguous and [n, columns], or [n] if `columns` is 1, and on the
+// device of `like`.
+inline void check_int64_rows(const char* op, const char* name, const Tensor& tensor,
+                             int64_t columns, const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
-  const bool fits = words == 1 ? tensor.dim() == 1 : tensor.dim() == 2 && tensor.size(1) == words;
+  const bool fits =
+      columns == 1 ? tensor.dim() == 1 : (tensor.dim() == 2 && tensor.size(1) == columns);
   STD_TORCH_CHECK(fits && tensor.is_contiguous(), op, ": ", name, " must be a contiguous ",
-                  words == 1 ? "vector" : "matrix", " of ", words, " numbers per row");
+                  columns == 1 ? "vector" : "matrix", " of ", columns, " numbers per row");
   check_same_device(op, name, tensor, like);
 }
 
@@ -148,9 +150,9 @@ struct CombineInputs {
   }
 
   // Set the local part: `tensor`, flat and of the dtype of the source, has the elements of the
-  // source from `begin` on; `others` elements are outside of it. A null tensor has none.
-  void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin, int64_t others,
-                 ScalarType dtype) {
+  // source from `begin` on; num_outside elements are outside of it. A null tensor has none.
+  void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
+                 int64_t num_outside, ScalarType dtype) {
     if (!tensor) {
       STD_TORCH_CHECK(begin == 0, op, ": local_begin needs local, got ", begin, " without it");
       return;
@@ -161,21 +163,21 @@ struct CombineInputs {
     STD_TORCH_CHECK(tensor->scalar_type() == dtype, op,
                     ": local must have the dtype of the source");
     check_same_device(op, "local", *tensor, flat);
-    STD_TORCH_CHECK(begin >= 0 && begin <= others, op, ": local_begin must lie in [0, ", others,
-                    "], the elements of the source outside of local, got ", begin);
+    STD_TORCH_CHECK(begin >= 0 && begin <= num_outside, op, ": local_begin must lie in [0, ",
+                    num_outside, "], the elements of the source outside of local, got ", begin);
     void* data = tensor->numel() == 0 ? nullptr : const_cast<void*>(tensor->const_data_ptr());
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // Set the local part of a source of `numel` elements in all; return how many are outside of it.
+  // Set the local part of a source that has `numel` elements with it; return how many are outside.
   int64_t set_local_of(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                        int64_t numel, ScalarType dtype) {
     STD_TORCH_CHECK(numel >= 0, op, ": source_numel must not be negative, got ", numel);
-    const int64_t others = numel - (tensor ? tensor->numel() : 0);
-    STD_TORCH_CHECK(others >= 0, op, ": local must be part of the ", numel,
-                    " elements of the source, got ", numel - others);
-    set_local(op, tensor, begin, others, dtype);
-    return others;
+    const int64_t num_outside = numel - (tensor ? tensor->numel() : 0);
+    STD_TORCH_CHECK(num_outside >= 0, op, ": local must be part of the ", numel,
+                    " elements of the source, got ", numel - num_outside);
+    set_local(op, tensor, begin, num_outside, dtype);
+    return num_outside;
   }
 
   int64_t num_rows() const { return rows ? rows->numel() : 0; }
@@ -241,8 +243,8 @@ inline void check_units(const char* op, const Routing& routing) {
   }
 }
 
-// Check the contents of a routing, and that offsets run from 0 to the number of ids. Kernels find
-// out whether offsets descend in between.
+// Check the contents of a routing, and that offsets run from 0 to the number of ids. The kernels
+// check that offsets do not descend.
 inline void check_routing(const char* op, const RouteInputs& in) {
   const Routing& routing = in.routing;
   const Bags bags = in.bags();

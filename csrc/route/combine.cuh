@@ -1,7 +1,7 @@
-// `combine` and its adjoint `combine_backward` on the GPU. blockIdx.y iterates over targets,
-// blockIdx.x over their rows; a group of 4 to 32 lanes takes a row, four columns per lane at a
-// time. Layouts are on the device and not checked before: rows of targets and pieces that lie
-// outside the tensors are skipped.
+// `combine` on the GPU, and its adjoint `combine_backward`, which *spreads* gradients. blockIdx.y
+// iterates over targets, blockIdx.x over their rows; a group of 4 to 32 lanes takes a row, four
+// columns per lane at a time. Layouts are on the device and have not been checked: rows of targets
+// and pieces that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
         if (begin < 0) continue;
         float values[kCombineColumns];
-        read_columns(in.local.at(source, begin) + c, valid, values);
+        read_columns(in.local.address(source, begin) + c, valid, values);
 #pragma unroll
         for (int k = 0; k < kCombineColumns; ++k) sum[k] += values[k];
       }
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) spread_kernel
       for (int k = 0; k < kCombineColumns; ++k) values[k] = values[k] / length * in.scale;
       for (int64_t p = target.first_piece; p < target.end_piece; ++p) {
         const int64_t begin = piece_begin(in, in.pieces[p], target, row);
-        if (begin >= 0) write_columns(in.local.at(out, begin) + c, valid, values);
+        if (begin >= 0) write_columns(in.local.address(out, begin) + c, valid, values);
       }
     }
   });

@@ -19,7 +19,7 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 namespace {
 
 constexpr int64_t kRowsPerCall = 16;   // rows of a target per call of the kernel
-constexpr int64_t kGrain = 32 * 1024;  // elements: smallest range that gets a thread
+constexpr int64_t kGrain = 32 * 1024;  // elements of a parallel loop (its grain)
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.
 bool continues(const CombineInputs& in, const Target& target, const Target& next) {
@@ -65,14 +65,14 @@ int64_t count_named_rows(const CombineInputs& in, const SourcePiece& piece, int6
 
 // Run `kernel` over all rows of all targets, in parallel.
 void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
-  const auto count = static_cast<int64_t>(targets.size());
+  const auto num_targets = static_cast<int64_t>(targets.size());
   bool has_equal_rows = true;
   int64_t width = 0;  // of all targets together
   for (const Target& target : targets) {
     has_equal_rows = has_equal_rows && target.rows == targets[0].rows;
     width += target.width;
   }
-  if (has_equal_rows && count > 0) {
+  if (has_equal_rows && num_targets > 0) {
     // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
     const auto cost = [&](int64_t row) { return row * width; };
     parallel_balanced(targets[0].rows, kGrain, cost, [&](int64_t begin, int64_t end) {
@@ -83,15 +83,15 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
     });
     return;
   }
-  std::vector<int64_t> before(count + 1, 0);  // elements of the targets before each
-  for (int64_t t = 0; t < count; ++t)
-    before[t + 1] = before[t] + targets[t].rows * targets[t].width;
+  std::vector<int64_t> begins(num_targets + 1, 0);  // number of elements of all earlier targets
+  for (int64_t t = 0; t < num_targets; ++t)
+    begins[t + 1] = begins[t] + targets[t].rows * targets[t].width;
   // Ranges may begin anywhere; a row belongs to the range of its first element.
-  parallel_balanced(before[count], kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
-    int64_t t = std::upper_bound(before.begin(), before.end(), begin) - before.begin() - 1;
-    for (; t < count && before[t] < end; ++t) {
+  parallel_balanced(begins[num_targets], kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    int64_t t = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
+    for (; t < num_targets && begins[t] < end; ++t) {
       const auto row_from = [&](int64_t element) {
-        return (std::max(element - before[t], int64_t{0}) + targets[t].width - 1) /
+        return (std::max(element - begins[t], int64_t{0}) + targets[t].width - 1) /
                targets[t].width;
       };
       const int64_t last = std::min(row_from(end), targets[t].rows);
@@ -106,7 +106,8 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
 //   source              flat; float32, float16 or bfloat16, as `dtype`
 //   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
 //   rows, lengths       int32, and int32 or int64; null if no piece or target names them
-//   local, local_begin  elements of the source in a tensor of their own: see LocalPart; or null, 0
+//   local, local_begin  the elements of the source in a separate tensor and the position of the
+//                       first of them, see LocalPart; null and 0 if there are none
 Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
                std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
                ScalarType dtype, double scale, std::optional<Tensor> local, int64_t local_begin) {
@@ -129,24 +130,24 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-// Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
-// elements outside of `local`, of `dtype`. The elements inside are written to `local`, if there is
-// one. Elements of the source in no piece get 0. Pieces must not overlap; not checked.
+// Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
+// the elements outside of `local`, of `dtype`; write the elements inside to `local`, if there is
+// one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
-  const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
+  const int64_t num_outside = in.set_local_of(op, local, local_begin, source_numel, dtype);
   check_targets(op, in, in.flat.numel(), source_numel);
-  Tensor out = allocate_output(in.flat, {others}, dtype);
-  int64_t named = 0;  // elements of the source that pieces name, which do not overlap
+  Tensor out = allocate_output(in.flat, {num_outside}, dtype);
+  int64_t num_named = 0;  // elements of the source that pieces name; pieces do not overlap
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];
     for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
-      named += count_named_rows(in, in.pieces[p], x.rows) * x.width;
+      num_named += count_named_rows(in, in.pieces[p], x.rows) * x.width;
     }
   }
-  if (named != source_numel) {
+  if (num_named != source_numel) {
     torch::stable::zero_(out);
     if (local) torch::stable::zero_(*local);
   }

@@ -21,7 +21,7 @@ EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row)
 template <class T>
 EMB_HD T* row_of(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
   if (piece.first_row >= 0) row = args.rows[piece.first_row + row];
-  return row < 0 ? nullptr : args.local.at(data, piece.offset) + row * piece.stride;
+  return row < 0 ? nullptr : args.local.address(data, piece.offset) + row * piece.stride;
 }
 
 // Return whether values are neither divided nor scaled.
@@ -86,7 +86,7 @@ void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, 
   if constexpr (std::is_same_v<S, O>) {
     if (target.end_piece - target.first_piece == 1 && keeps_values(args, target) &&
         pieces->first_row < 0) {
-      const S* in = args.local.at(static_cast<const S*>(args.in), pieces->offset);
+      const S* in = args.local.address(static_cast<const S*>(args.in), pieces->offset);
       copy_rows(in + begin * pieces->stride, pieces->stride, out + begin * target.stride,
                 target.stride, end - begin, target.width);
       return;
@@ -118,7 +118,7 @@ void combine_backward_rows(const CombineArgs& args, const Target& target, int64_
     if constexpr (std::is_same_v<S, O>) {
       if (piece.first_row < 0 && keeps_values(args, target)) {
         copy_rows(grad + begin * target.stride, target.stride,
-                  args.local.at(out, piece.offset) + begin * piece.stride, piece.stride,
+                  args.local.address(out, piece.offset) + begin * piece.stride, piece.stride,
                   end - begin, width);
         continue;
       }

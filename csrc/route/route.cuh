@@ -2,7 +2,7 @@
 // kShortBag ids. Any other bag takes a warp, 32 ids at a time: a match instruction finds the lanes
 // whose ids go to the same block, and the first of them counts for all. No two threads write for
 // one bag at a time, so that no atomics are needed and ids keep their order. Layouts are on the
-// device and not checked before: entries that lie outside the tensors are skipped.
+// device and have not been checked: entries that lie outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -13,25 +13,25 @@ namespace emb::cuda {
 
 inline constexpr int kRouteThreads = 256;
 inline constexpr int kRouteBlocks = 4;  // per multiprocessor: they leave a thread 64 registers
-// These two are not measured.
+// No measurement of the next two is recorded.
 inline constexpr int kShortBag = 16;  // ids that one lane routes
 inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take bags
 
 // The arguments of the kernels. Pointers are to device memory that must live until the kernels have
-// run. A *cell* is a bag of a unit: a bag of the output.
+// run.
 struct DeviceRoute {
   Routing routing;
   const void* ids;   // [L]
   Bags bags;         // of the batch
   void* out;         // of the dtype of ids: [out_bags] lengths, 0 before; or [total] ids
-  int64_t out_bags;  // bags of all units
+  int64_t out_bags;  // output bags
   // The other members are read by the move only.
   IndexArray starts;     // [out_bags + 1] sums of the lengths
   int64_t total;         // ids in the output
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
   float* out_weights;    // [total], an output, unless `weights` is null
-  int32_t* num_moved;    // [out_bags], in and out, 0 before: ids moved so far, per cell
+  int32_t* num_moved;    // [out_bags], in and out, 0 before: ids moved so far, per output bag
 };
 
 // Return the last feature whose bags begin at or before `bag`, 0 if no feature does. There must be
@@ -53,15 +53,15 @@ EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
 struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
-  int64_t bag;               // number of the bag within the feature
+  int64_t bag_in_feature;    // index of the bag among those of the feature
   bool is_valid;             // a feature has the bag, and its blocks exist and are in range
 
-  // Bag `number` of the batch.
-  EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), is_valid(false) {
-    const int64_t f = feature_of_bag(routing, number);
+  // `bag` counts the bags of the batch.
+  EMB_DEVICE BagRoute(const Routing& routing, int64_t bag) : blocks(nullptr), is_valid(false) {
+    const int64_t f = feature_of_bag(routing, bag);
     feature = routing.features[f];
-    bag = number - routing.first_bags[f];
-    is_valid = bag >= 0 && number < routing.first_bags[f + 1] && feature.first_block >= 0 &&
+    bag_in_feature = bag - routing.first_bags[f];
+    is_valid = bag_in_feature >= 0 && bag < routing.first_bags[f + 1] && feature.first_block >= 0 &&
                feature.num_blocks > 0 && feature.num_blocks <= routing.num_blocks &&
                feature.first_block <= routing.num_blocks - feature.num_blocks;
     if (is_valid) blocks = routing.blocks + feature.first_block;
@@ -75,33 +75,34 @@ struct BagRoute {
     return fits && b.num_copies > 0 ? b.num_copies : 0;
   }
 
-  // Return the cell of the bag in copy `copy` of a block, -1 if the layout has none.
-  EMB_DEVICE int64_t cell(const DeviceRoute& in, int64_t block, int64_t copy) const {
+  // Return the output bag of this bag in copy `copy` of a block, -1 if the layout has none.
+  EMB_DEVICE int64_t out_bag(const DeviceRoute& in, int64_t block, int64_t copy) const {
     const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
     if (unit < 0 || unit >= in.routing.num_units) return -1;
-    const int64_t cell = in.routing.units[unit] + bag;
-    return cell >= 0 && cell < in.out_bags ? cell : -1;
+    const int64_t out_bag = in.routing.units[unit] + bag_in_feature;
+    return out_bag >= 0 && out_bag < in.out_bags ? out_bag : -1;
   }
 };
 
 // The lanes of a warp whose ids go to the block of this lane's id.
 struct BlockPeers {
-  unsigned peers;    // bit mask of these lanes
-  int leader, rank;  // the first of them; how many of them come before this lane
+  unsigned lanes;  // bit mask of these lanes
+  int leader;      // the first of them
+  int rank;        // how many of them come before this lane
 
   // All lanes of the warp call this, those without an id with -1.
   EMB_DEVICE explicit BlockPeers(int block) {
-    peers = __match_any_sync(simt::kFullMask, block);
-    leader = __ffs(static_cast<int>(peers)) - 1;
+    lanes = __match_any_sync(simt::kFullMask, block);
+    leader = __ffs(static_cast<int>(lanes)) - 1;
     const unsigned lane = threadIdx.x % simt::kWarp;
-    rank = __popc(peers & ((1u << lane) - 1u));
+    rank = __popc(lanes & ((1u << lane) - 1u));
   }
   EMB_DEVICE bool leads() const { return rank == 0; }
-  EMB_DEVICE int count() const { return __popc(peers); }
+  EMB_DEVICE int count() const { return __popc(lanes); }
 };
 
-// Counts the ids [begin, end) of a bag per block: adds to the lengths in in.out. I is the dtype of
-// ids and lengths.
+// Counts the ids [begin, end) of a bag: adds their number per block to the lengths in in.out. I is
+// the dtype of ids and lengths.
 template <class I>
 struct CountIds {
   // Called by one lane.
@@ -135,8 +136,8 @@ struct CountIds {
                              int count) {
     const int64_t copies = route.num_copies(in.routing, block);
     for (int64_t copy = 0; copy < copies; ++copy) {
-      const int64_t cell = route.cell(in, block, copy);
-      if (cell >= 0) static_cast<I*>(in.out)[cell] += static_cast<I>(count);
+      const int64_t out_bag = route.out_bag(in, block, copy);
+      if (out_bag >= 0) static_cast<I*>(in.out)[out_bag] += static_cast<I>(count);
     }
   }
 };
@@ -151,9 +152,9 @@ struct MoveIds {
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
       const int64_t copies = route.num_copies(in.routing, routed.block);
-      const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
-      const int moved = first_cell >= 0 ? in.num_moved[first_cell]++ : 0;
-      put(in, route, routed, copies, first_cell, moved, i);
+      const int64_t first_out_bag = copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
+      const int moved = first_out_bag >= 0 ? in.num_moved[first_out_bag]++ : 0;
+      put(in, route, routed, copies, first_out_bag, moved, i);
     }
   }
 
@@ -168,29 +169,29 @@ struct MoveIds {
       if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
       const BlockPeers peers(static_cast<int>(routed.block));
       const int64_t copies = has_id ? route.num_copies(in.routing, routed.block) : 0;
-      const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
+      const int64_t first_out_bag = copies > 0 ? route.out_bag(in, routed.block, 0) : -1;
       int moved = 0;
-      if (first_cell >= 0 && peers.leads()) {
-        moved = in.num_moved[first_cell];
-        in.num_moved[first_cell] = moved + peers.count();
+      if (first_out_bag >= 0 && peers.leads()) {
+        moved = in.num_moved[first_out_bag];
+        in.num_moved[first_out_bag] = moved + peers.count();
       }
       moved = __shfl_sync(simt::kFullMask, moved, peers.leader) + peers.rank;
-      put(in, route, routed, copies, first_cell, moved, i + lane);
+      put(in, route, routed, copies, first_out_bag, moved, i + lane);
       __syncwarp();
     }
   }
 
  private:
   // Write the id at `position` of the batch for each copy of its block, with its position and
-  // weight. `moved` is the number of ids that its cell already has, and first_cell is the cell of
-  // copy 0.
+  // weight. first_out_bag is the output bag of copy 0, and `moved` is the number of ids that have
+  // been moved there.
   EMB_DEVICE static void put(const DeviceRoute& in, const BagRoute& route, const RoutedId& routed,
-                             int64_t copies, int64_t first_cell, int moved, int64_t position) {
+                             int64_t copies, int64_t first_out_bag, int moved, int64_t position) {
     for (int64_t copy = 0; copy < copies; ++copy) {
-      const int64_t cell = copy == 0 ? first_cell : route.cell(in, routed.block, copy);
-      if (cell < 0) continue;
-      const int64_t start = in.starts[cell], to = start + moved;
-      if (start < 0 || to >= in.starts[cell + 1] || to >= in.total) continue;
+      const int64_t out_bag = copy == 0 ? first_out_bag : route.out_bag(in, routed.block, copy);
+      if (out_bag < 0) continue;
+      const int64_t start = in.starts[out_bag], to = start + moved;
+      if (start < 0 || to >= in.starts[out_bag + 1] || to >= in.total) continue;
       static_cast<I*>(in.out)[to] = static_cast<I>(routed.id);
       in.positions[to] = position;
       if (in.weights != nullptr) in.out_weights[to] = in.weights[position];
@@ -199,30 +200,30 @@ struct MoveIds {
 };
 
 // Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp takes `bags_of_warp`
-// bags, 1 or 32. It processes a single bag together. Of 32 bags, each lane processes one bag if
-// that is short; then the warp processes the long bags, one after the other.
+// bags, 1 or 32. All lanes process a single bag together. Of 32 bags, each lane processes one if it
+// is short; then all lanes process the long ones together, one after the other.
 template <class Work>
 EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const bool lane_takes_bag = bags_of_warp > 1;
   for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.num_bags;
        first += simt::warps_in_grid() * bags_of_warp) {
-    bool is_long = lane == 0;
+    bool is_long = lane == 0;  // a single bag counts as long
     if (lane_takes_bag) {
       is_long = false;
-      const int64_t number = first + lane;
-      if (number < in.bags.num_bags) {
-        const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
+      const int64_t bag = first + lane;
+      if (bag < in.bags.num_bags) {
+        const int64_t begin = in.bags.begin(bag), end = in.bags.end(bag);
         is_long = end - begin > kShortBag;
-        const BagRoute route(in.routing, number);
+        const BagRoute route(in.routing, bag);
         if (!is_long && route.is_valid) Work::by_lane(in, route, begin, end);
       }
     }
-    unsigned waiting = __ballot_sync(simt::kFullMask, is_long);
-    for (; waiting != 0; waiting &= waiting - 1) {
-      const int64_t number = first + __ffs(static_cast<int>(waiting)) - 1;
-      const BagRoute route(in.routing, number);
-      if (route.is_valid) Work::by_warp(in, route, in.bags.begin(number), in.bags.end(number));
+    unsigned long_bags = __ballot_sync(simt::kFullMask, is_long);  // bit b: bag first + b
+    for (; long_bags != 0; long_bags &= long_bags - 1) {
+      const int64_t bag = first + __ffs(static_cast<int>(long_bags)) - 1;
+      const BagRoute route(in.routing, bag);
+      if (route.is_valid) Work::by_warp(in, route, in.bags.begin(bag), in.bags.end(bag));
     }
   }
 }
@@ -253,8 +254,8 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 
-// Add the ids of all bags to the lengths in.out, which must be 0 before; `is_int64`: ids and
-// lengths are int64, else int32. Does not wait for the device.
+// Add the numbers of ids of all bags to the lengths in in.out, which must be 0 before. `is_int64`:
+// ids and lengths are int64, else int32. Does not wait for the device.
 template <class Launcher>
 void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,

@@ -18,10 +18,10 @@ EMB_SELECT_KERNELS(RouteTable, kRouteTable, route_table)
 
 namespace {
 
-constexpr int64_t kGrain = 8192;  // ids plus bags: smallest range that gets a thread
+constexpr int64_t kGrain = 8192;  // ids plus bags of a parallel loop (its grain)
 
 // Run `kernel` over the bags of all features, in parallel; return false if one of its calls
-// returned false. Each range gets separate scratch memory.
+// returned false. Each range of bags gets separate scratch memory; throws without memory for it.
 bool run(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;
@@ -30,13 +30,13 @@ bool run(const RouteArgs& args, RouteFn kernel) {
     max_blocks = std::max(max_blocks, routing.features[f].num_blocks);
   }
   const int64_t first = routing.first_bags[0], last = routing.first_bags[routing.num_features];
-  const int64_t before = args.bags.offsets[first];
+  const int64_t first_id = args.bags.offsets[first];
   std::atomic<bool> fits{true};
-  const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - before + i; };
-  parallel_balanced(last - first, kGrain, cost, [&](int64_t part_begin, int64_t part_end) {
-    const int64_t from = first + part_begin, to = first + part_end;
+  const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - first_id + i; };
+  parallel_balanced(last - first, kGrain, cost, [&](int64_t range_begin, int64_t range_end) {
+    const int64_t from = first + range_begin, to = first + range_end;
     RouteArgs args_of_range = args;
-    const std::unique_ptr<int64_t[]> scratch(new int64_t[3 * max_blocks]);
+    const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratch * max_blocks]);
     args_of_range.scratch = scratch.get();
     const int64_t* next =
         std::upper_bound(routing.first_bags, routing.first_bags + routing.num_features + 1, from);
@@ -59,9 +59,9 @@ RouteArgs route_args(const RouteInputs& in) {
   return args;
 }
 
-// Return the number of ids in each bag of all units, [num_bags] of the dtype of `ids`. `ids` is
-// int32 or int64 [L], `offsets` [bags + 1]; the next five tensors are the Routing. num_bags must be
-// the number of bags of all units, units[-1].
+// Return the number of ids in each output bag, [num_bags] of the dtype of `ids`. `ids` is int32 or
+// int64 [L], `offsets` int32 or int64 [bags + 1]; the next five tensors are the Routing. num_bags
+// must be the number of output bags, the last entry of `units`.
 Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& first_bags,
                      const Tensor& features, const Tensor& blocks, const Tensor& copies,
                      const Tensor& units, int64_t num_bags) {
@@ -80,9 +80,10 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
 }
 
 // Return the ids of all units, unit by unit and bag by bag: (ids [total], positions int64 [total],
-// weights float32 [total]). Output i is the id at position positions[i] of `ids`, as its rank
-// numbers it; `weights` is empty if `weights` is null, else float32 [L]. `starts`, [bags of all
-// units + 1], are the sums of the lengths that route_lengths returned, `total` the last of them.
+// weights float32 [total]). Output i is the id at position positions[i] of `ids`, in the numbering
+// of its rank. The argument `weights` is float32 [L] or null; if it is null, the returned weights
+// are empty. `starts`, [output bags + 1], are the sums of the lengths that route_lengths returned,
+// and `total` is the last of them.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,

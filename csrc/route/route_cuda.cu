@@ -127,16 +127,14 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-// Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
-// elements outside of `local`, of `dtype`. The elements inside are written to `local`, if there is
-// one. Elements of the source in no piece get 0.
+// Do what `spread` of combine_cpu.cpp does.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
   const Dtype to = float_dtype(op, "dtype", dtype);
-  const int64_t others = in.set_local_of(op, local, local_begin, source_numel, dtype);
+  const int64_t num_outside = in.set_local_of(op, local, local_begin, source_numel, dtype);
   const CudaLauncher launcher(in.flat);
-  Tensor out = allocate(in.flat, {others}, dtype);
+  Tensor out = allocate(in.flat, {num_outside}, dtype);
   torch::stable::zero_(out);
   if (local) torch::stable::zero_(*local);
   DeviceCombine work = device_combine(in, out, scale);

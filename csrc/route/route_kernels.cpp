@@ -2,10 +2,11 @@
 // RouteTable (route/args.h).
 //
 // The work is to find the block of each id. With few blocks, an id is compared with the start of
-// every block, which vectorises; blocks of equal size take a multiplication; otherwise a binary
-// search or a hash (route_id) takes one id after the other. Counting processes long bags one by
-// one, with a loop over the ids per block, and short bags in chunks of ids. Moving writes the ids
-// of each block at the block's cursor, and copies the result for further copies of the block.
+// every block, which vectorises. With many blocks of equal size, it is multiplied by the reciprocal
+// of the size. Otherwise a binary search or a hash (route_id) takes one id after the other.
+// Counting processes long bags one by one, with a loop over the ids per block, and short bags in
+// chunks of ids. Moving writes the ids of each block at the block's cursor, and copies the result
+// for further copies of the block.
 #include <cstdint>
 
 #include "route/args.h"
@@ -18,7 +19,7 @@ constexpr int64_t kFewBlocks = 12;
 // Up to this number of rows, products of doubles find the block of a row (see find_equal).
 constexpr int64_t kMaxExactRows = int64_t{1} << 52;
 constexpr int64_t kLongBag = 8;  // mean ids per bag from which a loop per block pays
-constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are moved
+constexpr int64_t kChunk = 512;  // ids whose blocks are found before they are counted or moved
 
 // Return whether an id of type I can be as large as `bound`, which must not be negative.
 template <class I>
@@ -28,7 +29,7 @@ bool reaches(int64_t bound) {
 
 // Return how many of n ids are at least `bound`.
 template <class I>
-int64_t count_from(const I* ids, int64_t n, int64_t bound) {
+int64_t count_at_least(const I* ids, int64_t n, int64_t bound) {
   if (!reaches<I>(bound)) return 0;
   const auto limit = static_cast<I>(bound);
   I count = 0;
@@ -64,15 +65,15 @@ struct FeatureRoute {
   bool has_few_blocks() const {
     return feature.rule != RouteRule::kByKey && feature.num_blocks <= kFewBlocks;
   }
-  // Return the first of the range's bags in the output, for copy `copy` of block k.
-  int64_t bag(int64_t k, int64_t copy) const {
+  // Return the output bag of the range's first bag, for copy `copy` of block k.
+  int64_t out_bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
   }
 };
 
 // Return how many of n ids are not pruned: after repair they are rows of a table of `rows` rows.
 template <class I>
-int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
+int64_t count_not_pruned(const I* ids, int64_t n, int64_t rows) {
   if (rows == 0) return 0;
   I count = 0;
   for (int64_t i = 0; i < n; ++i) count += ids[i] != -1;
@@ -84,12 +85,13 @@ int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
 template <class I>
 void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
-  const int64_t beyond = count_from(ids, n, route.feature.rows);
+  const int64_t beyond = count_at_least(ids, n, route.feature.rows);
   int64_t after = 0;  // ids of the blocks after this one
   for (int64_t k = num_blocks - 1; k > 0; --k) {
     const int64_t first = route.blocks[k].first_row;
     const int64_t from =  // ids of this block and of later blocks
-        first > 0 ? count_from(ids, n, first) - beyond : count_rows(ids, n, route.feature.rows);
+        first > 0 ? count_at_least(ids, n, first) - beyond
+                  : count_not_pruned(ids, n, route.feature.rows);
     counts[k] = from - after;
     after = from;
   }
@@ -97,11 +99,11 @@ void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* coun
 }
 
 // The functions find*() write the block of each of n ids to `block`, and the id in the numbering of
-// the block's rank to `local`, [n] each, as route_id defines them.
+// the block's rank to `rank_id`, [n] each, as route_id defines them.
 
 // find() for at most kMaxBlocks blocks. Blocks that do not exist begin where no id reaches them.
 template <class I, int kMaxBlocks>
-void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const int64_t rows = route.feature.rows;
   const I limit = reaches<I>(rows) ? static_cast<I>(rows) : INT32_MAX;
   const bool has_no_limit = !reaches<I>(rows);  // no id is too large
@@ -124,36 +126,36 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
       begin = reached ? first[k] : begin;
     }
     block[i] = number;
-    local[i] = (is_row | is_empty) ? static_cast<I>(row - begin) : id;
+    rank_id[i] = (is_row | is_empty) ? static_cast<I>(row - begin) : id;
   }
 }
 
 // find() for few blocks.
 template <class I>
-void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   static_assert(kFewBlocks == 12);
   const int64_t num_blocks = route.feature.num_blocks;
   const auto find = num_blocks <= 1   ? find_up_to<I, 1>
                     : num_blocks <= 4 ? find_up_to<I, 4>
                     : num_blocks <= 8 ? find_up_to<I, 8>
                                       : find_up_to<I, 12>;
-  find(route, ids, n, block, local);
+  find(route, ids, n, block, rank_id);
 }
 
 // find() for any blocks and rule.
 template <class I>
-void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   for (int64_t i = 0; i < n; ++i) {
     const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
     block[i] = static_cast<I>(routed.block);
-    local[i] = static_cast<I>(routed.id);
+    rank_id[i] = static_cast<I>(routed.id);
   }
 }
 
 // find() for many blocks of equal size (FeatureRoute::step) and ids of the table: the product with
 // the reciprocal, rounded down, is the block or off by one, which is corrected.
 template <class I>
-void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const int64_t step = route.step, rows = route.feature.rows;
   const double per_row = 1.0 / static_cast<double>(step);
   for (int64_t i = 0; i < n; ++i) {
@@ -164,48 +166,49 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     number -= number * step > row;
     number += (number + 1) * step <= row;
     block[i] = static_cast<I>(number);
-    local[i] = static_cast<I>(valid ? row - number * step : id);
+    rank_id[i] = static_cast<I>(valid ? row - number * step : id);
   }
 }
 
 // Find the blocks of n ids with the fastest of these functions.
 template <class I>
-void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
+void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const RouteFeature& feature = route.feature;
-  if (feature.rule == RouteRule::kByRangeElseSpread && count_from(ids, n, feature.rows) > 0) {
-    find_many(route, ids, n, block, local);
+  if (feature.rule == RouteRule::kByRangeElseSpread && count_at_least(ids, n, feature.rows) > 0) {
+    find_many(route, ids, n, block, rank_id);
   } else if (route.has_few_blocks()) {
-    find_few(route, ids, n, block, local);
+    find_few(route, ids, n, block, rank_id);
   } else if (route.step > 0) {
-    find_equal(route, ids, n, block, local);
+    find_equal(route, ids, n, block, rank_id);
   } else {
-    find_many(route, ids, n, block, local);
+    find_many(route, ids, n, block, rank_id);
   }
 }
 
 // Write the lengths of `bags` bags from bag `begin` of the batch on, by adding every id to the
-// length of its bag in its block. The lengths of block k begin at out[first[k]], and are 0 before;
-// first[k] is negative for a block without copies. Return false for offsets that descend.
+// length of its bag in its block. The lengths of block k begin at out[out_bags[k]], and are 0
+// before; out_bags[k] is negative for a block without copies. Return false for offsets that
+// descend.
 template <class I>
-bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
+bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
                       int64_t begin, int64_t bags) {
   I* out = static_cast<I*>(args.out);
   const I* ids = static_cast<const I*>(args.ids);
   const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[begin + bags];
   if (from < 0 || to < from || to > args.bags.num_lookups) return false;
-  I block[kChunk], local[kChunk];
+  I block[kChunk], rank_id[kChunk];
   int64_t bag = 0, last = from;  // ids before `last` belong to the first `bag` bags
   for (int64_t i = from; i < to; i += kChunk) {
     const int64_t n = to - i < kChunk ? to - i : kChunk;
-    find(route, ids + i, n, block, local);
+    find(route, ids + i, n, block, rank_id);
     for (int64_t j = 0; j < n; ++j) {
       while (i + j >= last && bag < bags) {
         const int64_t next = args.bags.offsets[begin + ++bag];
         if (next < last) return false;
         last = next;
       }
-      const int64_t at = first[block[j]];
-      if (at >= 0) ++out[at + bag - 1];
+      const int64_t out_bag = out_bags[block[j]];
+      if (out_bag >= 0) ++out[out_bag + bag - 1];
     }
   }
   for (; bag < bags; ++bag) {
@@ -216,10 +219,10 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
-// Write the same lengths as count_one_by_one, but bag by bag and without reading the lengths
-// before. The feature must have one block, or few blocks and the rule kByRange.
+// Write the same lengths as count_one_by_one, but bag by bag; the lengths need not be 0 before. The
+// feature must have one block, or few blocks and the rule kByRange.
 template <class I>
-bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
+bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* out_bags,
                       int64_t begin, int64_t bags) {
   const int64_t num_blocks = route.feature.num_blocks;
   const I* ids = static_cast<const I*>(args.ids);
@@ -235,7 +238,7 @@ bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const in
       count_few(route, ids + from, n, counts);
     }
     for (int64_t k = 0; k < num_blocks; ++k) {
-      if (first[k] >= 0) out[first[k] + bag] = static_cast<I>(counts[k]);
+      if (out_bags[k] >= 0) out[out_bags[k] + bag] = static_cast<I>(counts[k]);
     }
     from = to;
   }
@@ -249,9 +252,9 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const int64_t num_blocks = route.feature.num_blocks, bags = end - begin;
   if (num_blocks == 0) return true;
   I* out = static_cast<I*>(args.out);
-  int64_t* first = args.scratch;
+  int64_t* out_bags = args.scratch;  // of the first copy of each block
   for (int64_t k = 0; k < num_blocks; ++k) {
-    first[k] = route.blocks[k].num_copies > 0 ? route.bag(k, 0) : -1;
+    out_bags[k] = route.blocks[k].num_copies > 0 ? route.out_bag(k, 0) : -1;
   }
   const int64_t n = args.bags.offsets[end] - args.bags.offsets[begin];
   const bool bag_by_bag =
@@ -259,27 +262,27 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
       (route.has_few_blocks() && route.feature.rule == RouteRule::kByRange && n >= kLongBag * bags);
   if (!bag_by_bag) {
     for (int64_t k = 0; k < num_blocks; ++k) {
-      if (first[k] >= 0) __builtin_memset(out + first[k], 0, bags * sizeof(I));
+      if (out_bags[k] >= 0) __builtin_memset(out + out_bags[k], 0, bags * sizeof(I));
     }
   }
   const auto kernel = bag_by_bag ? count_bag_by_bag<I> : count_one_by_one<I>;
-  if (!kernel(args, route, first, begin, bags)) return false;
+  if (!kernel(args, route, out_bags, begin, bags)) return false;
   for (int64_t k = 0; k < num_blocks; ++k) {
     for (int64_t copy = 1; copy < route.blocks[k].num_copies; ++copy) {
-      __builtin_memcpy(out + route.bag(k, copy), out + first[k], bags * sizeof(I));
+      __builtin_memcpy(out + route.out_bag(k, copy), out + out_bags[k], bags * sizeof(I));
     }
   }
   return true;
 }
 
 // The outputs of each block's first copy: its ids are written to [start, end), the next id to
-// `cursor`. Each array has one entry per block, in args.scratch.
+// `cursor`. The arrays, with one entry per block, are the kRouteScratch arrays of args.scratch.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 
   // Set the cursors from args.starts. Return false if the starts lie outside the outputs, or give
   // copies of a block different lengths.
-  bool begin(const RouteArgs& args, const FeatureRoute& route) {
+  bool set(const RouteArgs& args, const FeatureRoute& route) {
     const int64_t num_blocks = route.feature.num_blocks;
     cursor = args.scratch;
     end = cursor + num_blocks;
@@ -287,13 +290,14 @@ struct WriteCursors {
     for (int64_t k = 0; k < num_blocks; ++k) {
       start[k] = cursor[k] = end[k] = 0;
       for (int64_t copy = 0; copy < route.blocks[k].num_copies; ++copy) {
-        const int64_t bag = route.bag(k, copy);
-        const int64_t s = args.starts[bag], e = args.starts[bag + route.end - route.begin];
-        if (s < 0 || e < s || e > args.total) return false;
-        if (copy > 0 && e - s != end[k] - start[k]) return false;
+        const int64_t out_bag = route.out_bag(k, copy);
+        const int64_t first = args.starts[out_bag];
+        const int64_t last = args.starts[out_bag + route.end - route.begin];
+        if (first < 0 || last < first || last > args.total) return false;
+        if (copy > 0 && last - first != end[k] - start[k]) return false;
         if (copy == 0) {
-          start[k] = cursor[k] = s;
-          end[k] = e;
+          start[k] = cursor[k] = first;
+          end[k] = last;
         }
       }
     }
@@ -301,14 +305,15 @@ struct WriteCursors {
   }
 };
 
-// Move n ids, at most kChunk, from position `first` on. Return false if a block has no room left.
+// Move n ids, at most kChunk, from position `first` on. Return false if the output of a block with
+// copies is full before all of them are written.
 template <class I>
 bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
                 int64_t first, int64_t n) {
-  I block[kChunk], local[kChunk];
+  I block[kChunk], rank_id[kChunk];
   const I* ids = static_cast<const I*>(args.ids) + first;
   I* out = static_cast<I*>(args.out);
-  find(route, ids, n, block, local);
+  find(route, ids, n, block, rank_id);
   bool fits = true;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t k = block[i], to = cursors.cursor[k];
@@ -317,7 +322,7 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCur
       continue;
     }
     cursors.cursor[k] = to + 1;
-    out[to] = local[i];
+    out[to] = rank_id[i];
     args.positions[to] = first + i;
     if (args.weights != nullptr) args.out_weights[to] = args.weights[first + i];
   }
@@ -359,7 +364,7 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const int64_t from = args.bags.offsets[begin], to = args.bags.offsets[end];
   if (from < 0 || to < from || to > args.bags.num_lookups) return false;
   WriteCursors cursors{};
-  if (!cursors.begin(args, route)) return false;
+  if (!cursors.set(args, route)) return false;
   bool fits = true;
   if (num_blocks == 1) {
     fits = move_all<I>(args, route, cursors, from, to - from);
@@ -373,7 +378,7 @@ bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
     fits = fits && cursors.cursor[k] == cursors.end[k];
     const int64_t first = cursors.start[k], n = cursors.end[k] - first;
     for (int64_t copy = 1; copy < route.blocks[k].num_copies && fits; ++copy) {
-      const int64_t other = args.starts[route.bag(k, copy)];
+      const int64_t other = args.starts[route.out_bag(k, copy)];
       __builtin_memcpy(out + other, out + first, n * sizeof(I));
       __builtin_memcpy(args.positions + other, args.positions + first, n * sizeof(int64_t));
       if (args.weights != nullptr) {

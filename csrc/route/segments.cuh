@@ -1,7 +1,7 @@
 // The concatenation of segments of rows on the GPU. The first output row of each segment comes from
-// a scan: one kernel sums the rows of the segments within tiles of 256 segments, a second kernel
-// turns the sums of tiles into sums of all earlier tiles, and readers add both. A third kernel
-// copies the rows in the widest words that the alignment allows.
+// a scan: one kernel sums the rows of the segments within tiles of kScanThreads segments, and a
+// second kernel turns the sums of tiles into sums of all earlier tiles. A third kernel adds both
+// sums, and copies the rows in the widest words that the alignment allows.
 #pragma once
 
 #include "core/dtype.h"
@@ -14,15 +14,16 @@ namespace emb::cuda {
 inline constexpr int kScanThreads = 256;      // threads of a block, and segments of a tile
 inline constexpr int kSegmentCopyBlocks = 4;  // per multiprocessor
 
-// The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents are not
-// checked before: starts are clamped to the rows of the values, and a segment that does not exist
+// The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents need
+// not be checked: starts are clamped to the rows of the values, and a segment that does not exist
 // is empty.
 struct Segments {
   IndexArray starts;                  // [num_segments + 1]
   const int64_t* order;               // [count] the wanted segments
   int64_t num_segments, count, rows;  // `rows` is the number of rows of the values
-  int64_t* sums_in_tile;      // [count], scratch: rows from the segment's tile begin to its end
-  int64_t* rows_before_tile;  // [tiles + 1], scratch
+  // Scratch, [count]: rows of the segment and of the segments before it in its tile.
+  int64_t* sums_in_tile;
+  int64_t* rows_before_tile;  // scratch, [tiles + 1]: rows of all segments before the tile
 
   // Return the first row, in the values, of the m-th wanted segment.
   EMB_DEVICE int64_t begin(int64_t m) const {
@@ -43,7 +44,7 @@ struct Segments {
 
  private:
   EMB_DEVICE int64_t clamp(int64_t x, int64_t low) const {
-    return x < low ? low : x > rows ? rows : x;
+    return x < low ? low : (x > rows ? rows : x);
   }
 };
 
@@ -51,7 +52,7 @@ struct Segments {
 inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
 
 // Return the sum of `value` over this thread and the earlier threads of the block. All threads must
-// call it; it has barriers. `shared` is memory for one number per warp.
+// call it; it has barriers. `shared` is shared memory for one number per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (unsigned step = 1; step < simt::kWarp; step *= 2) {
@@ -89,11 +90,11 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
   __syncthreads();
   for (int64_t tile = 0; tile < tiles; tile += kScanThreads) {
-    const int64_t number = tile + threadIdx.x + 1;
+    const int64_t entry = tile + threadIdx.x + 1;
     const int64_t before = carried;
     const int64_t sum =
-        before + block_scan(number <= tiles ? in.rows_before_tile[number] : 0, shared);
-    if (number <= tiles) in.rows_before_tile[number] = sum;
+        before + block_scan(entry <= tiles ? in.rows_before_tile[entry] : 0, shared);
+    if (entry <= tiles) in.rows_before_tile[entry] = sum;
     if (threadIdx.x == kScanThreads - 1) carried = sum;
     __syncthreads();
   }

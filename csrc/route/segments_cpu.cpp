@@ -12,9 +12,9 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 64 * 1024;  // bytes: smallest range that gets a thread
+constexpr int64_t kGrain = 64 * 1024;  // bytes of a parallel loop (its grain)
 
-// Copy bytes; inlined for one word, because a call costs more than the copy.
+// Copy bytes. Copies of 4 and 8 bytes are inlined, because a call costs more than the copy.
 inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   if (nbytes == 8) {
     std::memcpy(out, in, 8);
@@ -25,11 +25,11 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Write the first output row of each wanted segment to `first`, [count + 1], and in the last entry
-// the end of the last segment. `order`, [count], names the segments; raise unless they exist, lie
-// in the `rows` rows of the values, and have no negative length.
-void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
-             int64_t count, int64_t rows, int64_t* first) {
+// Write the first output row of each wanted segment to `first_rows`, [count + 1], and to its last
+// entry the number of output rows. `order`, [count], names the segments. Throws unless they exist,
+// lie in the `rows` rows of the values, and have no negative length.
+void write_first_rows(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
+                      int64_t count, int64_t rows, int64_t* first_rows) {
   int64_t next = 0;
   for (int64_t m = 0; m < count; ++m) {
     const int64_t s = order[m];
@@ -38,10 +38,10 @@ void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int6
     const int64_t begin = starts[s], end = starts[s + 1];
     STD_TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, op, ": segment ", s,
                     " must lie in the ", rows, " rows of values, but is [", begin, ", ", end, ")");
-    first[m] = next;
+    first_rows[m] = next;
     next += end - begin;
   }
-  first[count] = next;
+  first_rows[count] = next;
 }
 
 // Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
@@ -54,18 +54,21 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const IndexArray start = index_array(in.starts);
   const int64_t* segments = in.order.const_data_ptr<int64_t>();
   const int64_t count = in.order.numel();
-  const std::unique_ptr<int64_t[]> first(new int64_t[count + 1]);
-  lay_out(op, start, in.starts.numel() - 1, segments, count, in.values.size(0), first.get());
-  STD_TORCH_CHECK(first[count] == total, op, ": total must be the rows of all segments of order, ",
-                  first[count], ", got ", total);
+  const std::unique_ptr<int64_t[]> first_rows(new int64_t[count + 1]);
+  write_first_rows(op, start, in.starts.numel() - 1, segments, count, in.values.size(0),
+                   first_rows.get());
+  STD_TORCH_CHECK(first_rows[count] == total, op,
+                  ": total must be the rows of all segments of order, ", first_rows[count],
+                  ", got ", total);
   Tensor out = in.new_output(total);
   const char* source = static_cast<const char*>(in.values.const_data_ptr());
   char* target = static_cast<char*>(out.mutable_data_ptr());
   const int64_t width = in.row_nbytes;
   const auto copy_rows = [&](int64_t begin, int64_t end) {
-    int64_t m = std::upper_bound(first.get(), first.get() + count + 1, begin) - first.get() - 1;
+    int64_t m = std::upper_bound(first_rows.get(), first_rows.get() + count + 1, begin) -
+                first_rows.get() - 1;
     for (int64_t row = begin; row < end; ++m) {
-      const int64_t skipped = row - first[m], n = std::min(end, first[m + 1]) - row;
+      const int64_t skipped = row - first_rows[m], n = std::min(end, first_rows[m + 1]) - row;
       copy_bytes(target + row * width, source + (start[segments[m]] + skipped) * width, n * width);
       row += n;
     }
