@@ -109,34 +109,16 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, cons
   }
 }
 
-// Sort `items` [n] by the low `bits` bits of the key, stable, in passes over digits of at most
-// `max_width` bits, at most kMaxWidth. `scratch` is [n]; the result is in `items`.
-template <int kStreams, int kMaxWidth = 8, class Item>
-void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
-  const int passes = (bits + max_width - 1) / max_width;
-  Item *from = items, *to = scratch;
-  uint32_t counters[kStreams << kMaxWidth];
-  for (int pass = 0; pass < passes; ++pass) {
-    const int shift = bits * pass / passes, width = bits * (pass + 1) / passes - shift;
-    const int64_t digits = int64_t{1} << width;
-    std::memset(counters, 0, sizeof(uint32_t) * kStreams << width);
-    const RadixPass<kStreams, Item> radix{from, n, shift, static_cast<uint32_t>(digits - 1)};
-    radix.count(counters, digits);
-    exclusive_offsets(counters, kStreams, digits, [](int64_t, uint32_t) {});
-    radix.scatter(counters, digits, to);
-    std::swap(from, to);
-  }
-  if (from != items) std::memcpy(items, from, n * sizeof(Item));
-}
-
 // Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
 // narrow digits, because clearing and adding up the counters must not take longer than the pass.
 // Two of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on the
 // CPU against FBGEMM") and kUnbucketedDigitBits with kSmallInput ("The CPU path"). No comparison is
 // recorded for the others.
 inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
-inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stream of counters
-inline constexpr int kCounterStreams = 4;           // streams for a larger bucket, and for buckets
+// Streams of counters (RadixPass): one for a bucket of at most kOneStreamItems, kCounterStreams for
+// larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
+inline constexpr int64_t kOneStreamItems = 2048;
+inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
 // Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;
 inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
@@ -145,6 +127,26 @@ inline constexpr int kMaxBucketBits = 11;        // maximum number of top bits t
 inline constexpr int kBucketItemsLog2 = 6;       // log2 of the minimum mean size of a bucket
 inline constexpr int64_t kPartItems = 8192;      // grain of parallel_balanced for parts and buckets
 inline constexpr int64_t kRunGrain = 4096;       // grain of parallel_balanced for runs
+
+// Sort `items` [n] by the low `bits` bits of the key, stable, in passes over digits of at most
+// `max_width` bits, at most kMaxWidth. `scratch` is [n]; the result is in `items`.
+template <int kStreams, int kMaxWidth = kBucketDigitBits, class Item>
+void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
+  const int passes = (bits + max_width - 1) / max_width;
+  Item *from = items, *to = scratch;
+  uint32_t counters[kStreams << kMaxWidth];
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = bits * pass / passes, width = bits * (pass + 1) / passes - shift;
+    const int64_t digits = int64_t{1} << width;
+    std::memset(counters, 0, (sizeof(uint32_t) * kStreams) << width);
+    const RadixPass<kStreams, Item> radix{from, n, shift, static_cast<uint32_t>(digits - 1)};
+    radix.count(counters, digits);
+    exclusive_offsets(counters, kStreams, digits, [](int64_t, uint32_t) {});
+    radix.scatter(counters, digits, to);
+    std::swap(from, to);
+  }
+  if (from != items) std::memcpy(items, from, n * sizeof(Item));
+}
 
 // Return the maximum width of the digits by which a bucket of n items is sorted.
 constexpr int bucket_digit_bits(int64_t n) {
@@ -252,8 +254,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_beg
     fill(0, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
     });
-    radix_sort<2, kUnbucketedDigitBits>(items.get(), sorted.get(), n, bits,
-                                        unbucketed_digit_bits(n, kWideInputItems));
+    radix_sort<kUnbucketedStreams, kUnbucketedDigitBits>(items.get(), sorted.get(), n, bits,
+                                                         unbucketed_digit_bits(n, kWideInputItems));
     const int64_t last = write_groups(items.get(), 0, n, -1, limit, out, emit);
     return finish_groups(items.get(), n, last + 1, limit, out);
   }
@@ -327,8 +329,8 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
     const int64_t length = run_begin(run + 1) - runs[run].begin;
     if (length <= kInsertionSortItems) return sort_bucket(begin, scratch, length, 0);
     const int bits = std::bit_width(runs[run].key_range - 1);
-    radix_sort<2, kUnbucketedDigitBits>(begin, scratch, length, bits,
-                                        unbucketed_digit_bits(length, kWideRunItems));
+    radix_sort<kUnbucketedStreams, kUnbucketedDigitBits>(
+        begin, scratch, length, bits, unbucketed_digit_bits(length, kWideRunItems));
   };
   const auto write = [&](int64_t run, int64_t group) {
     return write_groups(items.get(), run_begin(run), run_begin(run + 1), group, kNoLimit, out, emit,

@@ -117,22 +117,23 @@ EMB_DEVICE void count_in_block(const SmallGroupMemory& memory, SmallGroupMemory:
 
 // The arguments of the kernel; outputs are in device memory of the caller.
 struct SmallGroupArgs {
-  int32_t n;                // keys, at most kMaxSmallGroup
-  uint32_t limit;           // the key that belongs to no group; no key is greater
-  int bits, bits_per_pass;  // bits of keys up to `limit`, and bits that a pass sorts by
-  int32_t* positions;       // [n] output: positions in sorted order; null if not wanted
-  uint32_t* sorted_keys;    // [n] output; null if not wanted
-  DeviceGroupOutput out;    // with null `segments` if no groups are wanted
-  unsigned size_bits = 0;   // log2 of the items per block; set by launch_small_group
+  int32_t n;                  // keys, at most kMaxSmallGroup
+  uint32_t limit;             // the key that belongs to no group; no key is greater
+  int bits, bits_per_pass;    // bits of keys up to `limit`, and bits that a pass sorts by
+  int32_t* sorted_positions;  // [n] output: the positions in sorted order; null if not wanted
+  uint32_t* sorted_keys;      // [n] output; null if not wanted
+  DeviceGroupOutput out;      // with null `segments` if no groups are wanted
+  unsigned size_bits = 0;     // log2 of the items per block; set by launch_small_group
 };
 
-// Return the arguments for n keys, without an output of sorted keys; `positions` may be null.
-inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* positions,
+// Return the arguments for n keys, without an output of sorted keys; `sorted_positions` may be
+// null.
+inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* sorted_positions,
                                        const DeviceGroupOutput& out) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(limit)));
   const int passes = (bits + kDigitBits - 1) / kDigitBits;
-  return {
-      static_cast<int32_t>(n), limit, bits, (bits + passes - 1) / passes, positions, nullptr, out};
+  return {static_cast<int32_t>(n), limit,   bits, (bits + passes - 1) / passes,
+          sorted_positions,        nullptr, out};
 }
 
 // The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
@@ -374,8 +375,9 @@ struct SmallGroupSort {
     for (int i = 0; i < kItems; ++i) {
       const int sorted = position(i);
       if (sorted < args.n) {
-        if (args.positions != nullptr) {
-          args.positions[sorted] = static_cast<int32_t>(payload[i] & ((1u << kPositionBits) - 1));
+        if (args.sorted_positions != nullptr) {
+          args.sorted_positions[sorted] =
+              static_cast<int32_t>(payload[i] & ((1u << kPositionBits) - 1));
         }
         if (args.sorted_keys != nullptr) args.sorted_keys[sorted] = key[i];
         if (out.sorted_bags != nullptr)

@@ -241,7 +241,7 @@ struct HashTouch {
   HashOrder order;
   int64_t stamp;          // the clock of the batch
   int64_t batch_score;    // the new score, if the caller assigns scores
-  const int64_t* counts;  // uses of each id, parallel to `ids` of the call; null for 1 each
+  const int64_t* counts;  // uses of the key at each position of the call; null for 1 each
   EvictionQueue* queues;  // by bucket of the table; null if the index has none
 };
 

@@ -1,6 +1,6 @@
-// Finds keys on one CPU thread. A key needs two cache lines at unpredictable addresses: the tags of
-// its bucket, and its entry. To hide their latency, each key passes through four steps, and many
-// other keys are processed between two steps of a key:
+// Finds keys on one CPU thread. Most searches read two cache lines at unpredictable addresses: the
+// tags of a bucket, and an entry. To hide their latency, each key passes through four steps, and
+// many other keys are processed between two steps of a key:
 //   prefetch_tags  prefetches the tags of the first bucket,
 //   probe_first    compares them and prefetches a candidate entry, or the tags of the second bucket
 //                  if there is none,
@@ -18,9 +18,9 @@ namespace {
 // These sizes were chosen by hand; no measurement of others is recorded.
 constexpr int kChunkKeys = 64;  // keys per chunk, which are hashed together
 // The number of keys from prefetch_tags of a key to its later steps.
-constexpr int kKeysToFirst = 16;                           // to probe_first
-constexpr int kKeysToSecond = kKeysToFirst + 24;           // to probe_chosen
-constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;  // to compare
+constexpr int kKeysToProbeFirst = 16;                           // to probe_first
+constexpr int kKeysToProbeChosen = kKeysToProbeFirst + 24;      // to probe_chosen
+constexpr int kKeysToCompare = kKeysToProbeFirst + kChunkKeys;  // to compare
 // Keys whose state is kept, from the hash of their chunk until they are resolved: a key is resolved
 // at most two chunks after `compare`.
 constexpr int kRingKeys = 4 * kChunkKeys;
@@ -194,8 +194,10 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
     const bool all_steps = begin >= kKeysToCompare && begin + kChunkKeys <= n;
     for (int64_t i = begin; i < begin + kChunkKeys; ++i) {
       if (all_steps || in_range(i)) prefetch_tags(table, p.first[Probes::ring_index(i)]);
-      if (all_steps || in_range(i - kKeysToFirst)) probe_first(table, i - kKeysToFirst, &p);
-      if (all_steps || in_range(i - kKeysToSecond)) probe_chosen(table, i - kKeysToSecond, &p);
+      if (all_steps || in_range(i - kKeysToProbeFirst))
+        probe_first(table, i - kKeysToProbeFirst, &p);
+      if (all_steps || in_range(i - kKeysToProbeChosen))
+        probe_chosen(table, i - kKeysToProbeChosen, &p);
       const int64_t last = i - kKeysToCompare;
       if (all_steps || in_range(last)) report(last, compare(table, last, ids[last], p, &current));
     }

@@ -14,9 +14,10 @@ The rules:
 - entries rank by stamp and key ("lru"), by score and key ("lfu"), by score, stamp and key
   ("lru_lfu", "assigned"); the lowest is evicted. No order evicts an entry that the current batch
   used, and "none" evicts nothing
-- missing keys that are admitted choose their bucket in rounds (`choosers`), all by the state at the
-  beginning of the round: the first bucket if it has more than 16 free slots or no fewer free slots
-  than the second one, else the second one; if both are full, the one with the lower entry to evict
+- missing keys that are admitted choose their bucket in rounds (`max_choosers`), all by the state at
+  the beginning of the round: the first bucket if it has more than 16 free slots or no fewer free
+  slots than the second one, else the second one; if both are full, the one with the lower entry to
+  evict
 - a bucket then serves the keys that chose it in order, until half of its free slots, or of its
   entries that may be evicted, are taken, rounded up; the other keys choose again in the next round
 - a key that would have to evict is refused if there is no such entry, or, with the policy
@@ -82,7 +83,7 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     return first_bucket, second_bucket
 
 
-def choosers(buckets: int, number: int) -> int:
+def max_choosers(buckets: int, number: int) -> int:
     """Return how many missing keys of a table have had their first choice after round `number`.
 
     Rounds count from 0. There are few of them, because the number grows by CHOOSERS_GROWTH.
@@ -262,7 +263,7 @@ class HashModel:
             pending: list[Miss] = []
             begin = round_number = 0
             while pending or begin < len(misses_of_table):
-                end = choosers(table.buckets, round_number)
+                end = max_choosers(table.buckets, round_number)
                 pending += [miss for miss in misses_of_table[begin:end] if miss.admitted]
                 pending = self._run_round(table, pending, score)
                 begin, round_number = end, round_number + 1
