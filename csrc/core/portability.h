@@ -1,5 +1,5 @@
 // EMB_HD, the attributes of an inline function in a header that both the host compiler and nvcc
-// compile. Under nvcc the function runs on host and device.
+// compile (under nvcc the function runs on host and device), and the cache line of the CPU.
 #pragma once
 
 #include <cstddef>
@@ -10,3 +10,9 @@
 #else
 #define EMB_HD inline __attribute__((always_inline))
 #endif
+
+namespace emb {
+
+inline constexpr int64_t kCacheLineBytes = 64;  // of x86-64 and most Arm CPUs
+
+}  // namespace emb

@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/portability.h"
+
 namespace emb {
 
 // The maximum number of bytes that a thread keeps. A larger block is returned to the system when it
@@ -99,7 +101,6 @@ using Floats = Scratch<float>;
 template <class T>
 Scratch<T> new_scratch(int64_t n) {
   static_assert(std::is_trivially_destructible_v<T>);
-  constexpr int64_t kCacheLineBytes = 64;
   int64_t bytes = n * int64_t{sizeof(T)};
   bytes = bytes < kCacheLineBytes
               ? kCacheLineBytes

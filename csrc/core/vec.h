@@ -137,7 +137,7 @@ EMB_HD float sum(Vec v) {
 template <bool write>
 EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
   const char* p = static_cast<const char*>(row);
-  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(p + i, write ? 1 : 0, 3);
+  for (int64_t i = 0; i < nbytes; i += kCacheLineBytes) __builtin_prefetch(p + i, write ? 1 : 0, 3);
 }
 
 }  // namespace emb::EMB_ISA

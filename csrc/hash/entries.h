@@ -91,7 +91,6 @@ class InitialRows {
 // Rows as bytes. A *packed* row has the bytes of a slot in all row buffers, one after the other;
 // see emblib/ops/tiers.py.
 
-inline constexpr int64_t kCacheLineBytes = 64;
 // Maximum number of bytes of a row that are prefetched; the hardware prefetches the rest.
 inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;        // rows between a prefetch and the copy

@@ -53,7 +53,7 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
                   const GroupArrays& arrays, const StepCount& step) {
   const int64_t n = batch.bags.num_lookups;
   const auto limit = static_cast<Key>(batch.total_rows);
-  SortBuffers<Key> sort{{nullptr, nullptr, nullptr, arrays.sorted_lookups, n, limit}, nullptr};
+  SortBuffers<Key> buffers{{nullptr, nullptr, nullptr, arrays.sorted_lookups, n, limit}, nullptr};
   BatchCheck check{};
   int32_t* bag_of = nullptr;
   char* sort_scratch = nullptr;
@@ -62,16 +62,16 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
     scratch.add(&check.repaired, batch.bags.num_bags + 1);
     scratch.add(&check.progress, 2);
   }
-  scratch.add(&sort.keys, n);
-  scratch.add(&sort.sorted_keys, n);
-  scratch.add(&sort.positions, n);
+  scratch.add(&buffers.keys, n);
+  scratch.add(&buffers.sorted_keys, n);
+  scratch.add(&buffers.positions, n);
   scratch.add(&bag_of, n);
-  scratch.add(&sort.range_counts, 2 * kMaxRanges);
+  scratch.add(&buffers.range_counts, 2 * kMaxRanges);
   if (n > 0) scratch.add(&sort_scratch, sort_scratch_bytes(n, limit));
   scratch.allocate(like);
-  launch_lookup_keys(launcher, lookup_keys(batch, bag_of), check, sort);
-  if (n > 0) sort_pairs<Key>(launcher, sort, sort_scratch);
-  launch_groups(launcher, sort, group_output(arrays, bag_of, step));
+  launch_lookup_keys(launcher, lookup_keys(batch, bag_of), check, buffers);
+  if (n > 0) sort_pairs<Key>(launcher, buffers, sort_scratch);
+  launch_groups(launcher, buffers, group_output(arrays, bag_of, step));
 }
 
 }  // namespace

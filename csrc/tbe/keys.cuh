@@ -91,11 +91,11 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
 }
 
 // Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end.
-// `bags` is in.bags, or the same bags with repaired offsets. A null array in `sort` or `in` is not
-// written. Count this thread's violations in `bad`. All threads of the block must call it; it has
-// barriers.
+// `bags` is in.bags, or the same bags with repaired offsets. A null array in `buffers` or `in` is
+// not written. Count this thread's violations in `bad`. All threads of the block must call it; it
+// has barriers.
 template <class Key>
-EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
+EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& buffers,
                           int64_t tile, KeyTile& shared, BadIndices* bad) {
   const int64_t end = tile + kKeyTile < bags.num_lookups ? tile + kKeyTile : bags.num_lookups;
   find_bags(bags, tile, end, shared);
@@ -105,9 +105,9 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
     const int64_t i = tile + tile_position;
     if (i >= end) continue;
     const int bag = shared.bags[tile_position];
-    const Key key = lookup_key(in, i, bag, sort.limit, bad);
-    if (sort.keys != nullptr) sort.keys[i] = key;
-    if (sort.positions != nullptr) sort.positions[i] = static_cast<int32_t>(i);
+    const Key key = lookup_key(in, i, bag, buffers.limit, bad);
+    if (buffers.keys != nullptr) buffers.keys[i] = key;
+    if (buffers.positions != nullptr) buffers.positions[i] = static_cast<int32_t>(i);
     if (in.bag_of != nullptr) in.bag_of[i] = bag < 0 ? 0 : bag;
   }
   __syncthreads();
@@ -164,11 +164,11 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
 inline constexpr int kKeyBlocks = 6;
 
 // Make the keys of all lookups, check the batch as `check` says, and report its violations. Both
-// are optional: without arrays in `sort` no keys are written, with a null check.repaired nothing is
-// checked or reported.
+// are optional: without arrays in `buffers` no keys are written, with a null check.repaired nothing
+// is checked or reported.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
-    lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
+    lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> buffers) {
   __shared__ KeyTile shared;
   const int64_t n = in.bags.num_lookups;
   Bags bags = in.bags;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
   for (bool is_repaired = false;; is_repaired = true) {
     BadIndices bad;
     for (int64_t tile = first; tile < n; tile += step) {
-      make_keys(in, bags, sort, tile, shared, &bad);
+      make_keys(in, bags, buffers, tile, shared, &bad);
     }
     if (check.repaired == nullptr) return;
     if (is_repaired) {
@@ -205,11 +205,11 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     report_violations(check, counts.bad_indices, counts.bad_offsets + counts.lost_indices);
 }
 
-// Launch lookup_keys_kernel; of `sort` it uses keys, positions and limit. Clears check.progress
+// Launch lookup_keys_kernel; of `buffers` it uses keys, positions and limit. Clears check.progress
 // first if several blocks need it. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
-                        const SortBuffers<Key>& sort) {
+                        const SortBuffers<Key>& buffers) {
   const int64_t num_offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
   const int64_t items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
   if (items == 0) return;
@@ -217,7 +217,7 @@ void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const Ba
   if (blocks > 1 && check.repaired != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }
-  launcher(lookup_keys_kernel<Key>, blocks, kTileThreads, in, check, sort);
+  launcher(lookup_keys_kernel<Key>, blocks, kTileThreads, in, check, buffers);
 }
 
 // Lookups as the source of keys for the one-launch grouping of a small batch, which calls these

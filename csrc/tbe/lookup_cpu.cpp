@@ -39,8 +39,9 @@ int64_t bytes_of(const Tensor& tensor) {
 
 // Return whether rows of `dim` floats from `out` on, `columns` floats apart, are whole cache lines.
 bool has_whole_lines(const void* out, int64_t columns, int64_t dim) {
-  constexpr int64_t kLine = 64 / sizeof(float);
-  return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
+  constexpr int64_t kLineFloats = kCacheLineBytes / sizeof(float);
+  return reinterpret_cast<uintptr_t>(out) % kCacheLineBytes == 0 && columns % kLineFloats == 0 &&
+         dim % kLineFloats == 0;
 }
 
 // Throws unless each of the `columns` columns belongs to exactly one feature or, in a variable

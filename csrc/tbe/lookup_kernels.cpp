@@ -21,7 +21,7 @@ constexpr int64_t kPrefetchBytes = 4096;
 
 // Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
 int64_t prefetch_distance(int64_t row_bytes) {
-  const int64_t rows = kPrefetchBytes / (row_bytes < 64 ? 64 : row_bytes);
+  const int64_t rows = kPrefetchBytes / (row_bytes < kCacheLineBytes ? kCacheLineBytes : row_bytes);
   constexpr int64_t kMinRows = 2, kMaxRows = 32;
   return rows < kMinRows ? kMinRows : (rows > kMaxRows ? kMaxRows : rows);
 }

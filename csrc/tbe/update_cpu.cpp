@@ -31,8 +31,8 @@ constexpr int64_t kGrain = 512;       // grain of parallel_balanced, in the cost
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
-constexpr int64_t kLineFloats = 16;
-struct alignas(64) CacheLine {
+constexpr int64_t kLineFloats = kCacheLineBytes / sizeof(float);
+struct alignas(kCacheLineBytes) CacheLine {
   float values[kLineFloats];
 };
 
@@ -270,7 +270,8 @@ EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
         (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
   }
   const char* row = static_cast<const char*>(args.grad) + element * args.element_size;
-  for (int64_t i = 0; i < dim * args.element_size; i += 64) __builtin_prefetch(row + i);
+  for (int64_t i = 0; i < dim * args.element_size; i += kCacheLineBytes)
+    __builtin_prefetch(row + i);
 }
 
 }  // namespace

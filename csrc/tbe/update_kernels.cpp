@@ -46,7 +46,7 @@ template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
   constexpr int64_t kBytes = kVectors * kLanes * static_cast<int64_t>(sizeof(G));
-  constexpr int64_t kAhead = kGradLinesAhead / ((kBytes + 63) / 64);
+  constexpr int64_t kAhead = kGradLinesAhead / ((kBytes + kCacheLineBytes - 1) / kCacheLineBytes);
   Vec sums[kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
     if (args.prefetches_grads && j + kAhead < end) {
@@ -299,7 +299,8 @@ struct TableUpdate {
         end(end_group) {
     const GradArgs& grads = args.grads;
     constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
-    const int64_t lines = (dim() * 4 + 63) / 64, rows = 1 + Opt::kSteppedStates;
+    const int64_t lines = (dim() * 4 + kCacheLineBytes - 1) / kCacheLineBytes;
+    const int64_t rows = 1 + Opt::kSteppedStates;
     const int64_t groups = kLinesAhead / (rows * lines), lookups = kGradLinesAhead / lines;
     distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
     grads_ahead = lookups < kMinGradsAhead ? kMinGradsAhead : lookups;

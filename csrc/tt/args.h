@@ -116,6 +116,11 @@ struct TtPlan {
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
   const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
 
+  // Return the index in `starts` of the last entry of a line: the number of all rows (line 0), left
+  // halves (1) or right halves (2).
+  EMB_HD static int64_t total_index(int64_t line, int64_t num_tables) {
+    return (line + 1) * (num_tables + 1) - 1;
+  }
   EMB_HD const int32_t* row_starts() const { return starts; }
   EMB_HD const int32_t* left_starts() const { return starts + tables + 1; }
   EMB_HD const int32_t* right_starts() const { return starts + 2 * (tables + 1); }

@@ -133,16 +133,16 @@ struct PlanArrays {
 // The scratch of `make_plan`.
 struct PlanScratch {
   int32_t* left_of_row = nullptr;  // [n] left id of each row, then [kTtRanges] counts per range
-  SortBuffers<uint32_t> right{};   // the sort of the rows by right id
+  SortBuffers<uint32_t> right_buffers{};  // the sort of the rows by right id
 
   void take(PackedBuffers& memory, int64_t n, int64_t right_ids) {
     left_of_row = memory.ints(n + kTtRanges);
-    right.keys = reinterpret_cast<uint32_t*>(memory.ints(n));
-    right.sorted_keys = reinterpret_cast<uint32_t*>(memory.ints(n));
-    right.positions = memory.ints(n);
-    right.range_counts = memory.ints(2 * kMaxRanges);
-    right.n = n;
-    right.limit = static_cast<uint32_t>(right_ids);
+    right_buffers.keys = reinterpret_cast<uint32_t*>(memory.ints(n));
+    right_buffers.sorted_keys = reinterpret_cast<uint32_t*>(memory.ints(n));
+    right_buffers.positions = memory.ints(n);
+    right_buffers.range_counts = memory.ints(2 * kMaxRanges);
+    right_buffers.n = n;
+    right_buffers.limit = static_cast<uint32_t>(right_ids);
   }
 };
 
@@ -152,17 +152,18 @@ struct PlanScratch {
 void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* keys,
                const int32_t* count, const TtTableIds* table, int64_t num_tables,
                PlanScratch* scratch, const PlanArrays& plan, const InverseArgs& lookups) {
-  SortBuffers<uint32_t>& right = scratch->right;
-  right.sorted_positions = plan[kTtRightRows];
-  const int64_t n = right.n;
+  SortBuffers<uint32_t>& right_buffers = scratch->right_buffers;
+  right_buffers.sorted_positions = plan[kTtRightRows];
+  const int64_t n = right_buffers.n;
   const int tables = static_cast<int>(num_tables);
   int32_t *starts = plan[kTtStarts], *range_counts = scratch->left_of_row + n;
-  int32_t* num_rights = starts + 3 * num_tables + 2;
-  launch_tt_split(launcher,
-                  {keys, count, table, tables, right, scratch->left_of_row, range_counts, starts},
-                  {count, scratch->left_of_row, range_counts, n, plan[kTtLefts],
-                   plan[kTtLeftSegments], plan[kTtRowLefts], starts + 2 * num_tables + 1});
-  sort_and_group(launcher, like, right,
+  int32_t* num_rights = starts + TtPlan::total_index(2, num_tables);
+  launch_tt_split(
+      launcher,
+      {keys, count, table, tables, right_buffers, scratch->left_of_row, range_counts, starts},
+      {count, scratch->left_of_row, range_counts, n, plan[kTtLefts], plan[kTtLeftSegments],
+       plan[kTtRowLefts], starts + TtPlan::total_index(1, num_tables)});
+  sort_and_group(launcher, like, right_buffers,
                  {.unique = plan[kTtRights],
                   .unique_is_int64 = false,
                   .segments = plan[kTtRightSegments],

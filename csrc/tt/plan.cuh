@@ -69,18 +69,18 @@ inline unsigned tt_ranges(int64_t n) {
   return n > 0 ? static_cast<unsigned>((n + rows - 1) / rows) : 1;
 }
 
-// The arguments of tt_split_kernel. All pointers are to device memory; n = right.n is the capacity
-// of the plan.
+// The arguments of tt_split_kernel. All pointers are to device memory; n = right_buffers.n is the
+// capacity of the plan.
 struct TtSplitArgs {
   const int64_t* keys;       // [n] distinct keys of all tables, ascending; the first *count exist
   const int32_t* count;      // [1]
   const TtTableIds* tables;  // [num_tables]
   int num_tables;
-  SortBuffers<uint32_t> right;  // its keys (right ids, `limit` for rows that do not exist) and
-                                // positions (rows) are outputs
-  int32_t* left_ids;            // [n], an output: left id of each row, -1 if it does not exist
-  int32_t* range_counts;        // [kTtRanges], an output: left halves that begin in each range
-  int32_t* starts;              // [3, T + 1] of the plan; starts[T], the number of rows, is written
+  SortBuffers<uint32_t> right_buffers;  // its keys (right ids, `limit` for rows that do not exist)
+                                        // and positions (rows) are outputs
+  int32_t* left_ids;      // [n], an output: left id of each row, -1 if it does not exist
+  int32_t* range_counts;  // [kTtRanges], an output: left halves that begin in each range
+  int32_t* starts;        // [3, T + 1] of the plan; starts[T], the number of rows, is written
 };
 
 // The ids of the halves of a row.
@@ -124,13 +124,13 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
   __shared__ int32_t counts[kTileThreads / simt::kWarp];
   const int32_t rows = *args.count;
   if (simt::global_thread() == 0) args.starts[args.num_tables] = rows;
-  const int64_t n = args.right.n, length = tt_range_rows(n);
+  const int64_t n = args.right_buffers.n, length = tt_range_rows(n);
   const int64_t first = int64_t{blockIdx.x} * length;
   const int64_t end = first + length < n ? first + length : n;
   int32_t num_begun = 0;
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
-    TtIds ids{-1, static_cast<int32_t>(args.right.limit)};
+    TtIds ids{-1, static_cast<int32_t>(args.right_buffers.limit)};
     if (j < rows) ids = ids_of_key(args, args.keys[j]);
     int32_t previous_left = __shfl_up_sync(simt::kFullMask, ids.left, 1);
     if (threadIdx.x % simt::kWarp == 0) {
@@ -139,8 +139,8 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
     num_begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != previous_left));
     if (j >= end) continue;
     args.left_ids[j] = ids.left;
-    args.right.keys[j] = static_cast<uint32_t>(ids.right);
-    args.right.positions[j] = static_cast<int32_t>(j);
+    args.right_buffers.keys[j] = static_cast<uint32_t>(ids.right);
+    args.right_buffers.positions[j] = static_cast<int32_t>(j);
   }
   const int32_t sum = sum_of_warps(num_begun, counts);
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
@@ -224,9 +224,9 @@ struct TtFinishArgs {
     int32_t* starts = args.starts + kind * (args.num_tables + 1);
     const int32_t end = starts[args.num_tables];
     const TtTableIds& table = args.tables[t];
-    starts[t] = kind == 0   ? first_at_least(args.keys, end, table.first_key)
-                : kind == 1 ? first_at_least(args.left_ids, end, table.first_left)
-                            : first_at_least(args.right_ids, end, table.first_right);
+    starts[t] = kind == 0 ? first_at_least(args.keys, end, table.first_key)
+                          : (kind == 1 ? first_at_least(args.left_ids, end, table.first_left)
+                                       : first_at_least(args.right_ids, end, table.first_right));
   }
 }
 
@@ -242,7 +242,7 @@ void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
 // Launch the first two kernels of a plan. The inputs of `lefts` must be the outputs of `args`.
 template <class Launcher>
 void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const TtLeftsArgs& lefts) {
-  const unsigned ranges = tt_ranges(args.right.n);
+  const unsigned ranges = tt_ranges(args.right_buffers.n);
   launcher(tt_split_kernel, ranges, kTileThreads, args);
   launcher(tt_lefts_kernel, ranges, kTileThreads, lefts);
 }

@@ -112,8 +112,8 @@ void find_lefts(const SortedKeys& keys, const PlanTensors& plan) {
   segments[num_lefts] = static_cast<int32_t>(keys.count);
 }
 
-// Write the tensors of `plan` about right halves, after find_lefts. `right_ids` is the number of ids
-// of right halves of all tables.
+// Write the tensors of `plan` about right halves, after find_lefts. `right_ids` is the number of
+// ids of right halves of all tables.
 void find_rights(const SortedKeys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
@@ -197,7 +197,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   find_lefts(sorted, plan);
   find_rights(sorted, right_ids, plan);
   const int32_t* starts = plan.data[kTtStarts];
-  const int64_t lefts = starts[2 * num_tables + 1], rights = starts[3 * num_tables + 2];
+  const int64_t lefts = starts[TtPlan::total_index(1, num_tables)],
+                rights = starts[TtPlan::total_index(2, num_tables)];
   const int64_t used[] = {lefts, lefts + 1, m, rights, rights + 1, m, m};
   for (int i = 0; i < kTtStarts; ++i) {
     std::fill(plan.data[i] + used[i], plan.data[i] + plan.tensors[i].numel(), 0);

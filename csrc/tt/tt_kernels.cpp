@@ -52,12 +52,12 @@ class InnerPrefetch {
     const int64_t nbytes = cores.half.inner_size() * int64_t{sizeof(float)};
     next_ = reinterpret_cast<const char*>(cores.inner_of(u));
     last_ = next_ + nbytes;
-    part_ = (nbytes / parts + 63) / 64 * 64;
+    part_ = (nbytes / parts + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
   }
 
   EMB_HD void prefetch_part() {
     const char* stop = last_ - next_ > part_ ? next_ + part_ : last_;
-    for (; next_ < stop; next_ += 64) __builtin_prefetch(next_, 0, 3);
+    for (; next_ < stop; next_ += kCacheLineBytes) __builtin_prefetch(next_, 0, 3);
   }
 
  private:
