@@ -4,9 +4,8 @@
 //   (1) Number the keys of each table in the order of their first positions (number_keys).
 //   (2) Find the keys, and touch the hits.
 //   (3) Insert the missing keys, and write the initial values of their rows.
-//   (4) Group the positions by key. The sizes of groups are known from (1), so this is one pass,
-//   not
-//       a sort. The backward pass uses the groups.
+//   (4) Group the positions by key, for the backward pass. The sizes of groups are known from (1),
+//       so this is one pass, not a sort.
 // tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
 // copies the rows of evicted keys out of their slots, and the rows of keys that are in a store into
 // theirs.

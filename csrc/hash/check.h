@@ -621,8 +621,7 @@ struct StartRowsCall : ReadRowsCall {
 
 // The arguments of `hash_write_rows_`.
 struct WriteRowsCall : SlotRows {
-  const void*
-      rows;  // [n, dim], the row to write to each slot; for a repeated slot the last remains
+  const void* rows;  // [n, dim], the row to write to each slot; the last row of a slot remains
 
   WriteRowsCall(const char* op, const Tensor& values, const Tensor& slots_, const Tensor& rows_)
       : SlotRows(op, values, slots_), rows(matrix.check_rows(op, "rows", rows_, n)) {}

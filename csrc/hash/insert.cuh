@@ -8,9 +8,8 @@
 // chain, in the order of misses. There are three cases:
 //   - a chain of one member: it gets the slot that it saw when it chose;
 //   - a bucket with empty slots and a few members: one lane assigns the slots;
-//   - more members, or evictions for several: the whole warp works on the bucket, one lane per
-//   slot,
-//     and for evictions loads the entries of the next bucket at the same time.
+//   - more members, or evictions for several: the whole warp works on the bucket, with one lane per
+//     slot. For evictions it loads the entries of the next bucket at the same time.
 //
 // Only the device knows how many rounds are needed, and the host does not wait for it. The first
 // rounds, in which almost all misses get a slot, use all multiprocessors; the host estimates their
@@ -44,7 +43,7 @@ struct Insertion {
   DeviceIndex index;
   HashOrder order;
   bool must_compete;   // whether a new key must rank as high as the entry that it evicts
-  const int64_t* ids;  // [n], by position: ids of the batch
+  const int64_t* ids;  // [n], the keys of the batch, by position
   const int64_t* first_positions;  // by miss: the first position of the key
   const int64_t* totals;           // by miss: uses of the key in the batch
   const int64_t* batch_scores;     // [T], the score of the batch in each table; null for 0

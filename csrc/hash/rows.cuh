@@ -176,8 +176,8 @@ template <class Unit>
 struct StartingRows {
   const Unit* data;       // [n], contiguous rows by position; null to start no rows
   const int32_t* groups;  // [n], by position: the miss of the key, -1 if its row is not new
-  const int64_t*
-      first_positions;  // [n], by miss: the first position of the key, in [0, n), not checked
+  // [n], by miss: the first position of the key, in [0, n); not checked.
+  const int64_t* first_positions;
 };
 
 // Write the rows of new keys to the matrix unless starting.data is null, and the row of every
