@@ -1,10 +1,10 @@
 // Formats of read-only rows, and the arguments of their ops.
 //
-// A row of numbers of 2, 4 or 8 bits is its scale and offset as two fp16 values, then a number per
-// column, then zeros up to a multiple of 4 bytes, so that a GPU can load words. Value d is
-// `scale * q + offset` for its number q, an integer or a float of 8 bits. Columns fill a byte from
-// its lowest bits on. Rows of 16 and 32 bits are floats without a scale. FBGEMM's IntNBit rows have
-// the same format, and integers the same bits as after its quantisation on a CPU.
+// A quantised row has a header, its scale and offset as two fp16 values; then a *number* of 2, 4 or
+// 8 bits per column; then zeros up to a multiple of 4 bytes, so that a GPU can load words. A number
+// q, an integer or a float of 8 bits, stands for the value `scale * q + offset`. Columns fill a
+// byte from its lowest bits on. Rows of 16 and 32 bits are floats without a header. FBGEMM's
+// IntNBit rows have the same format, and integers the same bits as after its quantisation on a CPU.
 #pragma once
 
 #include <cmath>
@@ -51,9 +51,10 @@ static_assert(kHeaderBytes == 4);
 
 inline constexpr float kLargestHalf = 65504.0f;
 
-// Return the bits that a row of this format has per column.
+// Return the bits that a row of this format has per column. (The codes of fp16 and bf16 are 16 and
+// 17.)
 EMB_HD constexpr int bits_of(int format) {
-  return format >= kFp16 ? format & ~1 : format < 8 ? format : 8;
+  return format >= kFp16 ? (format & ~1) : (format < kInt8 ? format : 8);
 }
 
 EMB_HD constexpr bool is_integer(int format) { return format <= kInt8; }
@@ -88,20 +89,21 @@ EMB_HD constexpr float float8_power(int format) {
 // Return the bits of the nearest float of 8 bits (ties to even); |x| is at most the largest one.
 EMB_HD uint32_t float8_bits(float x, int format) {
   const int shift = 23 - mantissa_of(format), bias = bias_of(format);
-  const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
-  // Below the smallest normal number, 2^(1 - bias): a multiple of the smallest subnormal one.
+  const uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  // Below the smallest normal number, 2^(1 - bias), round to a multiple of the smallest subnormal.
   if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {
     const float steps = bits_float(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
     return sign | static_cast<uint32_t>(rintf(steps));
   }
-  const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + (magnitude >> shift & 1u);
+  const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1u);
   return sign | ((rounded >> shift) - (static_cast<uint32_t>(127 - bias) << mantissa_of(format)));
 }
 
 // Return x, or the closest end of the range of finite halves. Return 0 for -0, because the sign
 // would make rows of equal values differ.
 EMB_HD float clamp_to_half(float x) {
-  return (x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x) + 0.0f;
+  return (x > kLargestHalf ? kLargestHalf : (x < -kLargestHalf ? -kLargestHalf : x)) + 0.0f;
 }
 
 // Return the header of a row whose minimum and maximum are `low` and `high`, both finite. For
@@ -124,27 +126,27 @@ EMB_HD RowScale row_scale(float low, float high, int format) {
 }
 
 // The offset of a row and the inverse of its scale, as floats.
-struct RowStep {
+struct InverseScale {
   float inverse, offset;
 
-  EMB_HD explicit RowStep(RowScale row)
+  EMB_HD explicit InverseScale(RowScale row)
       : inverse(1.0f / to_float(row.scale)), offset(to_float(row.offset)) {}
 };
 
-// Return the bits of a value in a row of this format, to the nearest number, ties to even; values
-// beyond the largest number become that number.
-EMB_HD uint32_t encoded(float value, RowStep row, int format) {
+// Return the bits of a value in a row of this format, rounded to the nearest number, ties to even.
+// In a format with a header, values beyond the largest number become that number.
+EMB_HD uint32_t encode(float value, InverseScale row, int format) {
   if (format == kFp32) return float_bits(value);
   if (format == kFp16) return from_float<half16>(value).bits;
   if (format == kBf16) return from_float<bfloat16>(value).bits;
   const float steps = (value - row.offset) * row.inverse;
   if (!is_integer(format)) {
-    const float largest = largest_float8(format), low = steps < largest ? steps : largest;
-    return float8_bits(low > -largest ? low : -largest, format);
+    const float largest = largest_float8(format), capped = steps < largest ? steps : largest;
+    return float8_bits(capped > -largest ? capped : -largest, format);
   }
-  const auto levels = static_cast<float>((1 << format) - 1);
-  const float inside = steps < levels ? steps : levels;
-  return static_cast<uint32_t>(static_cast<int>(rintf(inside > 0.0f ? inside : 0.0f)));
+  const auto largest = static_cast<float>((1 << format) - 1);
+  const float capped = steps < largest ? steps : largest;
+  return static_cast<uint32_t>(static_cast<int>(rintf(capped > 0.0f ? capped : 0.0f)));
 }
 
 // The arguments of the CPU kernels of `quantize_rows_`. Pointers are to the op's tensors.
@@ -159,7 +161,7 @@ using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last
 
 // The CPU kernels of `quantize_rows_`.
 struct QuantizeTable {
-  QuantizeFn at[kNumRowFormats][kDtypes];  // [format_index][dtype of `rows`]
+  QuantizeFn kernels[kNumRowFormats][kDtypes];  // [format_index][dtype of `rows`]
 };
 
 // The arguments of the CPU kernels of `quant_lookup`, which pool a range of bags of one feature.
@@ -179,7 +181,7 @@ using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_
 
 // The CPU kernels of `quant_lookup`.
 struct QuantLookupTable {
-  QuantLookupFn at[kNumRowFormats][kDtypes][2];  // [format_index][output dtype][int64 indices]
+  QuantLookupFn kernels[kNumRowFormats][kDtypes][2];  // [format_index][output dtype][int64 indices]
 };
 
 }  // namespace emb

@@ -1,5 +1,5 @@
-// Checks of the ops of quantised tables, shared by the CPU and the GPU. A check raises with the
-// name `op`.
+// Checks of the ops of quantised tables, shared by the CPU and the GPU. `op` is the name of the op,
+// for the message of the error.
 #pragma once
 
 #include <optional>
@@ -28,9 +28,9 @@ inline void check_format(const char* op, int64_t format) {
                   format);
 }
 
-// The formats of the rows of a lookup. The argument `format` of an op is the code of the only
-// format, or minus the sum of 2^code over the formats that occur; then column `tier` of a feature
-// has the code of its format.
+// The formats of the rows of a lookup. If there is one format, the argument `format` of an op is
+// its code. Otherwise it is minus the sum of 2^code over the formats that occur, and column `tier`
+// of a feature has the code of the feature's format.
 struct RowFormats {
   bool is_mixed;  // the formats of features differ
   uint64_t mask;  // bit c: code c occurs
@@ -42,12 +42,13 @@ struct RowFormats {
       check_format(op, format);
       mask = uint64_t{1} << format;
     }
-    uint64_t known = 0;
-    for (const int code : kRowFormats) known |= uint64_t{1} << code;
-    STD_TORCH_CHECK((mask & ~known) == 0, op, ": format names unknown formats, got ", format);
+    uint64_t all_formats = 0;
+    for (const int code : kRowFormats) all_formats |= uint64_t{1} << code;
+    STD_TORCH_CHECK((mask & ~all_formats) == 0, op, ": format names unknown formats, got ", format);
   }
 
-  bool has(int64_t code) const { return code >= 0 && code < 64 && (mask >> code & 1) != 0; }
+  // Return whether the format with this code occurs.
+  bool has(int64_t code) const { return code >= 0 && code < 64 && ((mask >> code) & 1) != 0; }
 };
 
 // Check the arguments of `quantize_rows_` and return the dtype of `weights`.
@@ -68,7 +69,7 @@ inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& 
 
 // The arguments of a lookup on any device. Shapes, dtypes and devices are checked; the contents of
 // `features` and `bag_layout` are not, because they may be on a device. The object keeps the
-// (contiguous) tensors alive that `map`, `bags` and weights() refer to.
+// contiguous tensors alive to which `map`, `bags` and weights() point.
 struct QuantCall {
   Tensor packed;    // uint8, the rows of all tables
   Tensor features;  // int64 [F, 8]: Feature, but weight_offset counts bytes of `packed`
@@ -124,8 +125,8 @@ struct QuantCall {
 };
 
 // The arguments of `map_ids` on any device. Shapes, dtypes and devices are checked; the contents of
-// `tables`, `features` and `bag_layout` are not. The object keeps the (contiguous) tensors alive
-// that args() refers to.
+// `tables`, `features` and `bag_layout` are not. The object keeps the contiguous tensors alive to
+// which args() points, except `bag_layout`, which the op's caller must keep alive.
 struct MapCall {
   Tensor index;   // int64 [words], the memory of arrays and hash tables
   Tensor tables;  // int64 [F, 6], rows of IndexTable

@@ -1,10 +1,12 @@
 // The index before read-only rows: it maps ids to the rows that are stored for them.
 //
-// A pruned table has fewer rows than ids: an array has the row of each id, or a hash table has the
-// rows of the ids that are stored. A table of keys always has a hash table. Hash tables are built
-// once: entries are sorted by the hash of their key and lie at that position or after it, so that a
-// search begins there and ends at its key, at the first entry without a row, or at the end of the
-// table. An entry is a key and a row, side by side: a search reads one cache line, rarely two.
+// A pruned table has fewer rows than ids. Its index is an array with the row of each id, or a hash
+// table with the rows of the ids that are stored. A table of keys always has a hash table.
+//
+// A hash table is built once. Its entries are sorted by the hash of their key, and the entry of a
+// key with hash h is at position h or after it. So a search begins at position h and ends at its
+// key, at the first entry without a row, or at the end of the table. The key and the row of an
+// entry are adjacent: a search reads one cache line, rarely two.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +22,8 @@ enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 // The mapping of the ids of a feature: a row of the `tables` tensor.
 struct IndexTable {
   int64_t kind;       // an IndexKind; kNone uses no other member
-  int64_t begin;      // first element of its part of `index`
-  int64_t entries;    // int32 rows of an array, pairs of int64 of a hash table
+  int64_t begin;      // element of `index` at which its array or hash table begins
+  int64_t entries;    // number of int32 rows of an array, of IndexEntry of a hash table
   int64_t hash_bits;  // bits of the hash of a key; a hash table has at least 2^hash_bits entries
   int64_t num_ids;    // ids are [0, num_ids), others are not mapped; -1: any id is a key
   int64_t missing;    // the row of an id that has none; -1 reads zeros
@@ -38,20 +40,20 @@ struct IndexEntry {
 // Return the hash of a key, in [0, 2^bits).
 EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
   auto x = static_cast<uint64_t>(key);
-  x = (x ^ x >> 32) * 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 32)) * 0x9e3779b97f4a7c15u;
   return bits == 0 ? 0 : static_cast<int64_t>(x >> (64 - bits));
 }
 
 // Return where the search of an id begins, null for an id that is not mapped: the address of its
 // entry in the array, or of the IndexEntry of its hash. The caller may prefetch it.
 EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
-  const bool is_known = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
-  if (!is_known || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;
-  const int64_t* part = index + table.begin;
+  const bool is_in_range = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
+  if (!is_in_range || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;
+  const int64_t* memory = index + table.begin;
   if (table.kind == static_cast<int>(IndexKind::kArray)) {
-    return reinterpret_cast<const int32_t*>(part) + id;
+    return reinterpret_cast<const int32_t*>(memory) + id;
   }
-  return reinterpret_cast<const IndexEntry*>(part) + index_hash(id, table.hash_bits);
+  return reinterpret_cast<const IndexEntry*>(memory) + index_hash(id, table.hash_bits);
 }
 
 // Return the row of an id whose search begins at `address`, the result of index_address: the id

@@ -15,22 +15,22 @@ namespace {
 constexpr int64_t kBlock = 64;        // ids whose entries are prefetched together (not measured)
 constexpr int64_t kMaxHashBits = 47;  // so that 2^hash_bits entries do not overflow a size
 
-// Raise unless every search lies inside `index`, whatever its contents are: an array has two rows
-// per element of `index`, a hash table half an entry.
+// Throws unless every search stays inside `index`, whatever the contents of `index` are. An element
+// of `index` holds two rows of an array, or half an entry of a hash table.
 void check_index(const char* op, const Tensor& index, const Tensor& tables) {
   const auto* table = static_cast<const IndexTable*>(tables.const_data_ptr());
   for (int64_t f = 0; f < tables.size(0); ++f) {
     const IndexTable& x = table[f];
     const bool is_array = x.kind == static_cast<int>(IndexKind::kArray);
     const bool is_hash = x.kind == static_cast<int>(IndexKind::kHash);
-    const int64_t room = index.numel() - x.begin;  // elements
-    const bool fits = x.begin >= 0 && room >= 0 && x.entries >= 0 &&
-                      x.entries <= (is_array ? room * 2 : room / 2);
-    const bool is_inside = is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
-                                    : x.hash_bits >= 0 && x.hash_bits <= kMaxHashBits &&
-                                          x.entries >= int64_t{1} << x.hash_bits;
+    const int64_t elements = index.numel() - x.begin;  // from x.begin on
+    const bool fits = x.begin >= 0 && elements >= 0 && x.entries >= 0 &&
+                      x.entries <= (is_array ? elements * 2 : elements / 2);
+    const bool searches_fit = is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
+                                       : x.hash_bits >= 0 && x.hash_bits <= kMaxHashBits &&
+                                             x.entries >= int64_t{1} << x.hash_bits;
     STD_TORCH_CHECK(x.kind == static_cast<int>(IndexKind::kNone) ||
-                        ((is_array || is_hash) && fits && is_inside),
+                        ((is_array || is_hash) && fits && searches_fit),
                     op, ": feature ", f,
                     " has an index outside the memory of `index`; tables must ",
                     "come from the module that owns them");
@@ -55,7 +55,7 @@ void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, in
 
 // Return the row that is stored for each id, int64 [L], as IndexTable defines it; -1 for lookups of
 // no bag. `index` is int64 [words], `tables` int64 [F, 6]; the other arguments are as in
-// `tbe_lookup`. Raises if a table reaches outside `index`.
+// `tbe_lookup`. Throws if a table reaches outside `index`.
 Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
                const Tensor& indices_in, const Tensor& offsets_in,
                std::optional<Tensor> bag_layout) {

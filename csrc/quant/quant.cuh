@@ -24,13 +24,14 @@ struct QuantizeRows {
   int format;  // a RowFormat
 };
 
-// Return the word with the numbers of the columns from `column` on; the rest of it is zeros.
+// Return the word with the numbers of the columns from `column` on; its bits after the last column
+// are 0.
 template <class T>
-EMB_DEVICE uint32_t encoded_word(const T* row, int64_t column, int64_t dim, RowStep step,
-                                 int format) {
+EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, InverseScale scale,
+                                int format) {
   uint32_t word = 0;
   for (int shift = 0; shift < 32 && column < dim; shift += bits_of(format), ++column) {
-    word |= encoded(to_float(row[column]), step, format) << shift;
+    word |= encode(to_float(row[column]), scale, format) << shift;
   }
   return word;
 }
@@ -41,7 +42,7 @@ template <class T>
 __global__ void quantize_kernel(QuantizeRows args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
   const int64_t words = row_bytes(args.dim, args.format) / kWordBytes;
-  const int headers = header_bytes(args.format) / kWordBytes;  // 1, or 0
+  const int header_words = header_bytes(args.format) / kWordBytes;  // 1, or 0
   for (int64_t r = simt::global_warp(); r < args.rows; r += simt::warps_in_grid()) {
     const T* row = static_cast<const T*>(args.weights) + r * args.dim;
     float low = to_float(row[0]), high = low;
@@ -58,10 +59,11 @@ __global__ void quantize_kernel(QuantizeRows args) {
     }
     const RowScale scale = row_scale(low, high, args.format);
     uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * words;
-    if (lane < headers) out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
-    for (int64_t w = lane + headers; w < words; w += simt::kWarp) {
-      const int64_t column = (w - headers) * (32 / bits_of(args.format));
-      out[w] = encoded_word(row, column, args.dim, RowStep(scale), args.format);
+    if (lane < header_words)
+      out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
+    for (int64_t w = lane + header_words; w < words; w += simt::kWarp) {
+      const int64_t column = (w - header_words) * (32 / bits_of(args.format));
+      out[w] = encode_word(row, column, args.dim, InverseScale(scale), args.format);
     }
   }
 }
@@ -82,32 +84,34 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 8 to 32 lanes reads a row. A lane owns two quads of columns, 4 * lanes
-// columns apart: so each access of a group, to a row or to the output, is to neighbouring memory
-// (with 8 neighbouring columns per lane every access would touch half of each sector). A quad is a
-// part of a word, or one to four words, and is loaded in units of at most a word, because a row may
-// begin at any word. Every lane reads index, header and weight of one lookup and shares them by
-// shuffles; it shares scale and offset only after the loads of the numbers have been issued. Where
-// the formats of features differ, there is a launch per format, which skips the bags of other
-// formats. The groups of a warp run in lockstep, so all collectives name the full warp. Sums are in
-// the order of the lookups.
+// The lookup. A group of 8 to 32 lanes reads a row. A lane owns two *quads* of kQuad columns, which
+// are kQuad * lanes columns apart. So each access of a group, to a row or to the output, is to
+// neighbouring memory. (With 8 neighbouring columns per lane every access would touch half of each
+// sector.) A quad is a part of a word, or one to four words. It is loaded in units of at most a
+// word, because a row may begin at any word. Every lane reads index, header and weight of one
+// lookup and shares them by shuffles; it shares scale and offset only after the loads of the
+// numbers have been issued. If the formats of features differ, there is a launch per format, which
+// skips the bags of other formats. The groups of a warp run in lockstep, so all collectives name
+// the full warp. Rows are added in the order of the lookups.
 
 inline constexpr int kQuantThreads = 128;
-// Blocks per multiprocessor, which leave 80 and 72 registers: loads in flight matter more than
-// occupancy.
+// Blocks per multiprocessor, which leave a thread 80 and 72 registers. They are few because loads
+// in flight matter more than occupancy.
 inline constexpr int kQuantPoolBlocks = 6;
 inline constexpr int kQuantShortBlocks = 7;
-inline constexpr int kQuad = 4;              // columns
-inline constexpr int kQuantColumns = 8;      // columns per lane: two quads
-inline constexpr int kPoolRowsInFlight = 8;  // of a bag in quant_pool_kernel; fewer of wide numbers
+inline constexpr int kQuad = 4;          // columns
+inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
+// Rows of a bag in flight in quant_pool_kernel. Here and below, quant_in_flight reduces the number
+// for wide numbers.
+inline constexpr int kPoolRowsInFlight = 8;
 // Lanes per group, so that each row in flight has a lane that reads its header.
 inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 
-// Return the number of rows in flight for a format, if `rows` rows of numbers of up to 8 bits are
-// in flight. Wider numbers need more registers, so fewer of their rows are.
+// Return the number of rows in flight for a format. `rows` is that number for numbers of up to 8
+// bits; wider numbers need more registers, so fewer of their rows are in flight.
 constexpr int quant_in_flight(int format, int rows) {
   const int fewer = rows * 8 / bits_of(format);
-  return bits_of(format) <= 8 ? rows : fewer > 1 ? fewer : 1;
+  return bits_of(format) <= 8 ? rows : (fewer > 1 ? fewer : 1);
 }
 
 // The arguments of the lookup kernels. All pointers are to device memory that must live until they
@@ -126,14 +130,14 @@ struct QuantArgs {
   const float* sample_weights;  // [L] or null
   bool is_mixed;  // the formats of features differ: column `tier` of a feature has its format
 
-  // Return the rows of the output: bags, or lookups without pooling.
+  // Return the number of rows of the output: of bags, or without pooling of lookups.
   EMB_HD int64_t items() const {
     return pooling == Pooling::kNone ? bags.num_lookups : bags.num_bags;
   }
 };
 
-// The scale and offset of the row of lookup `i`, which is at `address`, and the weight of the
-// lookup; zeros for a null address. Rows without a header have scale 1 and offset 0.
+// The header of the row of lookup `i`, which is at `address`, and the weight of the lookup; both
+// are 0 for a null address.
 template <int kFormat>
 struct QuantHeader {
   uint32_t header = 0;
@@ -145,12 +149,13 @@ struct QuantHeader {
     weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
   }
 
-  // Return the factor of the row's numbers, and the term to add to them, both times the weight.
+  // Return the factor of the row's numbers, which is 1 without a header, times the weight.
   EMB_DEVICE float scale() const {
     if (!has_scale(kFormat)) return weight;
     return weight * to_float(half16{static_cast<uint16_t>(header & 0xffffu)});
   }
-  EMB_DEVICE float shift() const {
+  // Return the offset of the row, times the weight. Only rows with a header have one.
+  EMB_DEVICE float offset() const {
     return weight * to_float(half16{static_cast<uint16_t>(header >> 16)});
   }
 };
@@ -181,9 +186,10 @@ EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
   return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
 }
 
-// The columns of a lane in its group's stripe of `kQuantColumns * lanes` columns.
+// The columns of a lane in the stripe of `kQuantColumns * lanes` columns of its group that begins
+// at column `base`.
 struct QuadColumns {
-  int first, second;  // first column of either quad
+  int first, second;  // first column of the first and of the second quad
 
   EMB_DEVICE QuadColumns(const LaneGroup& lane, int base)
       : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
@@ -199,7 +205,7 @@ struct PackedSlice {
 
   uint32_t words[2][kWords] = {};
 
-  // Load the quads of a row that begin before its end, after which are zeros up to a word.
+  // Load the quads of a row that begin before its end. (Zeros follow it, up to a whole word.)
   EMB_DEVICE void load(const uint8_t* row, const QuadColumns& columns, int dim) {
     load_quad(0, row + byte_of(columns.first), dim - columns.first);
     load_quad(1, row + byte_of(columns.second), dim - columns.second);
@@ -217,8 +223,8 @@ struct PackedSlice {
     return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k as a float. An integer takes no conversion: its bits become the low bits of the
-  // mantissa of a power of two, which then is subtracted.
+  // Return number k as a float. An integer needs no conversion: its bits become the low bits of the
+  // mantissa of a power of two, and then this power is subtracted.
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
@@ -238,13 +244,14 @@ struct PackedSlice {
   }
 };
 
-// Add scale * number + shift for each number of a slice to `sum`.
+// Add scale * number + offset for each number of a slice to `sum`; without a header, `offset` is
+// not used.
 template <int kFormat>
-EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float shift,
+EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float offset,
                           float (&sum)[kQuantColumns]) {
 #pragma unroll
   for (int e = 0; e < kQuantColumns; ++e) {
-    sum[e] += has_scale(kFormat) ? scale * slice[e] + shift : scale * slice[e];
+    sum[e] += has_scale(kFormat) ? scale * slice[e] + offset : scale * slice[e];
   }
 }
 
@@ -271,9 +278,10 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
 // Pooled lookup: a group takes a bag and has kPoolRowsInFlight of its rows in flight.
 
 // Add the columns of all rows of a bag to `sum`. `longest` is the maximum length of a bag in the
-// warp, all lanes of which call this. `Row` is the type of row numbers, which lanes share: 64 bits
-// cost another shuffle per row. For a skipped lookup, row 0 is read and its numbers are multiplied
-// by 0, which saves a branch per row; but rows of floats, which may be infinite, are not read.
+// warp, all lanes of which call this. `Row` is the type of row ids, which lanes share: 64 bits cost
+// another shuffle per row. For a skipped lookup, row 0 is read and its numbers are multiplied by 0,
+// which saves a branch per row. In formats without a header no row is read instead, because their
+// values may be infinite.
 template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
@@ -308,13 +316,13 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
         slice[u].load_quad(0, first + row_begin, first_columns);
         slice[u].load_quad(1, second + row_begin, second_columns);
       }
-      const float scale_of_lane = header.scale(), shift_of_lane = header.shift();
+      const float scale_of_lane = header.scale(), offset_of_lane = header.offset();
 #pragma unroll
       for (int u = 0; u < kRows; ++u) {
         if (u == kRows / 2 && k + u >= steps) break;
         const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, k + u, lane.lanes);
-        const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, k + u, lane.lanes);
-        add_slice(slice[u], scale, shift, sum);
+        const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, k + u, lane.lanes);
+        add_slice(slice[u], scale, offset, sum);
       }
     }
   }
@@ -355,12 +363,13 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
 }
 
 // Lookup of short bags, and of single rows without pooling. The rows of one bag cannot saturate the
-// memory system, so a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
-// once; then a group of lanes takes the numbers of several bags at a time, one row of each: of
-// eight where no bag of the warp has a second row and there are no sums to keep.
+// memory system. So a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
+// once. Then a group of lanes reads the numbers of several bags at a time, one row of each: of
+// kSingleRowsInFlight bags if no bag of the warp has a second row, so that there are no sums to
+// keep, otherwise of kQuantBagsInFlight bags.
 
-inline constexpr int kQuantBagsInFlight = 2;   // of a group; fewer of wide numbers
-inline constexpr int kSingleRowsInFlight = 8;  // of a group; fewer of wide numbers
+inline constexpr int kQuantBagsInFlight = 2;
+inline constexpr int kSingleRowsInFlight = 8;
 
 // Row i of a bag.
 template <int kFormat>
@@ -390,22 +399,22 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
     slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
   }
-  const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
+  const float scale_of_lane = row.header.scale(), offset_of_lane = row.header.offset();
 #pragma unroll
   for (int s = 0; s < S; ++s) {
     const int source = owner + s * groups;
     const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, source);
-    const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, source);
+    const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, source);
     const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, source);
     float sum[N] = {};
-    add_slice(slice[s], scale, shift, sum);
+    add_slice(slice[s], scale, offset, sum);
     write_quads<true>(args, element, columns, dim[s], sum);
   }
 }
 
 // Sum and write columns of kQuantBagsInFlight bags of a group (fewer of wide numbers). `owner` is
 // as in write_single_rows; `is_owner`: this lane holds the metadata of one of these bags. Changes
-// `row`, which has the bag's first row again at the end.
+// `row`, but in the end it is the bag's first row again, for the next columns.
 template <int kFormat>
 EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
                                 int64_t element_of_lane, const QuadColumns& columns, int owner,
@@ -421,15 +430,15 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
       const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
-    const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
+    const float scale_of_lane = row.header.scale(), offset_of_lane = row.header.offset();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, owner + s * groups);
-      const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, owner + s * groups);
-      add_slice(slice[s], scale, shift, sum[s]);
+      const float offset = __shfl_sync(simt::kFullMask, offset_of_lane, owner + s * groups);
+      add_slice(slice[s], scale, offset, sum[s]);
     }
     if (longest > 1 && is_owner) {
-      const int next = step + 1 < longest ? step + 1 : 0;  // the first again, for other columns
+      const int next = step + 1 < longest ? step + 1 : 0;  // at the end the first row again
       row = QuantRow<kFormat>(args, task, next);
     }
   }
@@ -485,11 +494,12 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
   }
 }
 
-// Return whether to use quant_short_bags_kernel: without pooling, or if bags have at most four
-// lookups on average. The bound is not measured.
+// Return whether to use quant_short_bags_kernel: without pooling, or if bags have at most
+// kMeanLookups lookups on average. The bound is not measured.
 inline bool has_short_quant_bags(const QuantArgs& args) {
-  constexpr int64_t kShort = 4;  // lookups
-  return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.num_bags;
+  constexpr int64_t kMeanLookups = 4;
+  return args.pooling == Pooling::kNone ||
+         args.bags.num_lookups <= kMeanLookups * args.bags.num_bags;
 }
 
 // A grid has at most this many times the blocks that run at once: bags differ in length, so new
@@ -501,8 +511,8 @@ template <int kFormat, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = mean_width(args);
-  const int fewest = lanes_for(width, kQuantColumns);
-  const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
+  const int lanes_of_row = lanes_for(width, kQuantColumns);
+  const int lanes = lanes_of_row < kMinQuantLanes ? kMinQuantLanes : lanes_of_row;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
@@ -519,7 +529,7 @@ template <class Launcher>
 void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.columns == 0 || args.items() == 0) return;
   const auto launch = [&]<int kFormat>(std::integral_constant<int, kFormat>) {
-    if ((formats >> kFormat & 1) != 0) launch_quant_lookup_of<kFormat>(launcher, args);
+    if (((formats >> kFormat) & 1) != 0) launch_quant_lookup_of<kFormat>(launcher, args);
   };
   launch(std::integral_constant<int, kInt2>());
   launch(std::integral_constant<int, kInt4>());

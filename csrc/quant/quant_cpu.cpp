@@ -20,7 +20,7 @@ EMB_SELECT_KERNELS(QuantizeTable, kQuantizeTable, quantize_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements: smallest range that gets a thread
+constexpr int64_t kGrain = 4096;  // elements of a parallel loop (its grain)
 
 // Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
 // uint8 [R, row_bytes(D, format)].
@@ -29,7 +29,8 @@ void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const int64_t dim = weights.size(1);
   const QuantizeArgs args{weights.const_data_ptr(),
                           static_cast<uint8_t*>(packed.mutable_data_ptr()), dim};
-  const QuantizeFn quantize = quantize_table().at[format_index(format)][static_cast<int>(type)];
+  const QuantizeFn quantize =
+      quantize_table().kernels[format_index(format)][static_cast<int>(type)];
   parallel_balanced(
       weights.size(0), kGrain, [&](int64_t row) { return row * dim; },
       [&](int64_t begin, int64_t end) { quantize(args, begin, end); });
@@ -46,13 +47,13 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
   return formats.is_mixed ? feature.tier : __builtin_ctzll(formats.mask);
 }
 
-// Raise unless every feature has rows of a named format inside the memory and lies inside the
-// columns of the output: this makes reads and writes safe whatever the caller passes. Return the
-// sum of the features' dims.
+// Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
+// the columns of the output: this makes reads and writes safe whatever the caller passes. Return
+// the sum of the features' dims.
 int64_t check_tables(const Tensor& features, const Tensor& packed, const RowFormats& formats,
                      Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
-  int64_t covered = 0;
+  int64_t sum_of_dims = 0;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
     const int64_t format = format_of(formats, x);
@@ -71,23 +72,24 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, const RowForm
     STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns,
                     "quant_lookup: pooling none needs one dim for all features, got ", x.dim,
                     " and ", columns);
-    covered += x.dim;
+    sum_of_dims += x.dim;
   }
-  return covered;
+  return sum_of_dims;
 }
 
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
 Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
-  const bool none = call.pooling == Pooling::kNone, variable = call.is_variable();
+  const bool is_pooled = call.pooling != Pooling::kNone, is_variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
-  const int64_t covered =
-      check_tables(call.features, call.packed, call.formats,
-                   variable ? Pooling::kSum : call.pooling, variable ? kUnlimited : call.columns);
+  const int64_t sum_of_dims = check_tables(call.features, call.packed, call.formats,
+                                           is_variable ? Pooling::kSum : call.pooling,
+                                           is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
-  // Whether bags write all of the output.
+  // Whether bags are certain to write all of the output.
   const bool is_complete =
-      bags.num_bags > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
+      bags.num_bags > 0 &&
+      (!is_pooled ? bags.begin(0) == 0 : (!is_variable && sum_of_dims == call.columns));
   if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
   const Feature* feature = feature_array(call.features);
@@ -96,16 +98,16 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const IndexArray indices = index_array(call.indices);
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const Feature& x = feature[f];
-    const int64_t base = BagItems::base_element(call.map, call.pooling, begin, x.column);
+    const int64_t base_element = BagItems::base_element(call.map, call.pooling, begin, x.column);
     const QuantLookupArgs args{rows + x.weight_offset,
                                x.rows,
                                x.dim,
                                indices.data,
                                {bags, call.pooling, call.map.layout, call.columns},
                                call.weights(),
-                               output + base * out.element_size()};
+                               output + base_element * out.element_size()};
     const int format = format_index(format_of(call.formats, x));
-    const auto& kernels = lookup_table().at[format][static_cast<int>(call.output_type)];
+    const auto& kernels = lookup_table().kernels[format][static_cast<int>(call.output_type)];
     kernels[indices.is_int64](args, begin, end);
   });
   return out;
@@ -131,19 +133,22 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   return look_up(call, feature_bags_of(op, call));
 }
 
-// Look up a fixed batch and return [output]. With `check`, a code of BoundsMode, return no tensor
-// for an invalid batch, which the caller then repairs and reports. `violations` is only validated.
+// Look up a fixed batch and return [output]. With a `check_mode`, a code of BoundsMode, return no
+// tensor for an invalid batch, which the caller then repairs and reports. The modes do not differ
+// here, and `violations`, int64 [2], is neither read nor written.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
                                           int64_t format, int64_t columns, ScalarType output_dtype,
-                                          std::optional<int64_t> check, Tensor violations) {
+                                          std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
                        pooling, format, columns, output_dtype);
-  check_bounds_arguments(op, check, violations);
+  check_bounds_arguments(op, check_mode, violations);
   const FeatureBags bags = feature_bags_of(op, call);
-  if (check && !is_valid_batch(features, index_array(call.indices), call.bags, bags)) return {};
+  if (check_mode.has_value() &&
+      !is_valid_batch(features, index_array(call.indices), call.bags, bags))
+    return {};
   return {look_up(call, bags)};
 }
 

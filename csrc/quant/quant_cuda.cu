@@ -1,8 +1,8 @@
 // `quantize_rows_`, `quant_lookup` and `quant_lookup_checked_` on the GPU: check the arguments,
 // allocate, launch. The contents of `features` are on the device and are not read here, so that
-// nothing waits for the GPU. The contracts are those of quant_cpu.cpp, except that contents of
-// tensors are trusted, and that output elements that no bag writes are unspecified if there are
-// bags.
+// nothing waits for the GPU. The contracts are those of quant_cpu.cpp, with two exceptions:
+// contents of tensors are trusted, and output elements that no bag writes are unspecified if there
+// are bags.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -65,24 +65,24 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   return out;
 }
 
-// Return [output]. Unlike on the CPU, the result is complete for an invalid batch too (unless the
-// mode "fatal" traps): the kernels repair what is invalid, so that the host need not wait to learn
-// whether the batch is valid. In the mode "warning" violations are added to `violations`.
+// Return [output], unlike on the CPU also for an invalid batch, unless the mode "fatal" traps. The
+// kernels repair invalid indices and offsets, so that the host need not wait to learn whether the
+// batch is valid. In the mode "warning" violations are added to `violations`.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
                                           int64_t format, int64_t columns, ScalarType output_dtype,
-                                          std::optional<int64_t> check, Tensor violations) {
+                                          std::optional<int64_t> check_mode, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
                        pooling, format, columns, output_dtype);
-  check_bounds_arguments(op, check, violations);
+  check_bounds_arguments(op, check_mode, violations);
   Tensor out = new_output(op, call);
   Bags bags = call.bags;
   std::optional<Tensor> repaired;
-  if (check) {
+  if (check_mode.has_value()) {
     repaired =
-        bounds_check_(call.indices, call.offsets, features, std::nullopt, *check, violations);
+        bounds_check_(call.indices, call.offsets, features, std::nullopt, *check_mode, violations);
     bags.offsets = index_array(*repaired);
   }
   look_up(call, bags, &out);

@@ -1,5 +1,5 @@
-// Quantised tables on one CPU thread: quantise rows (one pass for the range of a row, one for its
-// numbers), look up bags.
+// Quantised tables on one CPU thread: quantise rows, and look up bags. Quantising takes two passes
+// over a row: one finds the range of its values, one writes its numbers.
 #include <type_traits>
 #include <utility>
 
@@ -25,13 +25,13 @@ RowScale scale_of(const T* row, int64_t dim) {
 
 // Write the numbers of `count` columns to `out`, packed; the unused bits of the last byte are 0.
 template <int kFormat, class T>
-EMB_HD void encode(const T* row, int64_t count, RowStep step, uint8_t* out) {
+EMB_HD void encode_row(const T* row, int64_t count, InverseScale scale, uint8_t* out) {
   constexpr int kBits = bits_of(kFormat), kPerByte = kBits < 8 ? 8 / kBits : 1;
   constexpr int64_t kBytes = kBits < 8 ? 1 : kBits / 8;
   for (int64_t b = 0; b * kPerByte < count; ++b) {
     uint32_t bits = 0;
     for (int i = 0; i < kPerByte && b * kPerByte + i < count; ++i) {
-      bits |= encoded(to_float(row[b * kPerByte + i]), step, kFormat) << (i * kBits);
+      bits |= encode(to_float(row[b * kPerByte + i]), scale, kFormat) << (i * kBits);
     }
     for (int i = 0; i < kBytes; ++i) out[b * kBytes + i] = static_cast<uint8_t>(bits >> (8 * i));
   }
@@ -50,27 +50,29 @@ void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
       scale = scale_of<kFormat>(row, dim);
       __builtin_memcpy(out, &scale, kHeaderBytes);
     }
-    encode<kFormat>(row, dim, RowStep(scale), out + header_bytes(kFormat));
+    encode_row<kFormat>(row, dim, InverseScale(scale), out + header_bytes(kFormat));
     for (int64_t b = nbytes; b < stride; ++b) out[b] = 0;
   }
 }
 
-// Call `body.template operator()<format>(index)` for every format.
+// Call `body.template operator()<format>(index)` for every format and its position in kRowFormats.
 template <class Body, int... kIndex>
 constexpr void for_each_format(const Body& body, std::integer_sequence<int, kIndex...>) {
   (body.template operator()<kRowFormats[kIndex]>(kIndex), ...);
 }
 
-using Formats = std::make_integer_sequence<int, kNumRowFormats>;
+// The positions of all formats in kRowFormats, for for_each_format.
+using FormatIndices = std::make_integer_sequence<int, kNumRowFormats>;
 
 constexpr QuantizeTable make_quantize_table() {
   QuantizeTable table = {};
   for_each_format(
       [&]<int kFormat>(int format) {
-        for_each_dtype(
-            [&]<class T>(TypeTag<T>, int type) { table.at[format][type] = quantize<kFormat, T>; });
+        for_each_dtype([&]<class T>(TypeTag<T>, int type) {
+          table.kernels[format][type] = quantize<kFormat, T>;
+        });
       },
-      Formats());
+      FormatIndices());
   return table;
 }
 
@@ -137,7 +139,7 @@ EMB_HD Ints load_numbers(const uint8_t* p) {
 #endif
 }
 
-// Load `kLanes` values from `p`. In rows with a scale they are numbers that are not scaled yet.
+// Load `kLanes` columns from `p`. In formats with a header these are numbers, not yet values.
 template <int kFormat>
 EMB_HD Vec load_packed(const uint8_t* p) {
   if constexpr (kFormat == kFp16) {
@@ -157,16 +159,16 @@ EMB_HD Vec load_packed(const uint8_t* p) {
 
 namespace {
 
-// The lookup. Rows are converted to floats before they are added: separate sums of their offsets
-// would cancel in long bags.
+// The lookup. Each row is converted to values before it is added. The numbers and the offsets of
+// rows could be added separately, but these sums would cancel in long bags.
 
-// Lookups between the prefetch of a row and its use; a row is one cache line, or a few (not
-// measured).
-constexpr int64_t kAhead = 16;
+// Lookups between the prefetch of a row and its use. A row is one cache line, or a few. The number
+// is not measured.
+constexpr int64_t kRowsAhead = 16;
 
-// The scale (`by`) and the offset (`plus`) of a row times the weight of its lookup, in all lanes.
+// The scale and the offset of a row times the weight of its lookup, in all lanes.
 struct ScaleFactors {
-  Vec by, plus;
+  Vec scale, offset;
 
   EMB_HD ScaleFactors(const uint8_t* row, float weight) {
     int32_t header;
@@ -174,36 +176,37 @@ struct ScaleFactors {
 #if defined(__AVX512F__)
     const __m512 pairs = _mm512_cvtph_ps(_mm256_broadcastd_epi32(_mm_cvtsi32_si128(header))) *
                          _mm512_set1_ps(weight);
-    by = _mm512_moveldup_ps(pairs);
-    plus = _mm512_movehdup_ps(pairs);
+    scale = _mm512_moveldup_ps(pairs);
+    offset = _mm512_movehdup_ps(pairs);
 #elif defined(__AVX2__)
     const __m256 pairs =
         _mm256_cvtph_ps(_mm_broadcastd_epi32(_mm_cvtsi32_si128(header))) * _mm256_set1_ps(weight);
-    by = _mm256_moveldup_ps(pairs);
-    plus = _mm256_movehdup_ps(pairs);
+    scale = _mm256_moveldup_ps(pairs);
+    offset = _mm256_movehdup_ps(pairs);
 #else
     // The same as to_float of two finite halves, both at once.
     const Ints halves = {header & 0xffff, header >> 16};
     const Vec magnitude = reinterpret_cast<Vec>((halves & 0x7fff) << 13) * 0x1p112f;
     const Ints sign = (halves & 0x8000) << 16;
     const Vec pair = reinterpret_cast<Vec>(reinterpret_cast<Ints>(magnitude) | sign);
-    by = broadcast(weight * pair[0]);
-    plus = broadcast(weight * pair[1]);
+    scale = broadcast(weight * pair[0]);
+    offset = broadcast(weight * pair[1]);
 #endif
   }
 };
 
-// The weight of a row without a scale.
+// The weight of a lookup whose row has no header.
 struct WeightFactor {
-  Vec by;
+  Vec scale;
 
-  EMB_HD WeightFactor(const uint8_t*, float weight) : by(broadcast(weight)) {}
+  EMB_HD WeightFactor(const uint8_t*, float weight) : scale(broadcast(weight)) {}
 };
 
 #if defined(__AVX512F__)
 
-// The values of all numbers of 2 or 4 bits of a row, times its weight: a permutation looks them up,
-// by the lowest 4 bits of its lanes, instead of conversions and multiplications of every number.
+// The values of all possible numbers of 2 or 4 bits in a row, times the weight of its lookup. A
+// permutation looks them up by the lowest 4 bits of each lane, which replaces the conversion and
+// multiplication of every number.
 template <int kFormat>
 struct ValueTable {
   Vec values;
@@ -212,7 +215,7 @@ struct ValueTable {
     const ScaleFactors factors(row, weight);
     Vec numbers;
     for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(i & ((1 << kFormat) - 1));
-    values = factors.by * numbers + factors.plus;
+    values = factors.scale * numbers + factors.offset;
   }
   EMB_HD Vec vector(const uint8_t* p) const {
     if constexpr (kFormat == kInt2) {
@@ -241,14 +244,14 @@ inline constexpr bool kHasValueTable = false;
 
 #endif
 
-// The lookups of one feature as `pool_bags` reads them. An address of a row lies header_bytes
-// before the numbers of its first column that is not skipped.
+// The lookups of one feature as `pool_bags` reads them (core/pool_bag.h). at() returns the address
+// that lies header_bytes before the first column that is not skipped.
 template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
   int64_t stride;       // bytes per row
   int64_t end;          // lookups from here on are not prefetched
-  int64_t skipped = 0;  // bytes of columns
+  int64_t skipped = 0;  // bytes of the columns that are skipped
 
   struct Values {
     const uint8_t* numbers;
@@ -269,15 +272,15 @@ struct PackedRows {
       if constexpr (kHasValueTable<kFormat>) {
         return factors.vector(p);
       } else if constexpr (has_scale(kFormat)) {
-        return factors.by * load_packed<kFormat>(p) + factors.plus;
+        return factors.scale * load_packed<kFormat>(p) + factors.offset;
       } else {
-        return factors.by * load_packed<kFormat>(p);
+        return factors.scale * load_packed<kFormat>(p);
       }
     }
   };
 
   EMB_HD int64_t dim() const { return args.dim; }
-  EMB_HD static int64_t distance() { return kAhead; }
+  EMB_HD static int64_t distance() { return kRowsAhead; }
   EMB_HD void skip_columns(int64_t count) { skipped += count * bits_of(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
     const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
@@ -289,7 +292,8 @@ struct PackedRows {
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
     if (i >= end) return;
-    // A row begins at any word of a line: the last line is not a multiple of 64 bytes away.
+    // A row may begin at any word of a cache line, so its last byte may be in one more line than
+    // the loop prefetches.
     const uint8_t* address = at(i);
     if (address == nullptr) return;
     const int64_t nbytes = header_bytes(kFormat) + packed_bytes(count, kFormat);
@@ -313,11 +317,11 @@ constexpr QuantLookupTable make_table() {
   for_each_format(
       [&]<int kFormat>(int format) {
         for_each_dtype([&]<class O>(TypeTag<O>, int output) {
-          table.at[format][output][0] = lookup<kFormat, O, int32_t>;
-          table.at[format][output][1] = lookup<kFormat, O, int64_t>;
+          table.kernels[format][output][0] = lookup<kFormat, O, int32_t>;
+          table.kernels[format][output][1] = lookup<kFormat, O, int64_t>;
         });
       },
-      Formats());
+      FormatIndices());
   return table;
 }
 
