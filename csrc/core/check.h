@@ -67,7 +67,7 @@ inline void check_index_vector(const char* op, const char* name, const Tensor& t
                   "; bags are given by offsets, so flatten the indices and pass where they start");
 }
 
-// Return the Dtype of a float type of 16 or 32 bits; throw for another dtype.
+// Return the Dtype of a float type of 16 or 32 bits. Throws for another dtype.
 inline Dtype float_dtype(const char* op, const char* name, ScalarType type) {
   if (type == ScalarType::Float) return Dtype::kFloat;
   if (type == ScalarType::Half) return Dtype::kHalf;
@@ -91,7 +91,7 @@ inline std::string list_codes(const char* const* names, size_t count) {
   return text;
 }
 
-// Return the enumerator with the number `code`; throw if there is none. `names` are the names of
+// Return the enumerator whose value is `code`. Throws if there is none. `names` are the names of
 // the enumerators, see core/codes.h.
 template <class Choice, size_t n>
 Choice parse_choice(const char* op, const char* argument, int64_t code,
@@ -101,7 +101,7 @@ Choice parse_choice(const char* op, const char* argument, int64_t code,
   return static_cast<Choice>(code);
 }
 
-// Return the pooling with the number `code`; throw if there is none.
+// Return the Pooling whose value is `code`. Throws if there is none.
 inline Pooling parse_pooling(const char* op, int64_t code) {
   return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
@@ -131,7 +131,7 @@ struct TierWeights {
     STD_TORCH_CHECK(!weights.empty() && weights.size() <= kTiers, op,
                     ": weights must be a list of 1 to ", kTiers,
                     " tensors (device, host, disk, cache), got ", weights.size());
-    bool typed = false;
+    bool has_tables = false;  // whether an earlier tier has tables, which determine `type`
     type = cache_type = float_dtype(op, "weights", weights[0].scalar_type());
     for (size_t tier = 0; tier < weights.size(); ++tier) {
       const Tensor& tensor = weights[tier];
@@ -144,11 +144,11 @@ struct TierWeights {
         cache_type = dtype;
         continue;
       }
-      STD_TORCH_CHECK(!typed || dtype == type, op,
+      STD_TORCH_CHECK(!has_tables || dtype == type, op,
                       ": all tables must have one dtype, but the weights of tier ", tier, " are ",
                       dtype_name(tensor.scalar_type()), "; only the cache may have another");
       type = dtype;
-      typed = true;
+      has_tables = true;
     }
     if (elements[kCacheTier] == 0) cache_type = type;
   }
@@ -235,9 +235,9 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
-// Return the BagMap of a batch: the map of a variable batch if `bag_layout` is passed, to which the
-// result points. `columns` is the number of columns of the pooled output of a fixed batch. Checks
-// what check_bag_layout or batch_size check.
+// Return the BagMap of a batch. If `bag_layout` is passed, it is the map of a variable batch and
+// points into that tensor. `columns` is the number of columns of the pooled output of a fixed
+// batch. Throws unless the checks of check_bag_layout, or of batch_size, pass.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
                       const std::optional<Tensor>& bag_layout, int64_t columns) {
   if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};
@@ -269,40 +269,41 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 
-// Return the number of columns of `grad`, the gradient of a pooled output: [B, columns], or for a
-// variable batch a vector of the elements of all rows.
-inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variable) {
-  STD_TORCH_CHECK(grad.dim() == (variable ? 1 : 2), op,
+// Check the gradient of a pooled output: [B, columns], or for a variable batch a vector of the
+// elements of all output rows. Return its number of columns, or of these elements.
+inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool is_variable) {
+  STD_TORCH_CHECK(grad.dim() == (is_variable ? 1 : 2), op,
                   ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),
                   " dimensions");
   return grad.size(grad.dim() - 1);
 }
 
-// Return a contiguous tensor with the same values: the tensor itself if it is contiguous. torch's
-// function would call the dispatcher even then.
+// Return a contiguous tensor with the same values: the tensor itself if it is contiguous. In that
+// case torch's function would call the dispatcher for nothing.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // Return a tensor with the same values in which the columns of a row are adjacent: the tensor
-// itself if that holds, otherwise a contiguous copy. The gradient of one part of a concatenation
-// needs no copy: the distance of its rows is a whole row of the concatenation.
+// itself if that holds, otherwise a contiguous copy. So the gradient of one input of `torch.cat` by
+// columns needs no copy, although its rows are a whole row of the concatenation apart.
 inline Tensor with_adjacent_columns(const Tensor& rows) {
-  const bool adjacent = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= 0;
-  return adjacent ? rows : as_contiguous(rows);
+  const bool is_adjacent = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= 0;
+  return is_adjacent ? rows : as_contiguous(rows);
 }
 
 // Return the number of elements from one row to the next in a result of `with_adjacent_columns`;
-// the number of all elements for a vector.
+// for a vector, which is one row, the number of its elements.
 inline int64_t row_stride(const Tensor& rows) {
   return rows.dim() == 2 ? rows.stride(0) : rows.numel();
 }
 
-// Return views of a contiguous vector of int32 or int64, and of a checked `features` tensor.
+// Return a view of a contiguous vector of int32 or int64.
 inline IndexArray index_array(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }
 
+// Return the rows of a `features` tensor that check_features has accepted.
 inline const Feature* feature_array(const Tensor& features) {
   return static_cast<const Feature*>(features.const_data_ptr());
 }

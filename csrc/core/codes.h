@@ -1,7 +1,7 @@
-// The choices that ops take as small integers, and their names for messages. They are not strings
-// because the conversion of a string argument in torch's stable headers leaks a copy of the string
-// at every call. emblib/ops/codes.py has the same numbers and names, and a test compares both. The
-// choices of optimizers are in optim/optimizers.h.
+// The choices that ops take as small integers (*codes*), and their names for messages. Ops do not
+// take strings, because the conversion of a string argument in torch's stable headers leaks a copy
+// of the string at every call. emblib/ops/codes.py has the same numbers and names, and a test
+// compares both. The choices of optimizers are in optim/optimizers.h.
 #pragma once
 
 namespace emb {
@@ -18,9 +18,9 @@ inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 
 // The replacement policy of a set of the cache: which missing rows take which ways.
 //   LRU: missing rows in ascending order take the ways in order of age, the oldest first.
-//   LFU: missing rows in order of their lookups so far, the most first, take the ways in order of
-//        the lookups of their present rows, the fewest first; at equal numbers, the way that was
-//        used last.
+//   LFU: missing rows in descending order of their lookups so far take the ways in ascending order
+//        of the lookups of the rows in them. Among ways of equally many lookups, the way that was
+//        used last is the first. A row takes no way whose row has more lookups.
 enum class CachePolicy : int { kLru, kLfu };
 inline constexpr const char* kCachePolicies[] = {"lru", "lfu"};
 

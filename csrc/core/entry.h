@@ -1,8 +1,8 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
-// function emb::tbe_lookup as the op of that name. The wrapper does what all ops need: before the
-// call it rejects tensors whose storage is smaller than their size. If the function throws, the
-// wrapper turns a failed allocation into an error that names the op. It does the same for a failed
-// call into torch, which it recognises by "API call failed" in the message, and adds torch's
+// function emb::tbe_lookup, inside the wrapper, as the op of that name. Before the call the wrapper
+// rejects tensors whose storage is smaller than their size. If the function throws because an
+// allocation failed, the wrapper throws an error that names the op instead. It does the same if a
+// call into torch failed, which it recognises by "API call failed" in the message, and adds torch's
 // message if torch offers it. All other errors pass unchanged.
 #pragma once
 
@@ -49,7 +49,7 @@ inline torch::stable::Tensor allocate(
   for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d] > 0 ? sizes[d] : 1) strides[d] = stride;
   int32_t dtype = 0, device_type = 0, device_index = 0;  // codes of torch's stable ABI
   AtenTensorHandle tensor = nullptr;
-  const bool allocated =
+  const bool is_allocated =
       aoti_torch_get_dtype(like.get(), &dtype) == 0 &&
       aoti_torch_get_device_type(like.get(), &device_type) == 0 &&
       aoti_torch_get_device_index(like.get(), &device_index) == 0 &&
@@ -57,7 +57,7 @@ inline torch::stable::Tensor allocate(
           static_cast<int64_t>(sizes.size()), sizes.data(), strides,
           type ? torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type)) : dtype,
           device_type, device_index, &tensor) == 0;
-  if (allocated) return torch::stable::Tensor(tensor);
+  if (is_allocated) return torch::stable::Tensor(tensor);
   std::string shape;
   for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
   const std::string message = torch_error_message();

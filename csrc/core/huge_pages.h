@@ -1,7 +1,7 @@
 // Advises the operating system to back memory with pages of 2 MiB. With pages of 4 KiB, random
 // reads of rows of a large table miss the TLB at almost every lookup; huge pages made bare gathers
-// 1.1 to 1.6 times as fast (measured 2026-11-21, Zen 4). The advice must precede the first access
-// to the memory, and the system may ignore it.
+// 1.1 to 1.6 times as fast (measured on Zen 4; reports/LOG.md has no entry of it). The advice must
+// precede the first access to the memory, and the system may ignore it.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace emb {
 // the system ignores the advice about parts of a huge page.
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
-// Advise the system about the whole huge pages inside the `nbytes` bytes at `data`, which may begin
-// anywhere. Does nothing on systems other than Linux.
+// Advise the system to use huge pages for those of them that lie completely inside the `nbytes`
+// bytes at `data`. `data` may be any address. Does nothing on systems other than Linux.
 inline void advise_huge_pages(void* data, int64_t nbytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr auto kHugePage = static_cast<uintptr_t>(kHugePageBytes);

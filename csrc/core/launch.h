@@ -18,7 +18,7 @@
 
 namespace emb {
 
-// Throw if a call into CUDA failed; `what` names the call in the message.
+// Check the result of a call into CUDA: throws if it failed. `what` names the call in the message.
 inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "emblib: ", what, " failed: ", cudaGetErrorString(error));
 }
@@ -59,17 +59,17 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   return attributes.devicePointer;
 }
 
-// Return an attribute of a device that is not 0. It is queried once for each of the devices 0 to
-// kKnownDevices - 1, at every call for others. Several threads may query one at once: all store the
-// same number.
+// Return an attribute of a device; its value must not be 0. The values of the first kCachedDevices
+// devices are cached, and other devices are queried at every call. Several threads may query one
+// device at once, since all store the same value.
 template <cudaDeviceAttr attribute>
 int device_attribute(int device) {
-  constexpr int kKnownDevices = 64;
-  static std::atomic<int> known[kKnownDevices] = {};
-  int value = device < kKnownDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  constexpr int kCachedDevices = 64;
+  static std::atomic<int> cached[kCachedDevices] = {};
+  int value = device < kCachedDevices ? cached[device].load(std::memory_order_relaxed) : 0;
   if (value != 0) return value;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-  if (device < kKnownDevices) known[device].store(value, std::memory_order_relaxed);
+  if (device < kCachedDevices) cached[device].store(value, std::memory_order_relaxed);
   return value;
 }
 
@@ -87,8 +87,9 @@ inline unsigned max_cluster_of(int device) {
 // Bytes of dynamic shared memory per block that a kernel may have without a request.
 inline constexpr size_t kDefaultSharedBytes = 48 * 1024;
 
-// Starts kernels on the device of tensor `on`, on torch's current stream at its construction. That
-// device is CUDA's current device for the lifetime of the object. Launches return at once; kernels
+// Starts kernels on the device of tensor `on`, on the stream that is torch's current stream of that
+// device when the launcher is constructed. The device is CUDA's current device for the lifetime of
+// the launcher. Launches return at once; kernels
 // run in the order of their launches. The pointers among `arguments` must be valid on the device
 // until the kernel has run. simt::HostLauncher has the same functions for the emulation.
 class CudaLauncher {
@@ -101,9 +102,11 @@ class CudaLauncher {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Return the number of blocks of a grid that has `each` blocks per multiprocessor: the limit for
-  // grids of kernels with grid-stride loops.
-  int64_t blocks(int each) const { return int64_t{multiprocessors_} * each; }
+  // Return the number of blocks of a grid that has `per_multiprocessor` blocks per multiprocessor:
+  // the limit for grids of kernels with grid-stride loops.
+  int64_t blocks(int per_multiprocessor) const {
+    return int64_t{multiprocessors_} * per_multiprocessor;
+  }
 
   // Return the maximum number of blocks in a cluster of `kernel`. It is 1 if the library was
   // compiled for older architectures only: such code runs on newer devices too, but without

@@ -1,7 +1,8 @@
-// Memory for the outputs of CPU ops. When such a tensor is destroyed its memory is kept for the
+// Memory for the outputs of CPU ops. When such a tensor is destroyed, its memory is kept for the
 // next step. Otherwise glibc would return blocks of this size to the system, which clears each page
-// again before its first use: with 26 tables of D 64 and a batch of 2,048 there were up to 5,100
-// page faults per step, which took longer than the step.
+// again before its first use. A step of 26 tables of D 64 with a batch of 2,048 had some 3,800 page
+// faults after `malloc_trim`, and has 1 with these blocks (reports/LOG.md, "Kernels and a host path
+// for GPUs, counted but not timed; page faults and row-wise Adagrad on the CPU").
 //
 // The blocks belong to the process, because a tensor may be destroyed in another thread than the
 // one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
@@ -47,7 +48,7 @@ class FreeOutputBlocks {
 
   // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlockBytes), in huge pages
   // where possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if
-  // the system has no memory; `*bytes` is then a rounded size of no block.
+  // the system has no memory; `*bytes` is unspecified then.
   void* take(int64_t* bytes) {
     const int64_t requested = *bytes;
     // Round up to steps of an eighth of the size, so that batches of slightly different sizes use

@@ -1,8 +1,8 @@
 // Pooling on one CPU thread: sums of the rows of bags, for rows of any format (floats, packed
-// numbers, rows of other tensors). Sums over random rows are bound by cache misses, so every row is
-// prefetched Rows::distance() rows before its use, across bags. Columns are processed in blocks of
-// up to 8 registers: the sums of a block stay in registers while the block's columns of all rows
-// are read. Only `*_kernels.cpp` may include this header.
+// numbers, rows of other tensors). Sums over random rows are bound by cache misses. So every row is
+// prefetched Rows::distance() rows before its use, also across the ends of bags. Columns are
+// processed in blocks of up to 8 registers: the sums of a block stay in registers while the block's
+// columns of all rows are read. Only `*_kernels.cpp` may include this header.
 #pragma once
 
 #include "core/layout.h"

@@ -96,13 +96,13 @@ EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
 #endif
 }
 
-// Convert `dim` values to the row of another dtype, rounded stochastically; linear row `id` and
-// `tensor`, a RoundedTensor, select the random numbers.
+// Write `dim` values to `row`, rounded stochastically to its dtype. The linear row id `id` and
+// `tensor`, a RoundedTensor, select the random words.
 template <class To, class From>
 inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
                       int64_t id, uint32_t tensor, To* __restrict row) {
-  const Rounding draw =
-      rounding;  // a local copy: stores cannot change it, so it stays in registers
+  // A local copy: stores to `row` cannot change it, so it stays in registers.
+  const Rounding draw = rounding;
   for (int64_t begin = 0; begin < dim; begin += kBlockWords) {
     uint32_t words[kBlockWords];
     const auto round = [&](int count) {

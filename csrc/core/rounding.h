@@ -13,8 +13,9 @@
 
 namespace emb {
 
-// The tensor of a row that is rounded; each value selects separate random words. States are
-// numbered from kRoundState on. kRoundWriteBack is added for the write-back of a cached row.
+// The tensor whose row is rounded; each value selects separate random words. State k of an update
+// is kRoundState + k. In the write-back of a row from the cache, tensor k of CacheMemory is
+// kRoundWriteBack + k.
 enum RoundedTensor : uint32_t { kRoundWeights = 0, kRoundState = 1, kRoundWriteBack = 8 };
 
 // The rounding of the values of one step to 16 bits.
@@ -48,11 +49,12 @@ struct Rounding {
   }
 };
 
-// Return `x` rounded to T, away from zero with a probability that is the fraction of the distance
-// from the next value towards zero. `word` is a uniform random word. A finite value becomes
-// infinite only if rounding to nearest makes it infinite; NaN stays NaN. The probability is exact
-// to 2^-13 of the distance, as a fraction that is truncated: bias below 2^-37 for numbers below
-// 2^-14 in half, none otherwise. The functions have no branches, so that loops over them vectorise.
+// Return `x` rounded to one of its two neighbours in T. `word` is a uniform random word. Let p be
+// the distance of x from the neighbour towards zero, divided by the distance of the neighbours: x
+// is rounded away from zero with the probability p. A finite value becomes infinite only if
+// rounding to nearest makes it infinite; NaN stays NaN. For half, p is truncated to a multiple of
+// 2^-13. That is exact except for numbers below 2^-14, whose mean magnitude is too small by less
+// than 2^-37. The functions have no branches, so that loops over them vectorise.
 template <class T>
 EMB_HD T round_randomly(float x, uint32_t word);
 
@@ -64,7 +66,7 @@ EMB_HD float round_randomly<float>(float x, uint32_t) {
 template <>
 EMB_HD bfloat16 round_randomly<bfloat16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
-  const uint32_t nearest = (magnitude + 0x7fffu + (magnitude >> 16 & 1u)) >> 16;
+  const uint32_t nearest = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
   const uint32_t random = (magnitude + (word & 0xffffu)) >> 16;
   uint32_t rounded = random >= 0x7f80u ? nearest : random;
   rounded = magnitude >= 0x7f800000u ? 0x7f80u : rounded;

@@ -16,8 +16,9 @@
 
 namespace emb::cuda {
 
-// Return the number of this lane in its warp, and the lanes of a warp, as signed numbers.
+// Return the number of this lane in its warp, as a signed integer.
 EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
+// The lanes of a warp, as a signed integer.
 inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
 
 // The columns of a lane in registers, initially 0. slice[k] is column k as a float.
@@ -131,7 +132,7 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
 template <class T, int N>
 EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
-  using Pack = std::conditional_t < kBytes<16, simt::Pack8, simt::Pack16>;
+  using Pack = std::conditional_t<(kBytes < 16), simt::Pack8, simt::Pack16>;
   constexpr int kPacks = kBytes / static_cast<int>(sizeof(Pack));
   constexpr int kPackColumns = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
 #pragma unroll
@@ -165,9 +166,9 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
   }
 }
 
-// The overloads below take data of a dtype that is known at run time only; the address is that of
-// element `element` of `data`. The branch is the same for the whole warp and costs nothing
-// noticeable.
+// The overloads below take data of a dtype that is known at run time only, and access the columns
+// from element `element` of `data` on. The branch is the same for the whole warp, so its cost is
+// not noticeable.
 template <int N>
 EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
                              float (&values)[N]) {
@@ -241,9 +242,9 @@ inline int lanes_for(int64_t dim, int columns_of_lane) {
 inline constexpr int64_t kMaxStripes = 64;
 
 // The maximum number of blocks that a multiprocessor holds at once; their threads or registers may
-// limit it further. Grids whose threads loop over the items are limited to a multiple of it per
-// multiprocessor: a greater multiple where items differ in length, so that new blocks replace
-// blocks that end early, a fraction for short kernels, whose blocks have little to do.
+// limit it further. Grids with grid-stride loops have at most a multiple of it per multiprocessor.
+// The multiple is greater than 1 where items differ in length, so that new blocks replace blocks
+// that end early, and a fraction for short kernels, whose blocks have little to do.
 inline constexpr int kResidentBlocks = 32;
 // The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. Grids of
 // kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once if
@@ -254,7 +255,7 @@ inline constexpr int kResidentThreads = 2048;
 // at most `max_blocks`.
 inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_blocks) {
   const int64_t blocks = (items + items_per_block - 1) / items_per_block;
-  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < max_blocks ? blocks : max_blocks);
+  return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
 }
 
 inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it uses the first

@@ -1,7 +1,8 @@
 // Scratch memory of the CPU ops. Every thread keeps the blocks that it frees and reuses them in its
 // next call. Without this, glibc would return blocks of a megabyte to the system, which clears
-// every page again before its first use: that took a fifth of the time of a training step of seven
-// tensor trains (reports/LOG.md). `output_memory.h` keeps the memory of outputs in the same way.
+// every page again before its first use. That took a fifth of the time of a training step of tensor
+// trains (reports/LOG.md, "Tensor trains: one op per pass, and memory that stays").
+// `output_memory.h` keeps the memory of outputs in the same way.
 #pragma once
 
 #include <cstdint>
@@ -40,9 +41,9 @@ class FreeBlocks {
     return blocks;
   }
 
-  // Take out the smallest block of at least `*bytes` bytes, return it and set `*bytes` to its size.
-  // Blocks of more than four times the size are left for larger requests. Return null, and leave
-  // `*bytes` as it is, if no block fits.
+  // Take the smallest block that fits out of the store, return it, and set `*bytes` to its size. A
+  // block fits if it has at least `*bytes` bytes and at most about four times as many, since larger
+  // blocks are left for larger requests. If none fits, return null and leave `*bytes` unchanged.
   void* take(int64_t* bytes) {
     size_t best = blocks_.size();
     for (size_t i = 0; i < blocks_.size(); ++i) {
@@ -57,7 +58,8 @@ class FreeBlocks {
     return data;
   }
 
-  // Take ownership of a block of `bytes` bytes; free the oldest blocks until the limit holds.
+  // Take ownership of a block of `bytes` bytes. Free the oldest blocks until all blocks together
+  // have at most `limit` bytes; a block that is larger than that is freed itself.
   void give(void* data, int64_t bytes) {
     if (bytes > limit_) return std::free(data);
     while (bytes_ + bytes > limit_) {
@@ -91,7 +93,7 @@ struct ReturnScratch {
   void operator()(void* data) const { FreeBlocks::of_this_thread().give(data, bytes); }
 };
 
-// Memory that goes back to the thread's store when this object is destroyed.
+// Memory that ReturnScratch gives to a thread's store when this object is destroyed.
 template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;
@@ -111,7 +113,7 @@ Scratch<T> new_scratch(int64_t n) {
   return Scratch<T>(static_cast<T*>(data), ReturnScratch{bytes});
 }
 
-// Return uninitialised memory for n floats.
+// Return uninitialised memory for n floats, as new_scratch does.
 inline Floats new_floats(int64_t n) { return new_scratch<float>(n); }
 
 }  // namespace emb

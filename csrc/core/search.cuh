@@ -1,9 +1,9 @@
 // Finds the interval that contains an element, given where the intervals start: for example the bag
 // of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
 // Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
-// at a time; then each thread searches for its elements between these two only. A tile has a fixed
-// number of elements, so a long interval does not unbalance the work. warp_search is also used
-// alone, for one element per warp.
+// at a time. Then each thread searches for its elements between these two intervals only. A tile
+// has a fixed number of elements, so a long interval does not unbalance the work. Kernels also use
+// warp_search alone, for one element per warp.
 #pragma once
 
 #include "core/simt.cuh"
@@ -21,7 +21,7 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   int low = -1, high = n;  // starts(low) <= x < starts(high)
   while (high - low > 1) {
-    const int step = (high - low + 32) / 33;
+    const int step = (high - low + 32) / 33;  // 32 probes divide the range into 33 parts
     // 64 bits: a probe may exceed the largest int before it is compared with `high`.
     const int64_t probe = low + (lane + int64_t{1}) * step;
     const unsigned at_most_x =
@@ -38,9 +38,9 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
 struct TileSearch {
   int first, last;  // interval of the tile's first and last element; -1 before all intervals
 
-  // Find both. All threads of a block of at least two warps must call this. `starts(i)` is where
-  // interval i in [0, n) starts. The tile is [begin, end), not empty. `shared` is shared memory for
-  // two ints that may be used again when the constructor returns. Contains barriers.
+  // Find both intervals. All threads of a block of at least two warps must call this. `starts(i)`
+  // is where interval i in [0, n) starts. The tile is [begin, end), not empty. `shared` is shared
+  // memory for two ints that may be used again when the constructor returns. Contains barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
     const unsigned warp = threadIdx.x / simt::kWarp;

@@ -47,8 +47,8 @@ struct WarpValues {
 // own dynamic shared memory, which the others may access between two cluster barriers; when a block
 // has left the kernel its memory reads as NaN.
 //
-// `run` is called by the host, on one system thread; the other functions by the fiber of the
-// current thread of the kernel. `where` is the source line of the call in the kernel, for reports.
+// The host calls `run`, on one system thread. The fiber of the current thread of the kernel calls
+// the other functions. `where` is the source line of the call in the kernel, for reports.
 // A violation of core/simt.cuh that the emulation detects ends the launch: `run` throws
 // std::runtime_error. Shared memory that must not be read yet, or any more, reads as NaN instead.
 class Machine {
@@ -63,9 +63,9 @@ class Machine {
   void run(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& kernel,
            unsigned cluster = 1) {
     if (block.volume() == 0 || block.volume() > kMaxThreads || grid.volume() == 0) {
-      throw std::runtime_error("simt: a launch needs 1 to 1024 threads a block and a block, got " +
-                               std::to_string(block.volume()) + " and " +
-                               std::to_string(grid.volume()));
+      throw std::runtime_error(
+          "simt: a launch needs blocks of 1 to 1024 threads and at least one, got " +
+          std::to_string(block.volume()) + " and " + std::to_string(grid.volume()));
     }
     if (cluster == 0 || cluster > kMaxCluster || grid.x % cluster != 0) {
       throw std::runtime_error("simt: clusters of 1 to 8 blocks must divide the grid, got " +
@@ -82,10 +82,10 @@ class Machine {
       const unsigned first = (reverse_ ? clusters - 1 - i : i) * cluster;
       for (unsigned rank = 0; rank < cluster; ++rank) {
         const unsigned b = first + rank;
-        Block& of = blocks_[rank];
-        of.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
+        Block& next_block = blocks_[rank];
+        next_block.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
         // Shared memory reads as NaN until the kernel writes it.
-        of.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
+        next_block.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
       }
       run_cluster();
     }
@@ -289,12 +289,14 @@ class Machine {
            std::to_string(where.line());
   }
 
-  // Return the warps of the cluster, the mask of a warp's threads, and the thread in its block.
+  // Return the number of warps of the cluster.
   unsigned warps() const { return block_warps_ * cluster_size(); }
+  // Return the bit mask of the threads of a warp, which are fewer in the last warp of a block.
   unsigned all_lanes(unsigned warp) const {
     const unsigned lanes = block_threads_ - warp % block_warps_ * 32;
     return lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1;
   }
+  // Return the number of the current thread in its block.
   unsigned thread() const { return current_ % (block_warps_ * 32); }
 
   void run_cluster() {
@@ -391,8 +393,8 @@ class Machine {
     stop("deadlock, no thread can go on:" + waiting_report());
   }
 
-  // Complete a collective when the last lane of its mask has arrived: give all values to all of
-  // these lanes and make them runnable.
+  // Complete a collective when the last lane of its mask has arrived: store the values of these
+  // lanes in an exchange that no lane has yet to read, and make the lanes runnable.
   void complete(unsigned warp, unsigned mask) {
     unsigned free = 0;
     while (exchanges_[warp][free].readers != 0) ++free;
@@ -414,7 +416,7 @@ class Machine {
     runnable_[warp] |= mask;
   }
 
-  // Return a text that says where threads wait, and how many.
+  // Return a text that states where threads wait, and how many.
   std::string waiting_report() const {
     std::map<std::string, unsigned> groups;
     for (unsigned t = 0; t < warps() * 32; ++t) {
@@ -530,7 +532,7 @@ T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_l
   });
 }
 
-// Return the combination of the values of all lanes in `mask`.
+// Return the values of all lanes in `mask`, combined by `combine(total, value)`.
 template <class T, class Reduce>
 T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& combine) {
   return collective(name, mask, to_word(value), where,

@@ -15,8 +15,8 @@
 namespace emb::cuda {
 
 inline constexpr int kUploadThreads = 128;
-// Words of 8 bytes that one launch copies. Kernel parameters may have 4 KB on every GPU and driver,
-// and 32,764 bytes from CUDA 12.1 on.
+// Words of 8 bytes that one launch copies, at most. Kernel parameters may have 4 KB on every GPU
+// and driver, and 32,764 bytes from CUDA 12.1 on.
 inline constexpr int kFewWords = 480, kManyWords = 4000;
 
 // The words of one launch, as a kernel parameter.
@@ -37,8 +37,8 @@ struct BeginStep {
   int64_t first_of_step = 0;        // position among the uploaded words
 };
 
-// Copy `num_words` words, at most kWords and the threads of the grid, to device memory `to`, and do
-// the work of `begin`.
+// Copy `num_words` words to device memory `to`, and do the work of `begin`. There may be at most
+// kWords words, and at most as many as threads of the grid.
 template <int kWords>
 __global__ void __launch_bounds__(kUploadThreads)
     upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int num_words, uint64_t* to,
@@ -83,9 +83,10 @@ class Upload {
   // Return the number of words of all arrays.
   int64_t words() const { return static_cast<int64_t>(words_.size()); }
 
-  // Start the copy to `to`, [words()] in device memory: one launch per kManyWords words, and one if
-  // there are no words but `begin` has work. The first launch does that work. This object may be
-  // destroyed afterwards; `to` and the pointers in `begin` must live until the stream has passed.
+  // Start the copy to `to`, [words()] in device memory: one launch per kManyWords words, and also
+  // one if there are no words but `begin` has work. The first launch does that work. This object
+  // may be destroyed afterwards. `to` and the memory that `begin` points to must live until the
+  // kernels have run.
   template <class Launcher>
   void start(const Launcher& launcher, uint64_t* to, BeginStep begin = {}) const {
     int64_t done = 0;  // words whose copy has been launched
