@@ -95,8 +95,8 @@ Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, Scala
   }
   const bool has_bags = in.bags.num_bags > 0;
   if (has_bags && !is_unpooled) check_coverage(op, in, columns);
-  const int64_t batch = num_features == 0 ? 0 : in.bags.num_bags / num_features;
-  const int64_t num_rows = is_unpooled ? in.indices.numel() : batch;
+  const int64_t num_rows =
+      is_unpooled ? in.indices.numel() : (num_features == 0 ? 0 : in.bags.num_bags / num_features);
   Tensor out = is_variable && !is_unpooled
                    ? allocate_output(in.indices, {columns}, dtype)
                    : allocate_output(in.indices, {num_rows, columns}, dtype);

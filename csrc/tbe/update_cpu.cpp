@@ -187,7 +187,8 @@ struct Gradient {
       const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
                                                rows[group] - first.row_base < first.rows);
       bool valid = first.rows > 0 && has_row;
-      for (int32_t j = begin + 1; j < end; ++j) valid = valid && feature_of(j).dim == first.dim;
+      for (int32_t j = begin + 1; j < end; ++j)
+        valid = valid && feature_of(j).dim == feature_of(begin).dim;
       STD_TORCH_CHECK(valid, op, ": group ", group,
                       " has lookups of an empty table, of another table ",
                       "than its row, or of tables of several dims; pass what tbe_group returns for "

@@ -123,9 +123,9 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
                     {keys, count, tables, num_tables, right.buffers, left_of_row.data(),
                      range_counts.data(), starts},
                     {count, left_of_row.data(), range_counts.data(), n, plan[0], plan[1], plan[2],
-                     starts + 2 * num_tables + 1});
+                     starts + emb::TtPlan::total_index(1, num_tables)});
     if (n > 0) right.run();
-    int32_t* num_rights = starts + 3 * num_tables + 2;
+    int32_t* num_rights = starts + emb::TtPlan::total_index(2, num_tables);
     launch_groups(launcher, right.buffers, {plan[3], false, plan[4], num_rights, nullptr, nullptr});
     const InverseArgs rights{plan[4], plan[6], num_rights, n, plan[5]};
     launch_tt_finish(launcher, {rights, {}, keys, plan[0], plan[3], tables, num_tables, starts});
