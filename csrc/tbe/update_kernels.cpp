@@ -299,7 +299,7 @@ struct TableUpdate {
         end(end_group) {
     const GradArgs& grads = args.grads;
     constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
-    const int64_t lines = (dim() * 4 + kCacheLineBytes - 1) / kCacheLineBytes;
+    const int64_t lines = (dim() * 4 + (kCacheLineBytes - 1)) / kCacheLineBytes;
     const int64_t rows = 1 + Opt::kSteppedStates;
     const int64_t groups = kLinesAhead / (rows * lines), lookups = kGradLinesAhead / lines;
     distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
