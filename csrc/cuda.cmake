@@ -49,6 +49,7 @@ foreach(long group/group tbe/lookup hash/hash tt/forward_backward tbe/update)
   list(PREPEND cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
 endforeach()
 add_library(emblib_cuda SHARED ${cuda_sources})
+emblib_unite(emblib_cuda _cuda.cu tt quant cache+group route+optim+random)
 target_link_libraries(emblib_cuda PRIVATE torch_stable emblib_cpu CUDA::cudart_static)
 target_compile_definitions(emblib_cuda PRIVATE USE_CUDA)
 target_compile_options(emblib_cuda PRIVATE

@@ -21,6 +21,8 @@ from tests import compile_cache, nightly
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache.inductor_folder()))
 os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+# Else it compiles and runs a program to learn whether the instructions of this processor work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 pytest_plugins = ["tests.light_hooks", "tests.quick_close", "tests.whole_files"]
 

@@ -541,7 +541,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 }
 
 // Operations that have a kernel for CUDA already, in a torch with CUDA all of them.
-const int replaced = [] {
+const int dense_kernels_replaced = [] {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__,
                                 __LINE__);
   static const std::set<std::string> here = {"aten::empty.memory_format",

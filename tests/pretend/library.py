@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 
 from tests import compile_cache
-from tests.compile_cache import ROOT, Source
+from tests.compile_cache import ROOT, Source, files_of
 
 HERE = Path(__file__).parent
 FOLDER = ROOT / "build" / "pretend"
 TORCH = Path(torch.__file__).parent
 ENTRIES = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
-DEVICES = sorted(HERE.glob("*.cpp"))
-OF_TORCH = {"aten.cpp", "collectives.cpp", "sparse.cpp", "torch_device.cpp"}
+# The only file that includes torch's headers, and the files that it consists of.
+TORCH_SIDE = HERE / "torch_side.cpp"
+DEVICES = sorted({*HERE.glob("*.cpp")} - {*files_of(TORCH_SIDE, [HERE])})
 
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
 FOLDERS = [HERE / "include", ROOT / "csrc", HERE]
@@ -43,18 +44,14 @@ class Libraries(NamedTuple):
 
 def build() -> Libraries:
     """Compile what is not in the cache and return the libraries."""
+    torch_side = Source(TORCH_SIDE, TORCH_FLAGS, FOLDERS, TORCH_HEADERS)  # takes the longest
+    devices = [torch_side, *(Source(path, FLAGS, FOLDERS) for path in DEVICES)]
     entries = [Source(path, ENTRY_FLAGS, FOLDERS, TORCH_HEADERS) for path in ENTRIES]
-    objects = compile_cache.build("pretend", [*entries, *map(_device_source, DEVICES)])
-    count = len(ENTRIES)
-    devices = compile_cache.link("pretend_devices", objects[count:], LINK)
-    linked = [str(devices), *LINK]
-    return Libraries(devices, compile_cache.link("pretend_entries", objects[:count], linked))
-
-
-def _device_source(path: Path) -> Source:
-    if path.name in OF_TORCH:
-        return Source(path, TORCH_FLAGS, FOLDERS, TORCH_HEADERS)
-    return Source(path, FLAGS, FOLDERS)
+    objects = compile_cache.build("pretend", [*devices, *entries])
+    count = len(devices)
+    library = compile_cache.link("pretend_devices", objects[:count], LINK)
+    linked = [str(library), *LINK]
+    return Libraries(library, compile_cache.link("pretend_entries", objects[count:], linked))
 
 
 if __name__ == "__main__":

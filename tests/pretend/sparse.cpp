@@ -108,7 +108,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
 
 // The constructors make tensors on the current device.
 
-Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+Tensor empty_sparse(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
              std::optional<at::Layout> layout, std::optional<c10::Device> device,
              std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
@@ -136,7 +136,7 @@ Tensor with_tensors(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef s
 }  // namespace
 
 TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) {
-  m.impl("empty.memory_format", empty);
+  m.impl("empty.memory_format", empty_sparse);
   m.impl("_sparse_coo_tensor_with_dims", with_dims);
   m.impl("_sparse_coo_tensor_with_dims_and_tensors", with_tensors);
   m.impl("_indices", at::native::_indices_sparse);
@@ -153,7 +153,7 @@ TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) {
 }
 
 // What has a kernel for sparse tensors of the CPU; torch's general kernels would take their place.
-const int replaced = [] {
+const int sparse_kernels_replaced = [] {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::SparseCUDA,
                                 __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();

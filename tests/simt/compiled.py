@@ -1,7 +1,12 @@
-"""What nvcc makes of the hot kernels: registers, spills, instructions, read from ptxas and SASS."""
+"""What nvcc makes of kernels: registers, spills and instructions.
+
+They are read from the CUDA library, if it has code for the architecture, or from the sources
+hot_*.cu, compiled for it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -14,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import emblib
 from tests.compile_cache import ROOT, files_of, kept
 
 NVCC = shutil.which("nvcc")
@@ -30,7 +36,8 @@ class Compiled:
         name: without namespaces, with template arguments.
         architecture: e.g. sm_80.
         registers: of a thread.
-        spills: bytes that are stored to and loaded from local memory.
+        spills: bytes that are stored to and loaded from local memory; in a library, the bytes of
+            local memory of a thread.
         instructions: of the machine code, padding included; None without cuobjdump.
         wide: accesses of global memory of 16 bytes per thread among them.
         in_flight: the most loads of read-only memory that are issued without arithmetic on floats
@@ -60,6 +67,45 @@ def compiled_kernels(architecture: str) -> tuple[Compiled, ...]:
 
 
 @cache
+def library_kernels(architecture: str) -> tuple[Compiled, ...]:
+    """Read the kernels of emblib in the CUDA library; () if it has no code for the architecture.
+
+    What was read is kept by the content of the library.
+    """
+    libraries = [Path(folder) / "libemblib_cuda.so" for folder in emblib.__path__]
+    library = next((path for path in libraries if path.exists()), None)
+    tool = cuobjdump()
+    if library is None or tool is None:
+        return ()
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    record = kept("compiled-library", ".json", [architecture, digest], [Path(__file__)])
+    if not record.exists():
+        kernels = _kernels_of_library(tool, library, architecture)
+        record.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
+    return tuple(Compiled(**kernel) for kernel in json.loads(record.read_text()))
+
+
+def _kernels_of_library(tool: Path, library: Path, architecture: str) -> list[Compiled]:
+    resources = _disassembled(tool, library, "-arch", architecture, "--dump-resource-usage")
+    found = re.findall(r"Function (_ZN3emb\w+):\s+REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", resources)
+    if not found:
+        return []
+    codes = _instructions(_disassembled(tool, library, "-arch", architecture, "-sass"))
+    names = _demangled([entry for entry, *_ in found])
+    kernels = [
+        Compiled(
+            name,
+            architecture,
+            int(registers),
+            int(stack) + int(local),
+            **_counts(codes[entry, architecture]),
+        )
+        for (entry, registers, stack, local), name in zip(found, names, strict=True)
+    ]
+    return sorted(kernels, key=lambda kernel: kernel.name)
+
+
+@cache
 def blackwell_kernels() -> tuple[Compiled, ...]:
     """Compile the sources hot_*.cu for `BLACKWELL`, without counting instructions."""
     folder = ROOT / "build" / "simt"
@@ -82,7 +128,7 @@ def _kernels_of(source: Path, architecture: str) -> list[Compiled]:
     folder.mkdir(parents=True, exist_ok=True)
     output = folder / f"{source.stem}-{architecture}.fatbin"
     log = _compile(source, output, [architecture])
-    sass = "" if tool is None else _sass(tool, output)
+    sass = "" if tool is None else _disassembled(tool, output, "-sass")
     kernels = _parse(log, sass)
     record.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
     return kernels
@@ -122,9 +168,9 @@ def cuobjdump() -> Path | None:
     return next((path for f in folders for path in f.glob("cu*/bin/cuobjdump")), None)
 
 
-def _sass(tool: Path, binary: Path) -> str:
+def _disassembled(tool: Path, binary: Path, *options: str) -> str:
     environment = os.environ | {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [tool, "-sass", binary]
+    command = [tool, *options, binary]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return done.stdout
 

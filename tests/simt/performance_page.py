@@ -87,10 +87,10 @@ five; one block per table does what is left.
 _TABLE = """
 ## The compiled kernels
 
-`tests/simt/test_compile.py` compiles them with this compiler and fails where a kernel spills, or
-where registers, instructions or accesses of 16 bytes differ from this table: a change of a kernel
-shows here. Instructions count the whole kernel, all branches and padding included. Warps are the
-most that its registers allow on a multiprocessor, of 64.
+`tests/simt/test_compile.py` reads them from the CUDA library, or compiles them, with this compiler,
+and fails where a kernel spills, or where registers, instructions or accesses of 16 bytes differ
+from this table: a change of a kernel shows here. Instructions count the whole kernel, all branches
+and padding included. Warps are the most that its registers allow on a multiprocessor, of 64.
 
 `update_kernel` and `pool_kernel` take most of a training step. An update is compiled for SGD,
 Adagrad, row-wise Adagrad and Adam (`Compiled<...>`; `Narrow<...>` for rows of up to 16 columns);
@@ -143,7 +143,10 @@ def page() -> str:
     models = [_model(shape) for shape in SHAPES]
     heads = [f"{name} {architecture}" for architecture in ARCHITECTURES for name in _NUMBERS]
     rows = [f"| kernel | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
-    columns = [cells(architecture) for architecture in ARCHITECTURES]
+    columns = [
+        {kernel.name: cells(kernel) for kernel in compiled_kernels(architecture)}
+        for architecture in ARCHITECTURES
+    ]
     for name in columns[0]:
         rows.append(f"| `{name}` | {' | '.join(n for column in columns for n in column[name])} |")
     table = f"{_TABLE}\nnvcc {nvcc_release()}.\n\n"
@@ -172,12 +175,8 @@ def _launches() -> list[str]:
     ]
 
 
-def cells(architecture: str) -> dict[str, list[str]]:
-    """Return an architecture's cells of the table of kernels."""
-    return {kernel.name: _numbers(kernel) for kernel in compiled_kernels(architecture)}
-
-
-def _numbers(kernel: Compiled) -> list[str]:
+def cells(kernel: Compiled) -> list[str]:
+    """Return a kernel's cells of the table of kernels, for its architecture."""
     registers = -(-kernel.registers // 8) * 8  # allocated in eights
     warps = min(_MOST_WARPS, _REGISTERS // (registers * _LANES))
     return [str(n) for n in (kernel.registers, warps, kernel.instructions, kernel.wide)]

@@ -1,4 +1,8 @@
-"""Check kernels compiled by nvcc for spilled registers, and the CUDA library for missing ops."""
+"""Check kernels compiled by nvcc for spilled registers, and the CUDA library for missing ops.
+
+Kernels are those of the CUDA library, if it has code for the architecture, as it has in continuous
+integration for one; else the hot kernels are compiled.
+"""
 
 import re
 import subprocess
@@ -12,9 +16,11 @@ from tests.simt.compiled import (
     ARCHITECTURES,
     BLACKWELL,
     NVCC,
+    Compiled,
     blackwell_kernels,
     compiled_kernels,
     cuobjdump,
+    library_kernels,
     nvcc_release,
 )
 from tests.simt.performance_page import (
@@ -31,6 +37,8 @@ from tests.test_schema import CPU_ONLY
 MOST_REGISTERS = 96
 # These run in a few blocks while a training step runs: loads in flight count, occupancy does not.
 MOST_REGISTERS_OF_MOVES = {"move_kernel": 128, "flush_kernel": 128}
+# Bytes of local memory. nvcc 13.0 for sm_90; these kernels are not hot.
+SPILLS = {"hash_add_rows_kernel<bfloat16>": 16}
 # Stored and loaded bytes per thread. nvcc 13.0 spills 28 bytes or fewer in two kernels for sm_100,
 # 24 or fewer in eight for sm_120.
 MOST_SPILLS_ON_BLACKWELL = 28
@@ -60,13 +68,17 @@ RIGHT_PARTIALS, RIGHT_LOADS, RIGHT_REGISTERS = "right_partials_kernel<true>", 6,
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 
+def kernels_for(architecture: str) -> tuple[Compiled, ...]:
+    return library_kernels(architecture) or compiled_kernels(architecture)
+
+
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_hot_kernels_do_not_spill(architecture: str) -> None:
-    kernels = compiled_kernels(architecture)
+    kernels = kernels_for(architecture)
     assert len(kernels) >= 25
     for kernel in kernels:
-        assert kernel.spills == 0, f"{kernel.name} spills"
+        assert kernel.spills <= SPILLS.get(kernel.name, 0), kernel
         most = MOST_REGISTERS_OF_MOVES.get(kernel.name, MOST_REGISTERS)
         assert kernel.registers <= most, kernel
 
@@ -88,7 +100,7 @@ def test_hot_kernels_spill_little_on_blackwell(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_are_in_flight_before_the_first_is_used(architecture: str) -> None:
     """The compiler serialises them where registers are short."""
-    found = {kernel.name: kernel.in_flight for kernel in compiled_kernels(architecture)}
+    found = {kernel.name: kernel.in_flight for kernel in kernels_for(architecture)}
     for name, loads in (QUANT_LOADS | UPDATE_LOADS).items():
         count = found[name]
         assert count is not None
@@ -99,7 +111,7 @@ def test_rows_are_in_flight_before_the_first_is_used(architecture: str) -> None:
 @pytest.mark.skipif(cuobjdump() is None, reason="needs cuobjdump")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_lines_of_right_gradients_are_in_flight_together(architecture: str) -> None:
-    kernel = next(k for k in compiled_kernels(architecture) if k.name == RIGHT_PARTIALS)
+    kernel = next(k for k in kernels_for(architecture) if k.name == RIGHT_PARTIALS)
     assert kernel.in_flight is not None
     assert kernel.in_flight >= RIGHT_LOADS, kernel
     assert kernel.registers <= RIGHT_REGISTERS, kernel
@@ -111,7 +123,9 @@ def test_lines_of_right_gradients_are_in_flight_together(architecture: str) -> N
 def test_the_page_on_performance_is_of_these_kernels(architecture: str) -> None:
     """Numbers that rise are a regression to explain; those that fall must be written down too."""
     skip_if_of_another_compiler()
-    assert recorded(architecture) == cells(architecture), f"if that is meant: {COMMAND}"
+    expected = recorded(architecture)
+    found = {k.name: cells(k) for k in kernels_for(architecture) if k.name in expected}
+    assert found == expected, f"if that is meant: {COMMAND}"
 
 
 @needs_nvcc
@@ -131,7 +145,7 @@ def skip_if_of_another_compiler() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_of_tensor_trains_run_on_tensor_cores(architecture: str) -> None:
     """And the loops of tiles do more per clock than float32 arithmetic could, by the model."""
-    kernels = [kernel for kernel in compiled_kernels(architecture) if kernel.tensor]
+    kernels = [kernel for kernel in kernels_for(architecture) if kernel.tensor]
     names = {kernel.name.partition("<")[0] for kernel in kernels}
     tiled = {"expand_kernel", "inner_grads_kernel", "outer_values_kernel"}
     assert names == tiled | {"mma_rows_kernel", "mma_left_grads_kernel"}
