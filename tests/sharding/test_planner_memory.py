@@ -146,7 +146,14 @@ def test_a_step_of_tables_in_several_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "way"), [(1, "table_wise"), (3, "mixed"), (2, "data_parallel"), (3, "data_parallel")]
+    ("world", "way"),
+    [
+        (1, "table_wise"),
+        (1, "data_parallel"),
+        (3, "mixed"),
+        (2, "data_parallel"),
+        (3, "data_parallel"),
+    ],
 )
 def test_a_step_in_other_worlds(world: int, way: str) -> None:
     _check_step(world, way, 5.0, 32, "pooled")

@@ -399,11 +399,13 @@ class CostModel:
             )
             if world > 1:
                 arrange_s += all_batches_nbytes / _ID_BYTES * costs.route_ns * _S_PER_NS
-            # Gradients of this rank and of all ranks. Those of unpooled rows are first concatenated
+            # Batches and gradients of all ranks. Gradients of unpooled rows are first concatenated
             # over features, and put in order when they have arrived.
-            gathered_nbytes = (
-                self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * floats * world
-            )
+            gathered_nbytes = 0.0
+            if world > 1:
+                gathered_nbytes = (
+                    self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * floats * world
+                )
             combining += gathered_nbytes * self._num_row_copies(reader)
             combining += 0.0 if is_pooled else 2 * _FLOAT_BYTES * floats
             updating = in_and_out + gathered_nbytes + values_nbytes + _GROUPING_BYTES * all_ids
