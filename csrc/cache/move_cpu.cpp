@@ -17,7 +17,7 @@ EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;  // rows, or slots, of a parallel loop (its grain)
+constexpr int64_t kMoveGrain = 512;  // rows, or slots, of a parallel loop (its grain)
 
 // Throws unless every cached table lies inside the weights and states of its tier.
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
@@ -52,7 +52,7 @@ CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vecto
 }
 
 void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count) {
-  parallel_balanced(count, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(count, kMoveGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     move_table().move(memory, moves, begin, end);
   });
 }
@@ -97,7 +97,7 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
   const char* op = "cache_flush_";
   const CacheMemory memory = host_memory(op, weights, states, hyper, tables);
   check_tags(op, tags);
-  parallel_balanced(tags.numel(), kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(tags.numel(), kMoveGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
   });
 }

@@ -22,8 +22,9 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
 
-constexpr int64_t kGrain = 2048;              // rows, or misses, of a parallel loop (its grain)
-constexpr int64_t kLookupGrain = 8 * kGrain;  // the same for lookups, which copy one number each
+constexpr int64_t kPlanGrain = 2048;  // rows, or misses, of a parallel loop (its grain)
+constexpr int64_t kLookupGrain =
+    8 * kPlanGrain;              // the same for lookups, which copy one number each
 constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
 
 // The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable.
@@ -34,9 +35,9 @@ struct BatchRows {
 
   int64_t num_cacheable() const { return num_rows - first_cacheable; }
   // Return the number of chunks into which the cacheable rows are divided: as many as threads, but
-  // no more than leave kGrain rows per chunk, and at least one.
+  // no more than leave kPlanGrain rows per chunk, and at least one.
   int64_t num_chunks() const {
-    return std::clamp<int64_t>(num_cacheable() / kGrain, 1, num_threads());
+    return std::clamp<int64_t>(num_cacheable() / kPlanGrain, 1, num_threads());
   }
 
   // Return the position of the first row that is at least `row`.
@@ -122,7 +123,7 @@ class BatchCounters {
   // Count the n misses of a plan, which ascend by row, and the rows that they evict. `reserve` must
   // have been called.
   void add_misses(const CachePlanArgs& args, const Miss* misses, int64_t n) {
-    const int64_t chunks = std::clamp<int64_t>(n / kGrain, 1, max_chunks_);
+    const int64_t chunks = std::clamp<int64_t>(n / kPlanGrain, 1, max_chunks_);
     const int64_t size = (num_tables_ + 1) * kCacheCounters;
     parallel_tasks(chunks, [&](int64_t c) {
       BatchCounters partial(partial_counters_.data() + c * size, tables_, num_tables_);
@@ -257,7 +258,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
   group_items<Item32>(n, args.cache.sets, miss_begins, fill, out, [](int64_t, int64_t) {});
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
-      num_groups, kGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
+      num_groups, kPlanGrain, [&](int64_t g) { return kSetCost * g + segments[g]; },
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 

@@ -77,7 +77,7 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
   namespace avx512 {                                                       \
   extern const Table instance;                                             \
   }                                                                        \
-  static const Table& getter() {                                           \
+  [[maybe_unused]] static const Table& getter() {                          \
     return pick_isa(baseline::instance, avx2::instance, avx512::instance); \
   }
 #else
@@ -85,5 +85,5 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
   namespace baseline {                              \
   extern const Table instance;                      \
   }                                                 \
-  static const Table& getter() { return baseline::instance; }
+  [[maybe_unused]] static const Table& getter() { return baseline::instance; }
 #endif

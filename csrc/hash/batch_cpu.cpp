@@ -29,9 +29,6 @@
 #include "hash/entries.h"
 
 namespace emb {
-
-EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
-
 namespace {
 
 // The maximum number of positions of a table that one thread numbers, so that the scratch table

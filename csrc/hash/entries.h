@@ -10,11 +10,15 @@
 #include <utility>
 #include <vector>
 
+#include "core/isa.h"
 #include "core/parallel.h"
+#include "hash/args.h"
 #include "hash/check.h"
 #include "hash/rows.h"
 
 namespace emb {
+
+EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 

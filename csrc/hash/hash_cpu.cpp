@@ -20,7 +20,6 @@
 
 namespace emb {
 
-EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {

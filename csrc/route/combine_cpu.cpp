@@ -18,8 +18,8 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
 
-constexpr int64_t kRowsPerCall = 16;   // rows of a target per call of the kernel
-constexpr int64_t kGrain = 32 * 1024;  // elements of a parallel loop (its grain)
+constexpr int64_t kRowsPerCall = 16;          // rows of a target per call of the kernel
+constexpr int64_t kCombineGrain = 32 * 1024;  // elements of a parallel loop (its grain)
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.
 bool continues(const CombineInputs& in, const Target& target, const Target& next) {
@@ -75,7 +75,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
   if (has_equal_rows && num_targets > 0) {
     // Rows of all targets side by side: a thread writes one contiguous range of a [B, D] output.
     const auto cost = [&](int64_t row) { return row * width; };
-    parallel_balanced(targets[0].rows, kGrain, cost, [&](int64_t begin, int64_t end) {
+    parallel_balanced(targets[0].rows, kCombineGrain, cost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row += kRowsPerCall) {
         for (const Target& target : targets)
           kernel(args, target, row, std::min(row + kRowsPerCall, end));
@@ -87,7 +87,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
   for (int64_t t = 0; t < num_targets; ++t)
     begins[t + 1] = begins[t] + targets[t].rows * targets[t].width;
   // Ranges may begin anywhere; a row belongs to the range of its first element.
-  parallel_balanced(begins[num_targets], kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(begins[num_targets], kCombineGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     int64_t t = std::upper_bound(begins.begin(), begins.end(), begin) - begins.begin() - 1;
     for (; t < num_targets && begins[t] < end; ++t) {
       const auto row_from = [&](int64_t element) {

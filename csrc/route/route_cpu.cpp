@@ -18,7 +18,7 @@ EMB_SELECT_KERNELS(RouteTable, kRouteTable, route_table)
 
 namespace {
 
-constexpr int64_t kGrain = 8192;  // ids plus bags of a parallel loop (its grain)
+constexpr int64_t kRouteGrain = 8192;  // ids plus bags of a parallel loop (its grain)
 
 // Run `kernel` over the bags of all features, in parallel; return false if one of its calls
 // returned false. Each range of bags gets separate scratch memory; throws without memory for it.
@@ -33,7 +33,7 @@ bool run(const RouteArgs& args, RouteFn kernel) {
   const int64_t first_id = args.bags.offsets[first];
   std::atomic<bool> fits{true};
   const auto cost = [&](int64_t i) { return args.bags.offsets[first + i] - first_id + i; };
-  parallel_balanced(last - first, kGrain, cost, [&](int64_t range_begin, int64_t range_end) {
+  parallel_balanced(last - first, kRouteGrain, cost, [&](int64_t range_begin, int64_t range_end) {
     const int64_t from = first + range_begin, to = first + range_end;
     RouteArgs args_of_range = args;
     const std::unique_ptr<int64_t[]> scratch(new int64_t[kRouteScratch * max_blocks]);

@@ -12,7 +12,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 64 * 1024;  // bytes of a parallel loop (its grain)
+constexpr int64_t kSegmentGrain = 64 * 1024;  // bytes of a parallel loop (its grain)
 
 // Copy bytes. Copies of 4 and 8 bytes are inlined, because a call costs more than the copy.
 inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
@@ -74,7 +74,7 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
     }
   };
   if (width > 0) {
-    parallel_balanced(total, kGrain, [&](int64_t row) { return row * width; }, copy_rows);
+    parallel_balanced(total, kSegmentGrain, [&](int64_t row) { return row * width; }, copy_rows);
   }
   return out;
 }

@@ -22,7 +22,7 @@ EMB_SELECT_KERNELS(LookupTable, kLookupTable, lookup_table)
 namespace {
 
 // Return the kernel for rows of dtype `weights` and an output of dtype `output`.
-LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
+LookupFn lookup_kernel(const TableRows& rows, Dtype weights, Dtype output) {
   const LookupTable& table = lookup_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
   return table.kernels[rows.caching == Caching::kSame][static_cast<int>(weights)]
@@ -127,7 +127,7 @@ Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tenso
     args.scratch = scratch.get();
     args.bypasses_caches =
         has_fixed_rows && is_large && has_whole_lines(args.out, columns, rows.dim);
-    kernel_for(rows, in.weights.type, output_type)(args, begin, end);
+    lookup_kernel(rows, in.weights.type, output_type)(args, begin, end);
   });
   return out;
 }

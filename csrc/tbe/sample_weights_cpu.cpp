@@ -16,7 +16,7 @@ EMB_SELECT_KERNELS(SampleWeightTable, kSampleWeightTable, sample_weight_table)
 namespace {
 
 // Return the kernel for rows of dtype `weights` and a gradient of dtype `grad`.
-SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
+SampleWeightFn sample_weight_kernel(const TableRows& rows, Dtype weights, Dtype grad) {
   const SampleWeightTable& table = sample_weight_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
   return table
@@ -58,7 +58,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
     const bool mixed = rows.caching == Caching::kMixed;
     const std::unique_ptr<float[]> scratch(mixed ? new float[rows.dim] : nullptr);
     args.scratch = scratch.get();
-    kernel_for(rows, in.weights.type, grad_type)(args, begin, end);
+    sample_weight_kernel(rows, in.weights.type, grad_type)(args, begin, end);
   });
   return out;
 }

@@ -12,7 +12,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // grain of parallel_balanced, in lookups
+constexpr int64_t kCachedGrain = 1 << 15;  // grain of parallel_balanced, in lookups
 
 // Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
 // `ids`, `keys` and `slots` are int64 [n], row_of_slot int64 [slots].
@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
   const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
-  parallel_balanced(stored.args.n, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(stored.args.n, kCachedGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) stored.args.split(i);
   });
   return {stored.cold, stored.rows, stored.counted};

@@ -17,7 +17,7 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;  // grain of parallel_balanced, in lookups (not measured)
+constexpr int64_t kPlanGrain = 1 << 14;  // grain of parallel_balanced, in lookups (not measured)
 
 }  // namespace
 
@@ -44,7 +44,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
-  parallel_balanced(n, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kPlanGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     int64_t f =
         std::upper_bound(feature_ends.begin(), feature_ends.end(), begin) - feature_ends.begin();
     for (; begin < end; ++f) {
