@@ -1,15 +1,17 @@
 """The figures of contenders timed together; `figures` returns them in the order of the page.
 
-Each `*_figures` function returns the figures of one kind, none if the run lacks their data; the
-other functions draw one panel. Rows are those of
-`Run.table`; `Drawing`s are drawn later, by `report.style`.
+Each `*_figures` function returns the figures of one kind, none if the run lacks their data. The
+other functions draw one panel: they return a `Drawing`, which `report.style` calls later.
+
+A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns. `run.along`
+adds the column `x`, the value of the swept axis.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -19,17 +21,30 @@ from experiments.contenders import registry
 from experiments.machine import ceilings
 from experiments.machine.ceilings import MeasuredCeilings
 from experiments.report import ratios, text
-from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
+from experiments.report.charts import (
+    DASHED,
+    SHORT,
+    Curve,
+    Floats,
+    Mark,
+    Row,
+    Scale,
+    curves,
+    row_chart,
+)
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
+from experiments.results.store import Record
 from experiments.timing.statistics import summarise
 
-UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
+LOOKUP_UNIT = "us per lookup"  # published numbers in this unit share an axis with ours
 PHASES = {"step": "forward + backward + update", "forward": "forward"}
 LOG_AXES = ("T", "E", "D", "B", "L", "rank")  # swept axes that are drawn logarithmically
 BAR_HEIGHT = 0.4  # inches
-SAME_MEMORY = 1.05  # ratio of the most to the least memory, up to which it is the same
+WORDS_ROOM = 1.35  # end of a linear scale ÷ the longest bar, next to which words are written
+LOG_WORDS_ROOM = 1.6  # the same for a logarithmic scale
+SAME_MEMORY = 1.05  # contenders whose memory differs by at most this factor need "the same"
 
 
 def figures(run: Run) -> list[Figure]:
@@ -53,19 +68,26 @@ def subtitle(run: Run) -> str:
     return " · ".join(str(p) for p in (*parts, f"timing {run.config.timing.preset}"))
 
 
-def contender_curve(name: str, x: Any, y: Any, **options: Any) -> Curve:
-    """Return a curve with the colour and marker of a contender."""
+def contender_curve(name: str, x: Floats, y: Floats, **options: Any) -> Curve:
+    """Return a curve with the colour, marker and label of a contender.
+
+    Args:
+        name: contender, without its rank or cache.
+        x: horizontal positions of the points.
+        y: vertical positions of the points.
+        options: other fields of `Curve`, or another marker or label.
+    """
     options = {"marker": marker_of(name), "label": label_of(name), **options}
     return Curve(x, y, colour_of(name), **options)
 
 
 def _headline(run: Run) -> pd.DataFrame:
-    """Return the results of the headline's cell."""
+    """Return the rows of the headline's cell that have a result."""
     return select(run.table, cell=run.headline_cell(), status="ok")
 
 
 def cost_figures(run: Run) -> list[Figure]:
-    """Return time against memory; where all contenders need the same memory, time alone."""
+    """Return the figure of time against memory, or of time alone if all need the same memory."""
     rows = _headline(run)
     if not len(rows):
         return []
@@ -90,7 +112,7 @@ def cost_figures(run: Run) -> list[Figure]:
 
 
 def _time_by_memory(rows: pd.DataFrame) -> Drawing:
-    """Draw the time of each contender against its memory."""
+    """Draw the time of each contender against the bytes of its parameters."""
     lines = [
         contender_curve(
             str(name),
@@ -124,12 +146,15 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
         for _, row in rows.sort_values("median_s").iterrows()
     ]
     longest = max(max(line.value, line.hi) for line in lines)
-    x_scale = Scale("time per batch (ms)", low=0, reach=(0, 1.35 * longest))  # room for the words
+    x_scale = Scale("time per batch (ms)", low=0, reach=(0, WORDS_ROOM * longest))
     return row_chart(lines, x_scale)
 
 
+MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
+
+
 def modes(run: Run) -> list[Figure]:
-    """Return the headline in every mode that was measured; empty where there is one mode."""
+    """Return the figure of the headline's times by mode; none if only one mode was measured."""
     rows = _headline(run)
     if len(run.modes) < 2 or not len(rows):
         return []
@@ -140,7 +165,8 @@ def modes(run: Run) -> list[Figure]:
         lines = [
             contender_curve(
                 group["contender"].iloc[0],
-                group["mode"].map(run.modes.index) + 0.6 * ((number + 0.5) / len(groups) - 0.5),
+                group["mode"].map(run.modes.index)
+                + MODE_WIDTH * ((number + 0.5) / len(groups) - 0.5),
                 1e3 * group["median_s"],
                 line="",
                 low=1e3 * group["q25_s"],
@@ -164,27 +190,28 @@ def modes(run: Run) -> list[Figure]:
 
 
 def published(run: Run) -> list[Figure]:
-    """Return a figure of each case that has a published time per lookup."""
+    """Return a figure for each case that has a published time per lookup."""
     result = []
     for section in run.sections():
         case = run.config.cases.get(section)
         steps = select(run.of(section), phase="step", status="ok")
-        numbers = [p for p in case.published if p["unit"].startswith(UNIT)] if case else []
+        numbers = [p for p in case.published if p["unit"].startswith(LOOKUP_UNIT)] if case else []
         if not numbers or not len(steps):
             continue
-        bars = [
-            (row["label"], row["ns_per_lookup"] / 1e3, colour_of(row["contender"]), False)
+        lines = [
+            Row(
+                row["label"], time_us, colour_of(row["contender"]), bar=True, words=f"{time_us:.3g}"
+            )
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
+            for time_us in [row["ns_per_lookup"] / 1e3]
         ]
         for number in numbers:
-            name = f"{number['label']}\npublished, other machine"
-            bars.append((name, float(number["value"]), colour_of("published"), True))
-        lines = [
-            Row(name, value, colour, bar=True, hollow=is_published, words=f"{value:.3g}")
-            for name, value, colour, is_published in bars
-        ]
+            name, time_us = f"{number['label']}\npublished, other machine", float(number["value"])
+            bar = Row(name, time_us, colour_of("published"), bar=True, words=f"{time_us:.3g}")
+            lines.append(dataclasses.replace(bar, hollow=True))
         longest = max(line.value for line in lines)
-        scale = Scale("µs per lookup of a step (log scale)", log=10, reach=(longest, 1.6 * longest))
+        reach = (longest, LOG_WORDS_ROOM * longest)
+        scale = Scale("µs per lookup of a step (log scale)", log=10, reach=reach)
         result.append(
             Figure(
                 f"published_{section}",
@@ -198,17 +225,23 @@ def published(run: Run) -> list[Figure]:
     return result
 
 
-CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmic axis
+CONTENDER_SHIFT = 0.055  # half the shift between contenders of one size, in powers of two
+SIZE_MARGIN = 1.6  # factor from the first and the last size to the ends of the axis
+BANDWIDTH_ROOM = 1.3  # top of the axis ÷ the highest limit
 
 
 def roofline_figures(run: Run) -> list[Figure]:
-    """Return achieved bandwidth against the memory's: a dot per contender and cell, twice."""
-    rows, roofs = select(run.table, status="ok"), MeasuredCeilings.of(run.environment)
+    """Return the roofline figure: GB/s of every contender and cell, below the memory's limits.
+
+    A cell has two dots: a hollow one that counts all lookups, and a filled one that counts each
+    distinct row once.
+    """
+    rows, measured = select(run.table, status="ok"), MeasuredCeilings.of(run.environment)
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
-    if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
+    if not len(rows) or not (math.isfinite(measured.copy_gb_s) or measured.gather_gb_s):
         return []
-    limits = "copy and random gather" if roofs.gather_gb_s else "copy"
-    method = f" Gather: {roofs.gather_method}." if roofs.gather_gb_s else ""
+    limits = "copy and random gather" if measured.gather_gb_s else "copy"
+    method = f" Gather: {measured.gather_method}." if measured.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
     theory_note = f" Dotted: theoretical bandwidth of {device.name}." if device and theory else ""
@@ -224,7 +257,7 @@ def roofline_figures(run: Run) -> list[Figure]:
             "better.",
             run.sizes(run.sections()[0]),
             [
-                Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], roofs, theory))
+                Panel(p.capitalize(), _roofline(rows[rows["phase"] == p], measured, theory))
                 for p in ("forward", "step")
                 if (rows["phase"] == p).any()
             ],
@@ -232,50 +265,53 @@ def roofline_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _roofline(rows: pd.DataFrame, roofs: MeasuredCeilings, theory: float | None) -> Drawing:
-    """Draw GB/s against bytes per row, with the ceilings of the machine."""
+def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | None) -> Drawing:
+    """Draw GB/s against bytes per row, with the measured limits and the theoretical one."""
     rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())
-    ends = (sizes[0] / 1.6, sizes[-1] * 1.6)
-    at_size = rows.groupby("row_bytes")["contender"].unique()
-    lines, groups = [], list(rows.groupby("contender", sort=False))
-    for name, group in groups:
-        shifts = [_dodge(list(at_size[size]), name) for size in group["row_bytes"]]
+    low, high = sizes[0] / SIZE_MARGIN, sizes[-1] * SIZE_MARGIN
+    names_at_size = rows.groupby("row_bytes")["contender"].unique()
+    lines = []
+    for name, group in rows.groupby("contender", sort=False):
+        shifts = [_dodge(list(names_at_size[size]), name) for size in group["row_bytes"]]
         points = contender_curve(
             str(name), group["row_bytes"] * shifts, group["distinct_gb_s"], line="", size=5
         )
         lines.append(dataclasses.replace(points, y=group["useful_gb_s"], hollow=True, label=""))
         lines.append(points)
-    gather = {s: v for s, v in roofs.gather_gb_s if ends[0] <= s <= ends[1]}
+    gather = {s: v for s, v in measured.gather_gb_s if low <= s <= high}
     if gather:
         lines.append(Curve(list(gather), list(gather.values()), line=DASHED, edge_name="gather"))
     marks = []
-    if math.isfinite(roofs.copy_gb_s):
-        marks.append(Mark(roofs.copy_gb_s, width=1.4, words=f"copy {_rate(roofs.copy_gb_s)}"))
+    if math.isfinite(measured.copy_gb_s):
+        marks.append(Mark(measured.copy_gb_s, width=1.4, words=f"copy {_rate(measured.copy_gb_s)}"))
     if theory:
         marks.append(Mark(theory, line=":", words=f"theory {_rate(theory)}"))
-    top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
-    x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
-    y_scale = Scale("GB/s", log=10, reach=(top, 1.3 * top))
+    top = max(
+        (v for v in (measured.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0
+    )
+    x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
+    y_scale = Scale("GB/s", log=10, reach=(top, BANDWIDTH_ROOM * top))
     return curves(lines, x_scale, y_scale, names="below", columns=3, marks=marks)
 
 
 def _dodge(names: Sequence[str], name: str) -> float:
-    """Return the factor that moves a contender next to the others of its size."""
+    """Return the factor on the x of `name` that sets it apart from the other `names`."""
     return 2.0 ** (CONTENDER_SHIFT * (2 * names.index(name) - len(names) + 1))
 
 
 def _rate(gb_s: float) -> str:
-    """Return GB/s with three digits, whole from 100 on."""
+    """Format a bandwidth: three digits, or a whole number from 100 GB/s on."""
     return f"{gb_s:,.0f}" if gb_s >= 100 else f"{gb_s:.3g}"
 
 
-FEW_SAMPLES = 60  # samples of a contender, up to which the dots are large
-PROCESS_GAP = 0.06  # between processes, in widths of one
+FEW_SAMPLES = 60  # up to this number of samples of a contender the dots are large
+CONTENDER_WIDTH = 0.86  # width of a contender's samples ÷ the distance between contenders
+PROCESS_GAP = 0.06  # gap between two processes ÷ the width of one
 
 
 def sample_figures(run: Run) -> list[Figure]:
-    """Return every sample of the headline's cell, by phase."""
+    """Return the figure of every sample of the headline's cell, a panel per phase."""
     cell = run.headline_cell()
     records = [
         r
@@ -298,16 +334,17 @@ def sample_figures(run: Run) -> list[Figure]:
     ]
 
 
-def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
+def _samples(records: Sequence[Record], phase: str) -> Drawing:
     """Draw every sample of a phase, a column per contender and process."""
     labels = {r["arm"]: _two_lines(r["label"]) for r in records}
     lines = []
     for number, arm in enumerate(labels):
         processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
-        width = 0.86 / len(processes)
+        width = CONTENDER_WIDTH / len(processes)
         for process, record in enumerate(processes):
             samples_ms = [1e3 * s for s in seconds(record, phase)]
-            x_begin, x_width = number - 0.43 + process * width, width * (1 - PROCESS_GAP)
+            x_begin = number - CONTENDER_WIDTH / 2 + process * width
+            x_width = width * (1 - PROCESS_GAP)
             x = [x_begin + x_width * (i + 0.5) / len(samples_ms) for i in range(len(samples_ms))]
             size = 3.2 if len(samples_ms) * len(processes) > FEW_SAMPLES else 6
             colour = colour_of(record["contender"])
@@ -320,7 +357,7 @@ def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
 
 
 def _two_lines(label: str) -> str:
-    """Return a long name broken at the space nearest to its middle."""
+    """Return a label; one of 9 letters or more is broken at the space nearest to its middle."""
     gaps = [i for i, c in enumerate(label) if c == " "]
     if len(label) < 9 or not gaps:
         return label
@@ -328,8 +365,18 @@ def _two_lines(label: str) -> str:
     return f"{label[:break_position]}\n{label[break_position + 1 :]}"
 
 
+MEMORY_PANELS = (  # (title, swept axis, column of the memory)
+    ("Parameters by dimension", "D", "weights_bytes"),
+    ("Parameters by TT rank", "rank", "weights_bytes"),
+    ("Scratch memory of a step by batch size", "B", "peak_bytes"),
+)
+
+
 def sweep_figures(run: Run) -> list[Figure]:
-    """Return throughput, ratio and memory along each swept axis."""
+    """Return the figures of throughput, ratio and memory, a panel per swept axis.
+
+    The figure of memory has no panels if none of its axes was swept.
+    """
     axes = run.swept_axes()
     if not axes:
         return []
@@ -338,15 +385,6 @@ def sweep_figures(run: Run) -> list[Figure]:
     def panels(draw: Callable[[Run, str], Drawing]) -> list[Panel]:
         return [Panel(text.capitalised(AXIS_NAMES[axis]), draw(run, axis)) for axis in axes]
 
-    memory = [
-        (title, axis, column)
-        for title, axis, column in (
-            ("Parameters by dimension", "D", "weights_bytes"),
-            ("Parameters by TT rank", "rank", "weights_bytes"),
-            ("Scratch memory of a step by batch size", "B", "peak_bytes"),
-        )
-        if axis in axes and run.table[column].notna().any()
-    ]
     return [
         Figure(
             "sweep_throughput",
@@ -370,23 +408,30 @@ def sweep_figures(run: Run) -> list[Figure]:
             "Memory",
             "Parameters, and the most that one step needs on top of them. Lower is better.",
             sizes,
-            [Panel(title, _memory(run, axis, column)) for title, axis, column in memory],
+            [
+                Panel(title, _memory(run, axis, column))
+                for title, axis, column in MEMORY_PANELS
+                if axis in axes and run.table[column].notna().any()
+            ],
         ),
     ]
 
 
 def new_key_figures(run: Run) -> list[Figure]:
-    """Return the time of a step against its share of new keys, a panel per dim."""
-    rows = run.table[(run.table["phase"] == "step") & run.table["ratio"].notna()]
-    shares = {"dynamic": 0.0}
+    """Return the figure of step time against the share of new keys, a panel per dimension."""
+    rows = select(run.table, phase="step")
+    if not len(rows):
+        return []
+    rows = rows[rows["ratio"].notna()]
+    shares = {"dynamic": 0.0}  # share of new keys by contender
     shares |= {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
     rows = rows[rows["contender"].isin(shares)]
     rows = rows.assign(x=[100 * shares[name] for name in rows["contender"]])
     if rows["x"].nunique() < 2 or run.baseline.contender in shares:
         return []
     panels = [
-        Panel(f"D = {dim}", _by_new_keys(run, part.sort_values("x")))
-        for dim, part in rows.groupby("D")
+        Panel(f"D = {dim}", _by_new_keys(run, rows_of_dim.sort_values("x")))
+        for dim, rows_of_dim in rows.groupby("D")
     ]
     baseline = run.baseline.label
     return [
@@ -402,17 +447,19 @@ def new_key_figures(run: Run) -> list[Figure]:
 
 
 def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
+    """Draw time ÷ baseline against `x`, the new keys in percent of the lookups."""
     x, baseline = rows["x"], run.baseline.contender
     bounds = {"low": rows["ratio_lo"], "high": rows["ratio_hi"]}
     lines = [
         contender_curve("dynamic", x, rows["ratio"], **bounds),
         contender_curve(baseline, x, [1.0] * len(rows), marker="", line=DASHED),
     ]
-    across = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
-    return curves(lines, across, Scale(f"time ÷ {run.baseline.label}", log=10), names="ends")
+    x_scale = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
+    return curves(lines, x_scale, Scale(f"time ÷ {run.baseline.label}", log=10), names="ends")
 
 
 def _throughput(run: Run, axis: str) -> Drawing:
+    """Draw the lookups per second of a step along `axis`, with quartiles as a band."""
     rows = run.along(axis)
     rows = rows[rows["phase"] == "step"]
     lines = [
@@ -426,54 +473,68 @@ def _throughput(run: Run, axis: str) -> Drawing:
         )
         for name, group in _by_contender(rows, axis)
     ]
-    lines += _flat(rows, axis, "lookups_per_s")
-    return _along(lines, rows, axis, "million lookups per second")
+    lines += _level_lines(rows, axis, "lookups_per_s")
+    return _axis_chart(lines, rows, axis, "million lookups per second")
 
 
 def _ratio(run: Run, axis: str) -> Drawing:
+    """Draw time ÷ baseline along `axis`: the step solid, the forward dashed, with intervals."""
     rows = run.along(axis)
     rows = rows[(rows["arm"] != run.baseline.key) & rows["ratio"].notna()]
     lines = []
     for name, group in _by_contender(rows, axis):
         for phase, style in (("step", "-"), ("forward", SHORT)):
-            part = group[group["phase"] == phase]
-            part = part[part["rank"] > 0] if axis == "rank" else part
-            if len(part):
-                bounds = {"low": part["ratio_lo"], "high": part["ratio_hi"]}
-                label = f"{label_of(name)} {phase}"
-                curve = {"label": label, "line": style, "width": 1.8, **bounds}
-                lines.append(contender_curve(name, part["x"], part["ratio"], **curve))
-    return _along(lines, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)])
+            phase_rows = group[group["phase"] == phase]
+            if axis == "rank":
+                phase_rows = phase_rows[phase_rows["rank"] > 0]
+            if len(phase_rows):
+                lines.append(
+                    contender_curve(
+                        name,
+                        phase_rows["x"],
+                        phase_rows["ratio"],
+                        label=f"{label_of(name)} {phase}",
+                        line=style,
+                        width=1.8,
+                        low=phase_rows["ratio_lo"],
+                        high=phase_rows["ratio_hi"],
+                    )
+                )
+    return _axis_chart(lines, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)])
 
 
 def _memory(run: Run, axis: str, column: str) -> Drawing:
+    """Draw a step's column of bytes along `axis`, in MB."""
     rows = run.along(axis)
     rows = rows[(rows["phase"] == "step") & (rows[column].fillna(0) > 0)]
     lines = []
     for name, group in _by_contender(rows, axis):
         style = DASHED if name == "torch" and column == "weights_bytes" else "-"
         lines.append(contender_curve(name, group["x"], group[column] / 1e6, line=style))
-    return _along([*lines, *_flat(rows, axis, column)], rows, axis, "MB")
+    return _axis_chart([*lines, *_level_lines(rows, axis, column)], rows, axis, "MB")
 
 
-def _along(
+def _axis_chart(
     lines: Sequence[Curve], rows: pd.DataFrame, axis: str, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
-    """Return curves along a swept axis, named at their ends."""
+    """Draw curves along a swept axis, named at their ends; `label` is that of the vertical axis."""
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
     x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
     return curves(lines, x_scale, Scale(label, log=10), names="ends", marks=marks)
 
 
-def _by_contender(rows: pd.DataFrame, axis: str) -> Iterable[tuple[str, pd.DataFrame]]:
-    """Yield contenders sorted along the axis; along the rank, only those that have one."""
+def _by_contender(rows: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield each contender with its rows in the order of `x`.
+
+    Along the axis of ranks, contenders without a rank are left out.
+    """
     for name, group in rows.groupby("contender", sort=False):
         if axis != "rank" or (group["rank"] > 0).any():
             yield str(name), group.sort_values("x")
 
 
-def _flat(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
-    """Return contenders without a rank as level lines along the axis of ranks, in millions."""
+def _level_lines(rows: pd.DataFrame, axis: str, column: str) -> list[Curve]:
+    """Return a level line per contender without a rank, in millions; none along other axes."""
     if axis != "rank":
         return []
     ends = [float(rows.loc[rows["rank"] > 0, "rank"].min()), float(rows["rank"].max())]

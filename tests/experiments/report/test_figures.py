@@ -247,6 +247,10 @@ def test_the_share_of_new_keys_is_an_axis(tmp_path: Path) -> None:
     plt.close()
 
 
+def test_a_run_without_timed_cells_has_no_figures(plain: Run) -> None:
+    assert figures.figures(dataclasses.replace(plain, frames={}, records=[])) == []
+
+
 def test_strangers_get_a_colour_that_stays() -> None:
     assert style.colour_of("fbgemm_tbe") == style.COLOURS["fbgemm"]
     first = style.colour_of("somebody_elses")
