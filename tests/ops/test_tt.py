@@ -593,9 +593,7 @@ WRONG = {
     "each core must be float32": lambda c: ops.tt_rows(
         [core.double() for core in c.cores], c.plan, [3, 4, 5], [2, 2, 2], [3], 0
     ),
-    "at most 4e18": lambda c: ops.tt_rows(
-        c.cores, c.plan, [2**40, 2**40, 1], [2, 2, 2], [3], 0
-    ),
+    "at most 4e18": lambda c: ops.tt_rows(c.cores, c.plan, [2**40, 2**40, 1], [2, 2, 2], [3], 0),
     "less than 2\\^31": lambda c: ops.tt_rows(c.cores[:2], c.plan, [2**32, 1], [2, 2], [2], 0),
     "row_grads must be": lambda c: ops.tt_core_grads(
         c.cores, c.plan, c.left_values, torch.zeros(9, 7), [3, 4, 5], [2, 2, 2], [3]

@@ -44,14 +44,19 @@ class Libraries(NamedTuple):
 
 def build() -> Libraries:
     """Compile what is not in the cache and return the libraries."""
+    devices, entries = objects()
+    library = compile_cache.link("pretend_devices", devices, LINK)
+    linked = [str(library), *LINK]
+    return Libraries(library, compile_cache.link("pretend_entries", entries, linked))
+
+
+def objects() -> tuple[list[Path], list[Path]]:
+    """Compile what is not in the cache; return the objects of the devices and of the entries."""
     torch_side = Source(TORCH_SIDE, TORCH_FLAGS, FOLDERS, TORCH_HEADERS)  # takes the longest
     devices = [torch_side, *(Source(path, FLAGS, FOLDERS) for path in DEVICES)]
     entries = [Source(path, ENTRY_FLAGS, FOLDERS, TORCH_HEADERS) for path in ENTRIES]
-    objects = compile_cache.build("pretend", [*devices, *entries])
-    count = len(devices)
-    library = compile_cache.link("pretend_devices", objects[:count], LINK)
-    linked = [str(library), *LINK]
-    return Libraries(library, compile_cache.link("pretend_entries", objects[count:], linked))
+    built = compile_cache.build("pretend", [*devices, *entries])
+    return built[: len(devices)], built[len(devices) :]
 
 
 if __name__ == "__main__":
