@@ -99,7 +99,7 @@ def _over_machines(
     last = len(comparison.machines) - 1
     names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
     x_scale = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last + 0.25)
-    return curves(lines, x_scale, Scale(label, log=10), names="", marks=marks)
+    return curves(lines, x_scale, Scale(label, log=10), name_position="", marks=marks)
 
 
 def speedups(comparison: Comparison) -> Figure:

@@ -236,7 +236,7 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
         mode = (shared or run.modes)[0]
         device = ceilings.of_environment(run.environment)
         roofs = MeasuredCeilings.of(run.environment)
-        run = run.at(mode)
+        run = run.in_mode(mode)
         machines.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
     return machines
 

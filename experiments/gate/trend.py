@@ -353,7 +353,7 @@ def _panel(trend: Trend, point: str) -> Panel:
     x_scale = Scale("", ticks=ticks, names=[commits[tick].name for tick in ticks])
     y_scale = Scale("÷ first commit", reach=FLAT)
     drawing = curves(
-        lines, x_scale, y_scale, names="below", columns=3, marks=[Mark(1.0, line=DASHED)]
+        lines, x_scale, y_scale, name_position="below", columns=3, marks=[Mark(1.0, line=DASHED)]
     )
     return Panel(point, drawing, WIDTH, PANEL_HEIGHT)
 

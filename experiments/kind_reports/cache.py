@@ -282,7 +282,7 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     names = [f"{s:.2g}" for s in sizes]
     x_scale = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
     y_scale = percent_scale(f"hits, {UNITS[column]} (%)")
-    return curves(lines, x_scale, y_scale, names="best" if legend else "")
+    return curves(lines, x_scale, y_scale, name_position="best" if legend else "")
 
 
 def _throughput(run: Run) -> Figure | None:
@@ -329,7 +329,12 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     ]
     y_scale = Scale(label, low=0, headroom=1.3)  # room for the legend
     return curves(
-        lines, Scale("distinct rows hit (%)"), y_scale, names="upper left", columns=2, marks=marks
+        lines,
+        Scale("distinct rows hit (%)"),
+        y_scale,
+        name_position="upper left",
+        columns=2,
+        marks=marks,
     )
 
 

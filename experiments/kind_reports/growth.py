@@ -86,7 +86,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
         "peak ÷ final": lambda r: factor_value(r["peak_over_kept"]),
         "processes": lambda r: count_value(r["processes"]),
     }
-    table = Table.of(rows, columns, names=1)
+    table = Table.of(rows, columns, num_label_columns=1)
     sections = run.sections()
     words = f"{run.sizes(sections[0])}." if sections else ""
     return [TitledTable("Tables that grow", words, table)] if table.rows else []

@@ -110,7 +110,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
     """Return a table per case and mode, and one of the sweep: a row per arm and operation."""
     parts = []
     for mode in run.modes:
-        rows = run.at(mode).operations
+        rows = run.in_mode(mode).operations
         for section in dict.fromkeys(rows["section"]) if len(rows) else ():
             title = "The sweep" if section == SWEEP else run.title(section)
             note = run.config.cases[section].note if section in run.config.cases else ""
@@ -142,7 +142,7 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
         "memory": lambda r: bytes_value(r["bytes"] or None),
     }
-    return Table.of(rows, columns, names=1 + len(varied))
+    return Table.of(rows, columns, num_label_columns=1 + len(varied))
 
 
 def _axis(axis: str, row: pd.Series) -> Value:
@@ -219,4 +219,4 @@ def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
             )
         )
     x_scale, y_scale = Scale("keys ÷ slots"), Scale("million keys per second", low=0)
-    return charts.curves(lines, x_scale, y_scale, names="best" if legend else "")
+    return charts.curves(lines, x_scale, y_scale, name_position="best" if legend else "")

@@ -181,7 +181,7 @@ def _results_table(rows: pd.DataFrame) -> Table:
         "step ÷ plain": lambda r: ratio_value(r, is_baseline=r["contender"] == PLAIN),
         "rates chosen": lambda r: str(r["rates"]),
     }
-    return Table.of(rows, columns, names=2)
+    return Table.of(rows, columns, num_label_columns=2)
 
 
 def _interval(row: pd.Series, name: str) -> Value:
@@ -288,7 +288,9 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
             _curve(str(m), group_of_method, column)
             for m, group_of_method in group.groupby("contender", sort=False)
         ]
-        drawing = curves(lines, scale, change, names="outside", marks=[Mark(0.0, INK, DASHED)])
+        drawing = curves(
+            lines, scale, change, name_position="outside", marks=[Mark(0.0, INK, DASHED)]
+        )
         panels.append(Panel(text.capitalised(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
 

@@ -155,7 +155,7 @@ def _table(run: Run, lines: Sequence[Mapping[str, Any]], loads: Sequence[float])
     for load in loads:
         columns[f"p99 at {text.percent(load, 2)}"] = _p99_at(load)
     columns["requests"] = lambda r: count_value(r["requests"])
-    return Table.of(lines, columns, names=1)
+    return Table.of(lines, columns, num_label_columns=1)
 
 
 def _p99_at(load: float) -> Column:
@@ -183,7 +183,7 @@ def figures(run: Run) -> list[Figure]:
         ]
         right = Scale("thousand samples answered per second", log=10)
         y_scale = Scale("p99, from arrival to answer", log=10, shown=text.seconds)
-        drawing = curves(lines, right, y_scale, names="below", columns=3)
+        drawing = curves(lines, right, y_scale, name_position="below", columns=3)
         title = f"{text.count(float(batch), 'sample')} per request"
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))
     clients = text.count(rows["clients"].max(), "client")

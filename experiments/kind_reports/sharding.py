@@ -256,7 +256,7 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
         columns[sharding.PARTS[part]] = functools.partial(_part, part)
     columns["tables"] = lambda r: bytes_value(r["weights_bytes"] or None)
     columns["processes"] = lambda r: count_value(r["processes"])
-    return Table.of(rows, columns, names=1)
+    return Table.of(rows, columns, num_label_columns=1)
 
 
 def _part(part: str, row: dict[str, Any]) -> Value:

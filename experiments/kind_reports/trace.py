@@ -268,7 +268,9 @@ def _caches(records: Sequence[TraceRecord]) -> Figure:
             low=0.1,
             high=110,
         )
-        return Panel(title, curves(lines, x_scale, percent_scale("hits (%)"), names="upper left"))
+        return Panel(
+            title, curves(lines, x_scale, percent_scale("hits (%)"), name_position="upper left")
+        )
 
     return Figure(
         "ideal_hit_rate",
@@ -314,8 +316,12 @@ def _popularity(records: Sequence[TraceRecord]) -> Figure:
         "more different than they are.",
         "",
         [
-            Panel("Lookups per row, by rank", curves(ranked, rank, share, names="lower left")),
-            Panel("Most popular rows", curves(cumulative, rows, lookups, names="upper left")),
+            Panel(
+                "Lookups per row, by rank", curves(ranked, rank, share, name_position="lower left")
+            ),
+            Panel(
+                "Most popular rows", curves(cumulative, rows, lookups, name_position="upper left")
+            ),
         ],
     )
 
@@ -378,7 +384,7 @@ def _reuse(records: Sequence[TraceRecord]) -> Figure:
             y = 100 * transform(np.array(distances["reuse"]))
             lines.append(Curve(distances["edges"][1:], y, colour, name, "o", size=3))
         x_scale = Scale("reuse distance (rows), below", log=2, shown=_binary)
-        return Panel(title, curves(lines, x_scale, Scale(label, low=0), names="upper left"))
+        return Panel(title, curves(lines, x_scale, Scale(label, low=0), name_position="upper left"))
 
     return Figure(
         "reuse_distance",
@@ -417,8 +423,13 @@ def _working_set(records: Sequence[TraceRecord]) -> Figure:
         "in no earlier batch.",
         "",
         [
-            Panel("Rows looked up so far", curves(growth, lookups, rows, names="lower right")),
-            Panel("New rows per batch", curves(new, Scale("batch"), share, names="upper right")),
+            Panel(
+                "Rows looked up so far", curves(growth, lookups, rows, name_position="lower right")
+            ),
+            Panel(
+                "New rows per batch",
+                curves(new, Scale("batch"), share, name_position="upper right"),
+            ),
         ],
     )
 

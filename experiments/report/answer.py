@@ -21,32 +21,32 @@ TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -
 
 def answer(run: Run) -> list[str]:
     """Return sentences: the headline workload, then what forward, sweep and other modes add."""
-    first = run.at(run.modes[0])
-    cell = first.headline_cell()
+    main_run = run.in_mode(run.modes[0])
+    cell = main_run.headline_cell()
     if cell is None:
         return ["No answer yet: nothing was measured before the run ended."]
     subject, baseline = (
-        _rows_by_phase(first, cell, run.subject.key),
-        _rows_by_phase(first, cell, run.baseline.key),
+        _rows_by_phase(main_run, cell, run.subject.key),
+        _rows_by_phase(main_run, cell, run.baseline.key),
     )
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if not rows or rows["step"]["status"] != "ok":
             reason = rows["step"]["reason"] if rows else "it was not among the contenders"
             return [f"No answer: {arm.label} has no result on the headline workload ({reason})."]
-    sentences = [_headline(first, subject["step"], baseline["step"])]
-    if gain := _gain(first, cell):
+    sentences = [_headline(main_run, subject["step"], baseline["step"])]
+    if gain := _gain(main_run, cell):
         sentences[0] += f" {gain}"
     sentences.append(f"Forward alone takes {text.ratio(subject['forward'])}.")
-    steps = _swept_steps(first)
+    steps = _swept_steps(main_run)
     if len(steps) > 1:
         low, high = (steps.loc[end] for end in (steps["ratio"].idxmin(), steps["ratio"].idxmax()))
         sentences.append(
             f"Across the sweep the step ratio ranges from {text.times(low['ratio'])} "
-            f"({sweep_point(first, low)}) to {text.times(high['ratio'])} "
-            f"({sweep_point(first, high)})."
+            f"({sweep_point(main_run, low)}) to {text.times(high['ratio'])} "
+            f"({sweep_point(main_run, high)})."
         )
     for mode in run.modes[1:]:
-        rows = _rows_by_phase(run.at(mode), cell, run.subject.key)
+        rows = _rows_by_phase(run.in_mode(mode), cell, run.subject.key)
         if rows and rows["step"]["status"] == "ok":
             sentences.append(f"In mode {mode} a step takes {text.ratio(rows['step'])}.")
     return sentences
@@ -100,7 +100,7 @@ def _gain(run: Run, cell: str) -> str:
 
 
 def _swept_steps(run: Run) -> pd.DataFrame:
-    """Return the sweep's steps of the subject's contender, at its usual ranks."""
+    """Return the sweep's steps of the subject's contender, at the ranks of the configuration."""
     rows = select(run.of(SWEEP), contender=run.subject.contender, phase="step", status="ok")
     rows = rows[rows["ratio"].notna()] if len(rows) else rows
     if len(rows) and run.subject.rank:
@@ -110,16 +110,16 @@ def _swept_steps(run: Run) -> pd.DataFrame:
 
 def sweep_point(run: Run, row: pd.Series) -> str:
     """Return how a row of the sweep differs from the base point: 'L=1'."""
-    first = run.of(SWEEP).iloc[0]
-    changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != first[axis]]
+    base = run.of(SWEEP).iloc[0]
+    changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != base[axis]]
     return ", ".join(changed) or "base point"
 
 
 def tiles(run: Run) -> list[Tile]:
     """Return the numbers to remember; none if the subject has no result on the headline."""
-    first = run.at(run.modes[0])
-    cell = first.headline_cell()
-    subject = _rows_by_phase(first, cell, run.subject.key) if cell else {}
+    main_run = run.in_mode(run.modes[0])
+    cell = main_run.headline_cell()
+    subject = _rows_by_phase(main_run, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
     step, result = subject["step"], []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis, YAxis
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -31,6 +31,8 @@ NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
 EDGE_GAP = 11.0  # points from the panel to names right of it: room for lines to moved names
+END_GAP = 12.0  # typographic points from the end of a curve to its name
+POINT_GAP = 9.0  # typographic points from a point to its name
 
 
 @dataclass(frozen=True)
@@ -41,24 +43,24 @@ class Scale:
     log: int = 0  # base of a logarithmic scale; 0: linear
     ticks: Sequence[float] = ()  # empty: as many as there is room for
     names: Sequence[str] = ()  # a name per tick; empty: the numbers
-    low: float | None = None
-    high: float | None = None
-    shown: Callable[[float], str] | None = None  # how a tick is written
+    low: float | None = None  # lower end of the axis; None: that of the points and of `reach`
+    high: float | None = None  # upper end of the axis; None: likewise
+    shown: Callable[[float], str] | None = None  # formats the number of a tick; None: in full
     reach: tuple[float, float] | None = None  # values that the axis includes at least
-    headroom: float = 1.0  # the upper end is raised by this factor
+    headroom: float = 1.0  # factor by which an upper end is raised that `high` does not set
 
-    def begin(self, axis: Any) -> None:
-        """Set the kind of scale, which plotting must know."""
+    def begin(self, axis: XAxis | YAxis) -> None:
+        """Make the axis linear or logarithmic; call it before anything is plotted."""
         if self.log:
             getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=self.log)
 
-    def finish(self, axis: Any) -> None:
-        """Set limits, ticks and label after everything is plotted."""
+    def finish(self, axis: XAxis | YAxis) -> None:
+        """Set limits, ticks and label; call it when everything is plotted."""
         data = [float(end) for end in axis.get_data_interval()]
         # matplotlib would give almost equal values equal ends, which have no scale.
-        single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
-        getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not single)
-        ends = data if single else axis.get_view_interval()
+        is_single = math.isclose(data[0], data[1], rel_tol=NEARLY_EQUAL)
+        getattr(axis.axes, f"set_autoscale{axis.axis_name}_on")(not is_single)
+        ends = data if is_single else axis.get_view_interval()
         getattr(axis.axes, f"set_{axis.axis_name}lim")(*self._limits(*map(float, ends)))
         if self.ticks:
             names = self.names or [text.number(t) for t in self.ticks]
@@ -87,7 +89,7 @@ def percent_scale(label: str) -> Scale:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Write numbers in full, about as many as there is room for."""
+    """Put ticks on a logarithmic axis, denser on a short one, and write numbers in full."""
     low, high = axis.get_view_interval()
     span = high / max(low, 1e-12)
     fine = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 9.0)
@@ -125,7 +127,7 @@ class Curve:
 class Mark:
     """A straight line across the panel: level, or upright."""
 
-    at: float  # y of a level line, x of an upright one
+    value: float  # y of a level line, x of an upright one
     colour: str = INK
     line: LineStyle = "-"
     width: float = 1.0
@@ -139,7 +141,7 @@ def curves(
     x: Scale,
     y: Scale,
     *,
-    names: str = "best",
+    name_position: str = "best",
     columns: int = 1,
     marks: Sequence[Mark] = (),
 ) -> Drawing:
@@ -149,9 +151,9 @@ def curves(
         lines: curves; those with a label are named.
         x: horizontal scale.
         y: vertical scale.
-        names: position of the names: a location of a legend, "outside" (a legend right of the
-            panel), "below" (a legend below it), "ends" (at the right end of each curve), "points"
-            (next to each named point) or "" (nowhere).
+        name_position: position of the names: a location of a legend, "outside" (a legend right of
+            the panel), "below" (a legend below it), "ends" (at the right end of each curve),
+            "points" (next to each named point) or "" (nowhere).
         columns: number of columns of the legend.
         marks: lines across the panel. The names of level lines stand right of the panel.
     """
@@ -160,63 +162,65 @@ def curves(
         x.begin(axes.xaxis)
         y.begin(axes.yaxis)
         for line in lines:
-            _curve(axes, line)
-        _marks(axes, _marks_near_points(marks, lines) if y.log else marks)
-        if names == "points":
-            axes.margins(x=POINT_MARGIN, y=0.25)
+            _draw_curve(axes, line)
+        _draw_marks(axes, _marks_near_points(marks, lines) if y.log else marks)
+        if name_position == "points":
+            axes.margins(x=POINT_MARGIN_X, y=POINT_MARGIN_Y)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
         _write_foot_words(axes, marks)
         written = _edge_names(lines, marks)
-        if names == "points":
+        if name_position == "points":
             written += _point_names(axes, lines)
-        elif names == "ends":
+        elif name_position == "ends":
             labelled_lines = [line for line in lines if line.label]
             right = max((max(line.x) for line in labelled_lines), default=0.0)
             written += [
-                Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, 12)
+                Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, END_GAP)
                 for line in labelled_lines
             ]
-        elif names and axes.get_legend_handles_labels()[1]:
-            _legend(axes, names, columns)
+        elif name_position and axes.get_legend_handles_labels()[1]:
+            _draw_legend(axes, name_position, columns)
         _write_names(axes, written)
 
     return draw
 
 
 def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
-    """Return the marks, without level lines so far away that most of the panel would be empty."""
+    """Return the marks without distant level lines, which would leave most of the panel empty.
+
+    Marks with words or a label stay, however far away they are.
+    """
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
         return list(marks)
     low, high = min(heights) / FAR, FAR * max(heights)
-    return [m for m in marks if m.upright or m.words or m.label or low <= m.at <= high]
+    return [m for m in marks if m.upright or m.words or m.label or low <= m.value <= high]
 
 
-FAR = 3.0  # ratio between a mark and the nearest point
-POINT_MARGIN = 0.12  # share of the range, free on both sides: names go towards the middle
+FAR = 3.0  # ratio of a mark to the nearest point, beyond which the mark is left out
+# Shares of the range that stay free on both sides of named points. Names go towards the middle.
+POINT_MARGIN_X, POINT_MARGIN_Y = 0.12, 0.25
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
 
-def _legend(axes: Axes, position: str, columns: int) -> None:
+def _draw_legend(axes: Axes, position: str, columns: int) -> None:
     """Draw a legend at a position of `curves`, or at a location of matplotlib's."""
+    canvas = cast(Canvas, axes.figure)
     options: dict[str, Any] = {"loc": position}
     if position == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
     elif position == "below":
-        foot = offset_copy(
-            axes.transAxes, cast(Canvas, axes.figure), y=-LEGEND_DEPTH, units="points"
-        )
+        foot = offset_copy(axes.transAxes, canvas, y=-LEGEND_DEPTH, units="points")
         options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
     axes.legend(fontsize=8, ncols=columns, **options)
-    engine = axes.figure.get_layout_engine()
+    engine = canvas.get_layout_engine()
     if position == "below" and engine is not None:
-        engine.execute(
-            cast(Canvas, axes.figure)
-        )  # names at the edge are spaced by the height that remains
+        # The legend takes height from the panel. Names at its edge must know what remains.
+        engine.execute(canvas)
 
 
-def _curve(axes: Axes, line: Curve) -> None:
+def _draw_curve(axes: Axes, line: Curve) -> None:
     """Draw one curve with its error bars or band, and the names of its points."""
     x, y = list(line.x), list(line.y)
     style: dict[str, Any] = {
@@ -254,10 +258,11 @@ def _curve(axes: Axes, line: Curve) -> None:
             )
 
 
-def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
+def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
+    """Draw the lines of marks, without their words."""
     for mark in marks:
         draw = axes.axvline if mark.upright else axes.axhline
-        draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
+        draw(mark.value, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
 
 
 def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -266,7 +271,7 @@ def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
         if mark.words and mark.upright:
             axes.annotate(
                 mark.words,
-                (mark.at, 0),
+                (mark.value, 0),
                 (3, 4),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
@@ -277,17 +282,14 @@ def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
 
 @dataclass(frozen=True)
 class Name:
-    """A name next to a point: `shift` typographic points right of `x`, left of it if negative.
-
-    With `at_edge`, horizontal positions are shares of the panel's width.
-    """
+    """A name next to a point. Positions are in units of the data."""
 
     words: str
     point: tuple[float, float]
-    x: float
+    x: float  # from which the name is written
     colour: str
-    shift: float
-    at_edge: bool = False
+    shift: float  # typographic points from `x` to the name; negative: the name is left of `x`
+    at_edge: bool = False  # horizontal positions are shares of the panel's width instead
 
     def transform(self, axes: Axes) -> Transform:
         """Return the transform of the name's positions."""
@@ -296,7 +298,7 @@ class Name:
 
 def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
     """Return the names of level marks and of curves that have one at the edge."""
-    heights = [(m.words, m.at, m.colour) for m in marks if m.words and not m.upright]
+    heights = [(m.words, m.value, m.colour) for m in marks if m.words and not m.upright]
     heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
     return [
         Name(words, (1.0, y), 1.0, colour, EDGE_GAP, at_edge=True) for words, y, colour in heights
@@ -309,15 +311,22 @@ def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
     panel_middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     return [
         Name(
-            name, (x, y), _end_of(line, x, panel_middle), line.colour, 9 if x < panel_middle else -9
+            name,
+            (x, y),
+            _last_x_of_side(line, x, panel_middle),
+            line.colour,
+            POINT_GAP if x < panel_middle else -POINT_GAP,
         )
         for line in lines
         for x, y, name in zip(line.x, line.y, line.names, strict=True)
     ]
 
 
-def _end_of(line: Curve, x: float, middle: float) -> float:
-    """Return the x of a line's last point on the side of `x`, past which names cross no marks."""
+def _last_x_of_side(line: Curve, x: float, middle: float) -> float:
+    """Return the x of the line's point that is next to `middle`, on the same side as `x`.
+
+    A name that is written from there towards the middle crosses no marks of its line.
+    """
     if x < middle:
         return max(v for v in line.x if v < middle)
     return min(v for v in line.x if v >= middle)
@@ -338,7 +347,7 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     left_names = [name for name in names if name.shift <= 0]
     groups = (
         [[*right_names, *left_names]]
-        if _meet(axes, right_names, left_names)
+        if _would_overlap(axes, right_names, left_names)
         else [right_names, left_names]
     )
     for group in (*groups, edge_names):
@@ -373,7 +382,7 @@ def _height(axes: Axes, name: Name) -> float:
     return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi
 
 
-def _meet(axes: Axes, right_names: Sequence[Name], left_names: Sequence[Name]) -> bool:
+def _would_overlap(axes: Axes, right_names: Sequence[Name], left_names: Sequence[Name]) -> bool:
     """Return whether a name right of its point would overlap one left of its point."""
 
     def end(name: Name) -> float:
@@ -393,7 +402,8 @@ def spread_apart(
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
     until none overlap. All heights stay between `low` and `high` where these leave enough room.
     """
-    # Blocks as [sum of the first heights that members want, number of members].
+    # A block is [sum over its members of the lowest height that the member wants, their number]. A
+    # member wants its own height, thus a lowest height of that less its distance from the lowest.
     blocks: list[list[float]] = []
     for height in sorted(wanted_heights):
         blocks.append([height, 1.0])
@@ -401,27 +411,26 @@ def spread_apart(
             (total, count), (added, count_added) = blocks[-2:]
             if added / count_added - total / count >= count * gap:
                 break
-            # The block's first height is the mean of each member's own less its distance.
             blocks[-2:] = [[total + added - count_added * count * gap, count + count_added]]
     heights: list[float] = []
     for total, count in blocks:
-        first = min(total / count, high - (count - 1) * gap)
-        first = max(first, low, heights[-1] + gap if heights else low)
-        heights += [first + number * gap for number in range(int(count))]
+        lowest = min(total / count, high - (count - 1) * gap)
+        lowest = max(lowest, low, heights[-1] + gap if heights else low)
+        heights += [lowest + number * gap for number in range(int(count))]
     return heights
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a chart of rows: a bar or a dot, with its interval."""
+    """One row of a `row_chart`: a bar or a dot, with its interval."""
 
     name: str
     value: float
     colour: str
-    lo: float = math.nan  # ends of the interval; nan: none
-    hi: float = math.nan
+    low: float = math.nan  # ends of the interval; nan: none
+    high: float = math.nan
     dots: Sequence[float] = ()  # values of single processes
-    margin: float = math.nan  # a grey band about 1: effects that do not count
+    margin: float = math.nan  # a grey band from 1 / (1 + margin) to 1 + margin; nan: none
     hollow: bool = False
     marker: str = "o"
     bar: bool = False
@@ -431,24 +440,24 @@ class Row:
 
 
 def row_chart(
-    lines: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
+    rows: Sequence[Row], x: Scale, *, marks: Sequence[Mark] = (), shared: bool = False
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
     With `shared`, rows of the same name share one label and are drawn close together; a legend
     names their colours.
     """
-    names = [line.name for line in lines]
+    names = [row.name for row in rows]
     heights: Sequence[float] = range(len(names))
     if shared:
         names = list(dict.fromkeys(names))
-        heights = _dodged([names.index(line.name) for line in lines])
+        heights = _dodged([names.index(row.name) for row in rows])
 
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
-        for y, line in zip(heights, lines, strict=True):
-            (_bar if line.bar else _dot)(axes, line, y)
-        _marks(axes, marks)
+        for y, row in zip(heights, rows, strict=True):
+            (_draw_bar if row.bar else _draw_dot)(axes, row, y)
+        _draw_marks(axes, marks)
         x.finish(axes.xaxis)
         _write_foot_words(axes, marks)
         axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -461,12 +470,12 @@ def row_chart(
     return draw
 
 
-MAX_DODGE = 0.16  # between rows of one label, in distances of labels
-LABEL_HEIGHT = 0.64  # that the rows of one label take at most, in the same unit
+MAX_DODGE = 0.16  # maximum distance of rows that share a label ÷ the distance of labels
+LABEL_HEIGHT = 0.64  # maximum height of all rows that share a label ÷ the distance of labels
 
 
 def _dodged(indices: Sequence[int]) -> list[float]:
-    """Return heights of rows by the index of their label; rows of one label are around it."""
+    """Return a height per row; `indices` are those of labels, and rows surround their label."""
     counts, num_placed = Counter(indices), Counter[int]()
     heights = []
     for index in indices:
@@ -477,13 +486,13 @@ def _dodged(indices: Sequence[int]) -> list[float]:
     return heights
 
 
-def _dot(axes: Axes, row: Row, y: float) -> None:
+def _draw_dot(axes: Axes, row: Row, y: float) -> None:
     """Draw one row of a row chart at height `y`: interval, value, and small dots of processes."""
     if math.isfinite(row.margin):
         edges = (1 / (1 + row.margin), 1 + row.margin)
         axes.fill_betweenx((y - 0.5, y + 0.5), *edges, color=GRID, alpha=0.6, lw=0)
-    if math.isfinite(row.lo):
-        axes.plot([row.lo, row.hi], [y, y], color=row.colour, lw=2.2, solid_capstyle="butt")
+    if math.isfinite(row.low):
+        axes.plot([row.low, row.high], [y, y], color=row.colour, lw=2.2, solid_capstyle="butt")
     axes.plot(
         row.value,
         y,
@@ -509,49 +518,50 @@ def _dot(axes: Axes, row: Row, y: float) -> None:
         )
 
 
-def _bar(axes: Axes, row: Row, y: float) -> None:
+def _draw_bar(axes: Axes, row: Row, y: float) -> None:
+    """Draw one row of a row chart at height `y` as a bar, with its rest, interval and words."""
     hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
     style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
     axes.barh(y, row.value, height=0.65, **style)
     if math.isfinite(row.rest):
         axes.barh(y, row.rest, left=row.value, height=0.65, **hatched)
-    if math.isfinite(row.lo):
-        axes.plot([row.lo, row.hi], [y, y], color=INK, lw=1.2)
+    if math.isfinite(row.low):
+        axes.plot([row.low, row.high], [y, y], color=INK, lw=1.2)
     if row.words:
-        end = row.hi if row.hi > row.value else row.value  # the line must not cross the words
+        end = row.high if row.high > row.value else row.value  # the line must not cross the words
         axes.annotate(row.words, (end, y), (4, 0), textcoords="offset points", va="center")
 
 
-MAX_ROWS = 44  # lines of a panel; of more, the first and the last are shown
-
-
-def forest(title: str, lines: Sequence[Row], label: str) -> Panel:
-    """Return ratios with their intervals about 1; the panel is as high as they need."""
-    height = max(2.0, 0.235 * len(lines) + 1.0)
-    drawing = row_chart(lines, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
+def forest(title: str, rows: Sequence[Row], label: str) -> Panel:
+    """Return a panel of ratios with their intervals and a line at 1, as high as its rows need."""
+    height = max(2.0, 0.235 * len(rows) + 1.0)
+    drawing = row_chart(rows, Scale(label, log=10), marks=[Mark(1.0, upright=True)])
     return Panel(title, drawing, WIDTH + 0.8, height)
+
+
+LEVEL_LETTERS = 34  # names of columns with more letters in all are tilted
 
 
 @dataclass(frozen=True)
 class Square:
     """One entry of a map."""
 
-    column: str  # names of its column and row
-    row: str
+    column: str  # name of its column
+    row: str  # name of its row
     words: str  # written in it
-    colour: str = ""  # empty: none
+    colour: str = ""  # of its background; empty: none
     opacity: float = 1.0
     hatched: bool = False
 
 
 def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Drawing:
-    """Return a map: entries by column and row, in the order in which those first appear."""
+    """Return a drawing of a map; columns and rows are in the order of their first entries."""
     columns = list(dict.fromkeys(entry.column for entry in entries))
-    lines = list(dict.fromkeys(entry.row for entry in entries))
+    rows = list(dict.fromkeys(entry.row for entry in entries))
 
     def draw(axes: Axes) -> None:
         for entry in entries:
-            x, y = columns.index(entry.column), lines.index(entry.row)
+            x, y = columns.index(entry.column), rows.index(entry.row)
             corner = (x - 0.48, y - 0.46)
             if entry.colour:
                 fill: dict[str, Any] = {"color": entry.colour, "alpha": entry.opacity, "lw": 0}
@@ -560,11 +570,12 @@ def squares(entries: Sequence[Square], xlabel: str = "", ylabel: str = "") -> Dr
                 hatch: dict[str, Any] = {"fill": False, "hatch": "///", "lw": 0, "alpha": 0.45}
                 axes.add_patch(Rectangle(corner, 0.96, 0.92, **hatch))
             axes.text(x, y, entry.words, ha="center", va="center", fontsize=8, in_layout=False)
-        tilt: dict[str, Any] = {"rotation": 25, "ha": "right"} if len("".join(columns)) > 34 else {}
+        is_long = len("".join(columns)) > LEVEL_LETTERS
+        tilt: dict[str, Any] = {"rotation": 25, "ha": "right"} if is_long else {}
         axes.set_xticks(range(len(columns)), columns, fontsize=8, **tilt)
-        axes.set_yticks(range(len(lines)), lines, fontsize=8)
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
         axes.set_xlim(-0.5, len(columns) - 0.5)
-        axes.set_ylim(len(lines) - 0.5, -0.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         axes.grid(visible=False)

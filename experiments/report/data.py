@@ -92,7 +92,7 @@ class Run:
         return cls(path, config, environment, info, records, frames)
 
     def frame(self, name: str) -> pd.DataFrame:
-        """Return the table of numbers of that name; empty where no cell is of its kind."""
+        """Return the table of numbers of that name; without columns if no cell is of its kind."""
         return self.frames.get(name, pd.DataFrame())
 
     @property
@@ -115,13 +115,13 @@ class Run:
         """Return the measured modes in order; the answer is about the first one."""
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
-    def at(self, mode: str) -> Run:
+    def in_mode(self, mode: str) -> Run:
         """Return the part of the run that was measured in one mode.
 
         Modes never share a figure or a table. What has no mode stays with the first one.
         """
 
-        def in_mode(table: pd.DataFrame) -> pd.DataFrame:
+        def rows_in_mode(table: pd.DataFrame) -> pd.DataFrame:
             if "mode" in table:
                 return table[table["mode"] == mode]
             return table if mode == self.modes[0] else table[:0]
@@ -129,17 +129,17 @@ class Run:
         return dataclasses.replace(
             self,
             records=[r for r in self.records if mode_of(r) == mode],
-            frames={name: in_mode(table) for name, table in self.frames.items()},
+            frames={name: rows_in_mode(table) for name, table in self.frames.items()},
         )
 
     @property
     def baseline(self) -> Arm:
-        """Return what everything is compared with."""
+        """Return the arm that all others are compared with."""
         return Arm(str(self.config.report.baseline))
 
     @property
     def subject(self) -> Arm:
-        """Return what the question is about."""
+        """Return the arm that the question of the experiment is about."""
         report = self.config.report
         name, rank = str(report.subject), int(report.subject_rank)
         size = float(report.subject_cache) if variants_of(name) == "cache" else 0.0
@@ -173,12 +173,11 @@ class Run:
         return cells[0] if cells else None
 
     def spread(self) -> float:
-        """Return the median distance between quartiles, relative to the median time, or nan."""
-        if not len(self.table):
+        """Return the median over all rows of (upper quartile - lower) ÷ median time, or nan."""
+        table = self.table
+        if not len(table):
             return math.nan
-        return float(
-            ((self.table["q75_s"] - self.table["q25_s"]) / self.table["median_s"]).median()
-        )
+        return float(((table["q75_s"] - table["q25_s"]) / table["median_s"]).median())
 
     def sections(self) -> list[str]:
         """Return the sections that have records, in the order they were measured."""
@@ -208,11 +207,11 @@ class Run:
         )
 
     def failures(self) -> list[Record]:
-        """Return the records without a measurement."""
+        """Return the records whose status is not "ok"."""
         return [r for r in self.records if r["status"] != "ok"]
 
-    def passes(self) -> Mapping[str, int]:
-        """Return the number of processes that measured each cell."""
+    def processes_per_cell(self) -> Mapping[str, int]:
+        """Return the number of processes of each cell that has a record to compare by process."""
         kinds = {name: find(name).reporting.compared for name in KINDS}
         processes = {
             (r["cell"], replicate_of(r))
@@ -222,18 +221,18 @@ class Run:
         return Counter(cell for cell, _ in processes)
 
     @property
-    def planned(self) -> int:
-        """Return the processes planned per cell; the first schema had one."""
+    def planned_processes(self) -> int:
+        """Return the number of processes planned per cell, which is 1 in the first schema."""
         return int(OmegaConf.select(self.config, "timing.replicates", default=1))
 
     def swept_axes(self) -> list[str]:
         """Return the axes with at least two measured values, in the order of the schema."""
 
-        def several(axis: str) -> bool:
+        def is_swept(axis: str) -> bool:
             values = set(self.along(axis)["x"])
             return len(values - {0} if axis == "rank" else values) > 1
 
-        return [a for a in (*AXES, "rank") if several(a)]
+        return [axis for axis in (*AXES, "rank") if is_swept(axis)]
 
     def along(self, axis: str) -> pd.DataFrame:
         """Return the sweep's rows that differ from its base point in `axis` only, as column x."""
@@ -243,7 +242,7 @@ class Run:
         base = rows.iloc[0]
         fixed_axes = [axis_name for axis_name in AXES if axis_name != axis]
         rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1) & (rows["status"] == "ok")]
-        if axis != "rank":  # one variant per contender
+        if axis != "rank":  # the configured ranks, and at most one size of the cache
             ranks = {0, *(int(r) for r in self.config.tt.ranks)}
             sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]
             rows = rows[rows["rank"].isin(ranks) & rows["cache"].isin(sizes)]

@@ -61,7 +61,7 @@ def subtitle(run: Run) -> str:
     driver = (e.get("gpu") or {}).get("driver")
     parts = [e.get("device"), f"torch {e.get('torch')}", *([f"driver {driver}"] if driver else [])]
     parts += [f"emblib {text.commit(e) or 'no git'}", run.config.optimizer, "+".join(run.modes)]
-    processes = sorted(set(run.passes().values()))
+    processes = sorted(set(run.processes_per_cell().values()))
     if processes:
         count = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
         parts.append(f"{count} process{'es' * (processes[-1] > 1)} per cell")
@@ -128,7 +128,7 @@ def _time_by_memory(rows: pd.DataFrame) -> Drawing:
         for group in [unsorted.sort_values("weights_bytes")]
     ]
     x_scale, y_scale = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
-    return curves(lines, x_scale, y_scale, names="points")
+    return curves(lines, x_scale, y_scale, name_position="points")
 
 
 def _time_bars(rows: pd.DataFrame) -> Drawing:
@@ -145,7 +145,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
         )
         for _, row in rows.sort_values("median_s").iterrows()
     ]
-    longest = max(max(line.value, line.hi) for line in lines)
+    longest = max(max(line.value, line.high) for line in lines)
     x_scale = Scale("time per batch (ms)", low=0, reach=(0, WORDS_ROOM * longest))
     return row_chart(lines, x_scale)
 
@@ -175,7 +175,7 @@ def modes(run: Run) -> list[Figure]:
             )
             for number, (_, group) in enumerate(groups)
         ]
-        drawing = curves(lines, x_scale, Scale("time per batch (ms)", log=10), names="ends")
+        drawing = curves(lines, x_scale, Scale("time per batch (ms)", log=10), name_position="ends")
         panels.append(Panel(phase.capitalize(), drawing))
     return [
         Figure(
@@ -205,10 +205,18 @@ def published(run: Run) -> list[Figure]:
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
             for time_us in [row["ns_per_lookup"] / 1e3]
         ]
-        for number in numbers:
-            name, time_us = f"{number['label']}\npublished, other machine", float(number["value"])
-            bar = Row(name, time_us, colour_of("published"), bar=True, words=f"{time_us:.3g}")
-            lines.append(dataclasses.replace(bar, hollow=True))
+        lines += [
+            Row(
+                f"{number['label']}\npublished, other machine",
+                time_us,
+                colour_of("published"),
+                bar=True,
+                hollow=True,
+                words=f"{time_us:.3g}",
+            )
+            for number in numbers
+            for time_us in [float(number["value"])]
+        ]
         longest = max(line.value for line in lines)
         reach = (longest, LOG_WORDS_ROOM * longest)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=reach)
@@ -292,7 +300,7 @@ def _roofline(rows: pd.DataFrame, measured: MeasuredCeilings, theory: float | No
     )
     x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=low, high=high)
     y_scale = Scale("GB/s", log=10, reach=(top, BANDWIDTH_ROOM * top))
-    return curves(lines, x_scale, y_scale, names="below", columns=3, marks=marks)
+    return curves(lines, x_scale, y_scale, name_position="below", columns=3, marks=marks)
 
 
 def _dodge(names: Sequence[str], name: str) -> float:
@@ -455,7 +463,9 @@ def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
         contender_curve(baseline, x, [1.0] * len(rows), marker="", line=DASHED),
     ]
     x_scale = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
-    return curves(lines, x_scale, Scale(f"time ÷ {run.baseline.label}", log=10), names="ends")
+    return curves(
+        lines, x_scale, Scale(f"time ÷ {run.baseline.label}", log=10), name_position="ends"
+    )
 
 
 def _throughput(run: Run, axis: str) -> Drawing:
@@ -520,7 +530,7 @@ def _axis_chart(
     """Draw curves along a swept axis, named at their ends; `label` is that of the vertical axis."""
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
     x_scale = Scale(AXIS_NAMES[axis], log=2 if axis in LOG_AXES else 0, ticks=values)
-    return curves(lines, x_scale, Scale(label, log=10), names="ends", marks=marks)
+    return curves(lines, x_scale, Scale(label, log=10), name_position="ends", marks=marks)
 
 
 def _by_contender(rows: pd.DataFrame, axis: str) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -12,7 +12,7 @@ from experiments.report import text
 from experiments.report.data import Run
 from experiments.results.metrics import GPU_BUSY, MARGIN, PROCESSES_FOR_A_VERDICT
 
-NOISY_SPREAD = 0.3  # between quartiles, relative to the median, that deserves a warning
+NOISY_SPREAD = 0.3  # `Run.spread` above which a notice calls the run noisy
 
 MODES = {
     Mode.hot.value: "Hot: executions follow each other, so that caches hold what the one before "
@@ -85,15 +85,15 @@ def how_to_read(run: Run) -> list[str]:
     if run.kind.reporting.compared < Compared.ROUNDS:
         return []
     notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
-    has_several = max(run.passes().values(), default=0) > 1
+    has_several = max(run.processes_per_cell().values(), default=0) > 1
     notes += [PROCESSES, VERDICTS] if has_several else [ONE_PROCESS]
     notes += HOW_TO_READ[1:]
     ids = {r["params"].get("distribution") for r in run.records}
     notes += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
     notes += [PRODUCTION] if "production" in ids else []
     notes += [REPLAYED] if "trace" in ids else []
-    roofs = MeasuredCeilings.of(run.environment)
-    notes += [f"'of gather' divides by {roofs.gather_method}."] if roofs.gather_gb_s else []
+    measured = MeasuredCeilings.of(run.environment)
+    notes += [f"'of gather' divides by {measured.gather_method}."] if measured.gather_gb_s else []
     notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
     if packages:
@@ -172,8 +172,8 @@ def _scaled_sections(run: Run) -> list[str]:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """Describe interrupted runs and passes that exceeded the budget."""
-    sentences, passes = [], run.passes()
+    """Describe what an interruption, too few processes or the time limit left unmeasured."""
+    sentences, processes = [], run.processes_per_cell()
     status = run.info.get("status", "finished")
     if status != "finished":
         num_cells = len({r["cell"] for r in run.records})
@@ -181,11 +181,12 @@ def _unfinished(run: Run) -> list[str]:
         sentences.append(
             f"{end} after {num_cells} of {run.info.get('cells')} cells; the same command goes on."
         )
-    short = [n for n in passes.values() if n < run.planned]
+    short = [n for n in processes.values() if n < run.planned_processes]
     if short:
+        planned = text.count(run.planned_processes, "process", "processes")
         sentences.append(
-            f"{len(short)} of {text.count(len(passes), 'cell')} were measured in fewer than the "
-            f"planned {text.count(run.planned, 'process', 'processes')} (fewest: {min(short)}). "
+            f"{len(short)} of {text.count(len(processes), 'cell')} were measured in fewer than the "
+            f"planned {planned} (fewest: {min(short)}). "
             "One process gives no interval; two take the spread of the run's other cells."
         )
     if values := run.info.get("values_left_out"):

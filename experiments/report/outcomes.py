@@ -82,7 +82,7 @@ def figures(run: Run) -> list[Figure]:
     is_unique = results["short"].nunique() == results["cell"].nunique()
     cells = results["short" if is_unique else "cell"]
     arms = results["label"]
-    # Whichever there is more of stands below each other: names of rows need no tilt.
+    # The longer list becomes the rows of the map, because names of rows need no tilt.
     y_names, x_names = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
     entries = [
         Square(

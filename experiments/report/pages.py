@@ -67,7 +67,7 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
 
     The first mode also has the figures of the whole run; further modes start folded.
     """
-    run_in_mode, is_first = run.at(mode), mode == run.modes[0]
+    run_in_mode, is_first = run.in_mode(mode), mode == run.modes[0]
     mode_figures: list[Figure] = []
     if run.config.report.figures:
         subtitle = figures.subtitle(run_in_mode)

@@ -11,7 +11,7 @@ from experiments.config.schema import AXES
 from experiments.config.sweep import SWEEP
 from experiments.report import text
 from experiments.report.answer import sweep_point
-from experiments.report.charts import MAX_ROWS, Row, Square, forest, squares
+from experiments.report.charts import Row, Square, forest, squares
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colour_of
 from experiments.results.metrics import MARGIN, process_logs
@@ -19,7 +19,8 @@ from experiments.results.store import Record
 
 MODEL_PHASES = ("step", "forward")  # what a model pays for first
 FULL_COLOUR_SPEEDUP = 4.0  # a speed-up of 4, or of a quarter, has the full colour
-MAX_OPACITY = 0.75
+MAX_OPACITY = 0.75  # of a square with the full colour
+MAX_ROWS = 44  # of more ratios, a panel has the smallest and the largest
 
 
 def forest_figures(run: Run) -> list[Figure]:
@@ -53,7 +54,10 @@ def forest_figures(run: Run) -> list[Figure]:
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:
-    """Return the ratios of a phase, smallest first; of many, the smallest and the largest."""
+    """Return a row per ratio of a phase, smallest first; at most MAX_ROWS.
+
+    The rows of `run.table` are those of one mode, as everywhere in this file.
+    """
     rows = run.table[(run.table["phase"] == phase) & (run.table["arm"] != run.baseline.key)]
     rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()].sort_values("ratio")
     if len(rows) > MAX_ROWS:
@@ -96,7 +100,7 @@ def process_ratios(run: Run, phase: str) -> dict[tuple[str, str], list[float]]:
 
 
 def speedup_figures(run: Run) -> list[Figure]:
-    """Return the map of speed-ups: two axes that were varied together, else points by contender."""
+    """Return the map of speed-ups: over two axes that were varied together, else by contender."""
     rows = run.of(SWEEP)
     if not len(rows):
         return []
@@ -135,7 +139,7 @@ def speedup_figures(run: Run) -> list[Figure]:
 
 
 def _grid(rows: pd.DataFrame) -> tuple[str, str] | None:
-    """Return two axes whose values were measured in every combination; D and B first."""
+    """Return two axes whose values were all measured together, preferably D and B, or None."""
     varied = [axis for axis in ("D", "B", *AXES) if rows[axis].nunique() > 1]
     for pair in itertools.combinations(dict.fromkeys(varied), 2):
         if len(rows[[*pair]].drop_duplicates()) == rows[[*pair]].nunique().prod():

@@ -26,12 +26,13 @@ from experiments.results.metrics import WEIGHT_BYTES
 
 
 def section_table(run: Run, section: str) -> Table:
-    """Return the results of one case, or of the sweep: a row per contender and cell.
+    """Return the table of one case, or of the sweep: a row per contender and cell.
 
-    The run must be of one mode.
+    The run must be of one mode. A row is that of the step in `run.table`
+    (`results.metrics.frame` lists its columns), with the time of the forward as `forward_s`.
     """
     rows = run.of(section)
-    roofs, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
+    measured, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
     keys = ["cell", "arm"]
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
@@ -46,7 +47,7 @@ def section_table(run: Run, section: str) -> Table:
     if rows["host_s"].notna().any():
         columns["host"] = lambda r: time_value(r["host_s"])
         columns["bound by"] = lambda r: (
-            text.NONE if text.missing(r["host_s"]) else "host" if r["host_bound"] else "GPU"
+            text.NONE if text.missing(r["host_s"]) else ("host" if r["host_bound"] else "GPU")
         )
     columns[f"step ÷ {run.baseline.label} [95\u00a0%]"] = lambda r: ratio_value(
         r, is_baseline=r["arm"] == run.baseline.key
@@ -55,9 +56,8 @@ def section_table(run: Run, section: str) -> Table:
         columns["verdict"] = lambda r: (
             "baseline" if r["arm"] == run.baseline.key else text.verdict(r["verdict"]) or text.NONE
         )
-        if (
-            rows.loc[rows["status"] == "ok", "processes"].nunique() > 1
-        ):  # else the head of the page says it
+        # Where all cells have the same number of processes, the head of the page says it.
+        if rows.loc[rows["status"] == "ok", "processes"].nunique() > 1:
             columns["processes"] = lambda r: count_value(r["processes"])
         columns["smallest effect shown"] = lambda r: (
             text.NONE
@@ -67,13 +67,13 @@ def section_table(run: Run, section: str) -> Table:
     columns["per lookup"] = lambda r: Value.of(r["ns_per_lookup"], lambda v: text.seconds(v / 1e9))
     columns["useful GB/s"] = lambda r: number_value(r["useful_gb_s"])
     columns["distinct GB/s"] = lambda r: number_value(r["distinct_gb_s"])
-    if roofs.gather_gb_s:  # the bandwidth that was measured for rows of about this size
+    if measured.gather_gb_s:  # the bandwidth that was measured for rows of about this size
         columns["of gather"] = lambda r: percent_value(
-            float(r["distinct_gb_s"]) / roofs.gather(WEIGHT_BYTES * float(r["D"]))
+            float(r["distinct_gb_s"]) / measured.gather(WEIGHT_BYTES * float(r["D"]))
         )
     if rows["gflop_s"].notna().any():  # the products of tensor trains
         columns["GFLOP/s"] = lambda r: number_value(r["gflop_s"])
-        columns["of sgemm"] = lambda r: percent_value(float(r["gflop_s"]) / roofs.sgemm_gflop_s)
+        columns["of sgemm"] = lambda r: percent_value(float(r["gflop_s"]) / measured.sgemm_gflop_s)
     columns["parameters"] = lambda r: bytes_value(r["weights_bytes"])
     columns["compression"] = lambda r: Value.of(
         r["compression"], lambda v: "1×" if v == 1 else text.times(v)
@@ -82,17 +82,17 @@ def section_table(run: Run, section: str) -> Table:
     if (run.table["optimizer_state_bytes"].fillna(0) > 0).any():
         columns["optimizer state"] = lambda r: bytes_value(r["optimizer_state_bytes"])
     steps = rows[rows["phase"] == "step"].join(forward, on=keys)
-    return Table.of(steps, columns, names=1 + is_sweep)
+    return Table.of(steps, columns, num_label_columns=1 + is_sweep)
 
 
 def environment_table(run: Run) -> Table:
-    """Return the provenance as name and value."""
+    """Return the table of the run's machine and software, without headings."""
     rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten_environment(run.environment))]
     return Table(["", ""], rows, plain=True)
 
 
 def flags_table(run: Run) -> Table:
-    """Return what disturbed the measurement, and what would help."""
+    """Return the table of what disturbed the measurement, and what would help."""
     return Table.of(
         notes.flag_counts(run).items(),
         {
@@ -127,7 +127,7 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
 
 
 def readme_table(run: Run) -> list[str]:
-    """Return the headline's table as it stands in the README."""
+    """Return the lines of the headline's table in Markdown, for the README."""
     rows = run.table[run.table["cell"] == run.headline_cell()]
     forward = rows[rows["phase"] == "forward"].set_index("arm")["median_s"].rename("forward_s")
     columns: dict[str, Column] = {
@@ -141,4 +141,4 @@ def readme_table(run: Run) -> list[str]:
         "compression": lambda r: factor_value(r["compression"]),
     }
     steps = rows[rows["phase"] == "step"].join(forward, on="arm")
-    return Table.of(steps, columns, names=1).markdown().splitlines()
+    return Table.of(steps, columns, num_label_columns=1).markdown().splitlines()

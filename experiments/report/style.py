@@ -1,4 +1,4 @@
-"""How every figure looks: panels that are drawn once for a sheet and once for the web page."""
+"""The look of every figure, and its drawing: once as a sheet of panels, once for the web page."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def colour_of(contender: str) -> str:
 
 
 def marker_of(contender: str) -> str:
-    """Return a matplotlib marker."""
+    """Return a contender's marker in the notation of matplotlib."""
     return STYLES[style_name(contender)][1]
 
 
@@ -107,10 +107,10 @@ mpl.use("Agg")
 
 Drawing = Callable[[Axes], None]
 WIDTH, HEIGHT = 4.6, 3.5  # inches of a panel
-LINE = 0.17  # height in inches of a line below a sheet's title
-LETTERS = 14  # per inch of such a line
+SUBTITLE_LINE = 0.17  # height in inches of a line below a sheet's title
+SUBTITLE_LETTERS = 14  # letters per inch of such a line
 TITLE_LINE = 0.26  # height in inches of a line of a sheet's title
-TITLE_LETTERS = 8.5  # per inch of a title
+TITLE_LETTERS = 8.5  # letters per inch of such a line
 SUBTITLE_GAP = 0.12  # inches between the title and the lines below it
 
 
@@ -216,14 +216,18 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     rows = -(-count // columns)
     width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
     subtitle_lines = [
-        line for text in (figure.sizes, subtitle) for line in wrap(text, int(LETTERS * width))
+        line
+        for text in (figure.sizes, subtitle)
+        for line in wrap(text, int(SUBTITLE_LETTERS * width))
     ]
-    title = wrap(figure.title, int(TITLE_LETTERS * width)) or [""]
-    tall = max(p.height for p in figure.panels)
+    title_lines = wrap(figure.title, int(TITLE_LETTERS * width)) or [""]
+    title_height = TITLE_LINE * len(title_lines)
+    subtitle_height = SUBTITLE_LINE * len(subtitle_lines)
+    panel_height = max(p.height for p in figure.panels)
     canvas, grid = plt.subplots(
         rows,
         columns,
-        figsize=(width, tall * rows + 0.4 + TITLE_LINE * len(title) + LINE * len(subtitle_lines)),
+        figsize=(width, panel_height * rows + 0.4 + title_height + subtitle_height),
         layout="constrained",
         squeeze=False,
     )
@@ -234,8 +238,8 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
         axes.set_visible(False)
     # The empty lines of the title keep room for the subtitle, which the layout does not know.
     blank_lines = "\n" * max(2, math.ceil(0.75 * len(subtitle_lines)))
-    lines = "\n".join(title)
-    canvas.suptitle(f"{lines}{blank_lines}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    title_bottom = 1 - (SUBTITLE_GAP + TITLE_LINE * len(title)) / canvas.get_figheight()
+    title = "\n".join(title_lines) + blank_lines
+    canvas.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    title_bottom = 1 - (SUBTITLE_GAP + title_height) / canvas.get_figheight()
     canvas.text(0.01, title_bottom, "\n".join(subtitle_lines), fontsize=9, va="top")
     return canvas

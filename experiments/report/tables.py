@@ -12,12 +12,10 @@ import pandas as pd
 
 from experiments.report import text
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class Value:
-    """A table entry."""
+    """An entry of a table."""
 
     shown: str
     key: float = math.nan  # number to sort by; nan for words
@@ -25,7 +23,7 @@ class Value:
 
     @classmethod
     def of(cls, value: float | None, shown: Callable[[float], str]) -> Value:
-        """Return a number formatted by `shown`; a dash where it is unknown."""
+        """Return an entry for a number, formatted by `shown`; a dash for None and NaN."""
         if value is None or text.missing(float(value)):
             return cls(text.NONE)
         return cls(shown(value), float(value))
@@ -40,12 +38,15 @@ factor_value = partial(Value.of, shown=text.times)
 
 
 def percent_value(share: float | None) -> Value:
-    """Return a share of 1 in percent; it sorts by the percentage."""
+    """Return an entry for a share of 1 in percent; it sorts by the percentage."""
     return Value.of(None if share is None else 100 * share, lambda v: f"{text.digits(v)} %")
 
 
-def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:
-    """Return a row's ratio with its interval; 1 for the baseline itself."""
+def ratio_value(row: Mapping[str, Any], *, is_baseline: bool = False) -> Value:
+    """Return an entry for `ratio` of a row with its interval, `ratio_lo` to `ratio_hi`.
+
+    A baseline that was measured has the entry 1.
+    """
     if is_baseline and not text.missing(row["ratio"]):
         return Value("1", 1.0)
     return Value.of(row["ratio"], lambda _: text.ratio(row))
@@ -68,7 +69,10 @@ class Table:
 
     @classmethod
     def of(
-        cls, rows: pd.DataFrame | Iterable[Any], columns: Mapping[str, Column], names: int = 0
+        cls,
+        rows: pd.DataFrame | Iterable[Any],
+        columns: Mapping[str, Column],
+        num_label_columns: int = 0,
     ) -> Table:
         """Return a table with a line per row.
 
@@ -76,19 +80,19 @@ class Table:
             rows: rows of the table, which the functions of the columns take; the rows of a frame
                 are Series.
             columns: columns by heading.
-            names: number of columns to show of a row whose status is not "ok", before its status; 0
-                if rows have no status.
+            num_label_columns: number of columns that a row whose `status` is not "ok" shows before
+                its status; 0 if rows have no status.
         """
         lines = []
         for row in (r for _, r in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows:
-            is_failed = bool(names) and row["status"] != "ok"
-            shown_columns = list(columns.values())[: names if is_failed else None]
+            is_failed = bool(num_label_columns) and row["status"] != "ok"
+            shown_columns = list(columns.values())[: num_label_columns if is_failed else None]
             line = [
                 str(row[column]) if isinstance(column, str) else column(row)
                 for column in shown_columns
             ]
             if is_failed:
-                line += [str(row["status"]), *[text.NONE] * (len(columns) - names - 1)]
+                line += [str(row["status"]), *[text.NONE] * (len(columns) - num_label_columns - 1)]
             lines.append([v if isinstance(v, Value) else Value(v) for v in line])
         return cls(list(columns), lines)
 

@@ -42,7 +42,7 @@ def _texts(panel: Panel) -> list[str]:
 
 
 def test_every_figure_of_the_field_is_there_and_draws(plain: Run) -> None:
-    hot = plain.at("hot")
+    hot = plain.in_mode("hot")
     found = figures.figures(hot)
     assert [f.name for f in found] == [
         "cost_and_memory",
@@ -64,7 +64,7 @@ def test_every_figure_of_the_field_is_there_and_draws(plain: Run) -> None:
 
 
 def test_a_process_by_itself_and_all_together_are_the_same_ratio(plain: Run) -> None:
-    hot = plain.at("hot")
+    hot = plain.in_mode("hot")
     row = hot.table[(hot.table["arm"] == "tt-16") & (hot.table["phase"] == "step")].iloc[0]
     of_processes = ratios.process_ratios(hot, "step")[row["cell"], "tt-16"]
     assert len(of_processes) == 3
@@ -74,8 +74,8 @@ def test_a_process_by_itself_and_all_together_are_the_same_ratio(plain: Run) -> 
 
 
 def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
-    (figure,) = ratios.forest_figures(plain.at("hot"))
-    lines = ratios.forest_rows(plain.at("hot"), "step")
+    (figure,) = ratios.forest_figures(plain.in_mode("hot"))
+    lines = ratios.forest_rows(plain.in_mode("hot"), "step")
     assert [x.value for x in lines] == sorted(x.value for x in lines)
     assert all(len(x.dots) == 3 for x in lines)
     numbers = _texts(figure.panels[0])
@@ -104,7 +104,7 @@ def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path
 
 
 def test_the_heatmap_of_points_has_a_line_per_point(plain: Run) -> None:
-    (figure,) = ratios.speedup_figures(plain.at("hot"))
+    (figure,) = ratios.speedup_figures(plain.in_mode("hot"))
     assert [p.title for p in figure.panels] == ["Step", "Forward"]
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
@@ -137,7 +137,7 @@ def test_the_roofs_are_drawn_with_the_theory_where_it_is_known(tmp_path: Path) -
 
 
 def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -> None:
-    hot = plain.at("hot")
+    hot = plain.in_mode("hot")
     table = section_table(hot, "criteo")
     rows = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
     column = table.heads.index("of gather")
@@ -148,7 +148,7 @@ def test_a_table_says_how_much_of_the_gather_bandwidth_a_step_gets(plain: Run) -
 
 
 def test_a_table_says_how_fast_trains_multiply(plain: Run) -> None:
-    hot = plain.at("hot")
+    hot = plain.in_mode("hot")
     table = section_table(hot, "criteo")
     column, name = table.heads.index("of sgemm"), table.heads.index("contender")
     steps = hot.table[(hot.table["cell"] == hot.headline_cell()) & (hot.table["phase"] == "step")]
@@ -179,7 +179,7 @@ def test_no_roof_no_roofline(tmp_path: Path) -> None:
 
 def test_modes_never_share_a_row_or_a_ratio(plain: Run) -> None:
     assert plain.modes == ["hot", "cold"]
-    hot, cold = plain.at("hot"), plain.at("cold")
+    hot, cold = plain.in_mode("hot"), plain.in_mode("cold")
     assert len(hot.table) == len(cold.table) == len(plain.table) // 2
     assert set(cold.table["mode"]) == {"cold"}
     assert hot.table["median_s"].median() < cold.table["median_s"].median()
@@ -268,7 +268,7 @@ def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
 
 
 def test_drawings_have_names_of_their_own_and_words_that_are_text(plain: Run) -> None:
-    (figure,) = figures.cost_figures(plain.at("hot"))
+    (figure,) = figures.cost_figures(plain.in_mode("hot"))
     with style.theme():
         drawings = [style.inline_svg(p) for p in figure.panels]
     names = [n for d in drawings for n in re.findall(r'\bid="([^"]+)"', d)]
@@ -341,7 +341,7 @@ def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
     trains = dataclasses.replace(trains, offset=(0, 0))
     scale = charts.Scale("", log=10)
     _, axes = plt.subplots()
-    charts.curves([trains, other], scale, scale, names="points")(axes)
+    charts.curves([trains, other], scale, scale, name_position="points")(axes)
     axes.figure.canvas.draw()
     boxes = {t.get_text(): t.get_window_extent() for t in axes.texts}
     plt.close()
@@ -361,7 +361,7 @@ def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
     points = charts.Curve([1, 2], [10, 20], label="points")
     gather = charts.Curve([1, 2], [2700, 2800], edge_name="gather")
     canvas, axes = plt.subplots(layout="constrained")
-    charts.curves([points, gather], scale, scale, names="below", marks=marks)(axes)
+    charts.curves([points, gather], scale, scale, name_position="below", marks=marks)(axes)
     canvas.draw_without_rendering()
     boxes = [Text.get_window_extent(name) for name in axes.texts]  # without the thin lines
     panel, names = axes.bbox, axes.get_legend()
@@ -377,7 +377,7 @@ def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
 
 def test_the_scale_of_a_roofline_is_that_of_its_points(plain: Run) -> None:
     """No decade is left empty for a legend, and contenders of one size are next to each other."""
-    (figure,) = figures.roofline_figures(plain.at("hot"))
+    (figure,) = figures.roofline_figures(plain.in_mode("hot"))
     _, axes = plt.subplots()
     figure.panels[0].draw(axes)
     drawn = [float(y) for line in axes.lines for y in np.asarray(line.get_ydata()) if y > 0]
@@ -420,7 +420,7 @@ def test_almost_equal_values_have_a_scale(recwarn: pytest.WarningsRecorder) -> N
     points = [charts.Curve([x], [1.0], names=[""]) for x in (5120.0, 5120.000001)]
     scale = charts.Scale("", log=10)
     _, axes = plt.subplots()
-    charts.curves(points, scale, scale, names="points")(axes)
+    charts.curves(points, scale, scale, name_position="points")(axes)
     low, high = axes.get_xlim()
     plt.close()
     assert low < 5120 < high

@@ -380,7 +380,7 @@ def test_cells_that_there_was_no_time_for_are_admitted(tmp_path: Path) -> None:
 
 def test_a_pass_that_the_budget_cut_off_is_admitted(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=SMALL, short=(2, 3), status="interrupted")))
-    assert sorted(run.passes().values()) == [2, 2, 3, 3]
+    assert sorted(run.processes_per_cell().values()) == [2, 2, 3, 3]
     said = " ".join(notes.notices(run))
     assert "2 of 4 cells were measured in fewer than the planned 3 processes (fewest: 2)" in said
     assert "Interrupted after 4 of 4 cells" in said
@@ -391,9 +391,9 @@ def test_every_mode_has_its_own_tables_and_the_answer_names_it(tmp_path: Path) -
     sentences = answer.answer(run)
     assert sentences[0].startswith("On the Criteo-Kaggle tables, TT rank 16 needs 1/")
     assert ", mode cold;" in sentences[0]
-    gain = _rows(run.at("cold"), "torch")
+    gain = _rows(run.in_mode("cold"), "torch")
     assert f" TBE is {text.ratio(gain)} as fast as EmbeddingBag" in sentences[0]
-    hot = _rows(run.at("hot"), "tt-16")
+    hot = _rows(run.in_mode("hot"), "tt-16")
     assert f"In mode hot a step takes {text.times(hot['ratio'])}" in sentences[-1]
     write_report(run.path)
     report = (run.path / "report.md").read_text()
