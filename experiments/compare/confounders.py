@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import pandas as pd
 from omegaconf import OmegaConf
@@ -31,11 +30,11 @@ class Weight(Enum):
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between the runs, `what` differs, and its values in words (`text`)."""
+    """A difference between the runs."""
 
     weight: Weight
-    what: str
-    text: str
+    what: str  # name of the fact that differs
+    text: str  # its values with their machines
 
     def sentence(self) -> str:
         """Return the notice: 'Confounded: torch: 2.11 on A; 2.13 on B.'."""
@@ -61,13 +60,13 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     return sorted(differing, key=lambda difference: difference.weight is Weight.remark)
 
 
-def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return {fact: value per run}; None is unknown."""
+def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
+    """Return the values of each fact, one per run; an unknown value is None."""
     environments = [run.environment for run in runs]
     torch = [str(e.get("torch") or "") or None for e in environments]
     versions = [t and t.partition("+")[0] for t in torch]
     gpus = [e.get("gpu") or {} for e in environments]
-    facts: dict[str, list[Any]] = {
+    facts: dict[str, Sequence[object]] = {
         "torch": versions,
         "build of torch": torch if len({*versions} - {None}) < 2 else [],
         "GPU driver": [gpu.get("driver") for gpu in gpus],

@@ -1,4 +1,7 @@
-"""The figures of a comparison: rates from machine to machine, speed-ups against bandwidths."""
+"""The figures of a comparison: rates from machine to machine, speed-ups against bandwidths.
+
+A data frame has rows of `Comparison.points`, which lists the columns.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def rates(comparison: Comparison, phase: str) -> Figure:
 def _over_machines(
     comparison: Comparison, points: pd.DataFrame, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
-    """Return a curve per contender over the machines; columns y, lo and hi are drawn."""
+    """Draw a curve per contender over the machines: column `y`, with the interval `lo` to `hi`."""
     lines = []
     for _, group in points.groupby("arm", sort=False):
         curve = contender_curve(
@@ -165,10 +168,10 @@ def against_baseline(comparison: Comparison) -> list[Figure]:
         return []
     panels = []
     for phase in PHASES:
-        part = points[points["phase"] == phase]
-        part = part[part.groupby("arm")["machine"].transform("nunique") > 1]
-        part = part.assign(y=part["ratio"], lo=part["ratio_lo"], hi=part["ratio_hi"])
-        drawing = _over_machines(comparison, part, f"time ÷ {baseline.label}", [Mark(1.0)])
+        rows = points[points["phase"] == phase]
+        rows = rows[rows.groupby("arm")["machine"].transform("nunique") > 1]
+        rows = rows.assign(y=rows["ratio"], lo=rows["ratio_lo"], hi=rows["ratio_hi"])
+        drawing = _over_machines(comparison, rows, f"time ÷ {baseline.label}", [Mark(1.0)])
         panels.append(Panel(phase.capitalize(), drawing, 5.2, 4.0))
     return [
         Figure(

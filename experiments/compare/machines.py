@@ -52,7 +52,7 @@ class Machine:
         label: short name, unique among the compared machines.
         run: the run, in `mode`.
         device: entry of conf/hardware; None if unknown.
-        roofs: measured ceilings.
+        measured: bandwidths and rates that the run measured of its machine.
         mode: mode of the compared samples.
         cells: role, work and sizes per cell.
     """
@@ -60,7 +60,7 @@ class Machine:
     label: str
     run: Run
     device: Device | None
-    roofs: MeasuredCeilings
+    measured: MeasuredCeilings
     mode: str
     cells: pd.DataFrame
 
@@ -74,8 +74,8 @@ class Machine:
         theory = self.device.bandwidth_gb_s if self.device else None
         return {
             "theory": math.nan if theory is None else theory,
-            "copy": self.roofs.copy_gb_s,
-            "gather": self.roofs.gather(row_bytes),
+            "copy": self.measured.copy_gb_s,
+            "gather": self.measured.gather(row_bytes),
         }
 
 
@@ -145,7 +145,7 @@ def group_by_value(machines: Sequence[Machine], values: Iterable[str | None]) ->
     return "; ".join(f"{value} on {' and '.join(names)}" for value, names in labels.items())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
@@ -235,9 +235,9 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
     for label, run in zip(_labels(runs), runs, strict=True):
         mode = (shared or run.modes)[0]
         device = ceilings.of_environment(run.environment)
-        roofs = MeasuredCeilings.of(run.environment)
+        measured = MeasuredCeilings.of(run.environment)
         run = run.in_mode(mode)
-        machines.append(Machine(label, run, device, roofs, mode, _cells(run.records)))
+        machines.append(Machine(label, run, device, measured, mode, _cells(run.records)))
     return machines
 
 
@@ -295,8 +295,11 @@ def _role(record: Record, base: Record) -> str:
     return "sweep, " + ", ".join(changed) if changed else BASE_POINT
 
 
-def _without_defaults(value: Any) -> Any:
-    """Return params without defaults, so that new fields of workloads make no difference."""
+def _without_defaults(value: object) -> object:
+    """Return the sorted entries of params that are no defaults, and any other value as it is.
+
+    So a field that workloads get later makes no difference to stored runs.
+    """
     if not isinstance(value, dict):
         return value
     return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
@@ -318,7 +321,7 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
 
 
 def _points(number: int, machine: Machine) -> pd.DataFrame:
-    """Return the measured points of a machine, see `Comparison.points`; machine `number`."""
+    """Return the measured points of machine `number`, with the columns of `Comparison.points`."""
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()

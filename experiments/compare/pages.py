@@ -204,7 +204,7 @@ def machines_table(machines: Sequence[Machine]) -> Table:
         return lambda m: known(m.device and m.device.figures.get(name), "unknown", unit)
 
     def gather(size: int) -> Column:
-        return lambda m: known(dict(m.roofs.gather_gb_s).get(size), "not measured")
+        return lambda m: known(dict(m.measured.gather_gb_s).get(size), "not measured")
 
     def fact(*keys: str) -> Column:
         def read(machine: Machine) -> str:
@@ -218,9 +218,9 @@ def machines_table(machines: Sequence[Machine]) -> Table:
     columns: dict[str, Column] = {
         "machine": lambda m: m.label,
         "theory GB/s": figure("bandwidth_gb_s"),
-        "copy GB/s": lambda m: known(m.roofs.copy_gb_s, "not measured"),
+        "copy GB/s": lambda m: known(m.measured.copy_gb_s, "not measured"),
     }
-    for size in sorted({size for m in machines for size, _ in m.roofs.gather_gb_s}):
+    for size in sorted({size for m in machines for size, _ in m.measured.gather_gb_s}):
         columns[f"gather {size} B GB/s"] = gather(size)
     columns |= {
         "last cache": figure("cache_mb", " MB"),

@@ -38,9 +38,10 @@ class ReadyPoint:
 
 
 class Bench:
-    """The work of one worker process: one method per message of `points`.
+    """The work of one worker process; a message names a method and its arguments (`points`).
 
-    `now` is a clock in nanoseconds. The constructor binds the process to `setup.core`.
+    Notes are "point|activity": `pairs` reads the point of a worker that died from them. `now` is a
+    clock in nanoseconds. The constructor binds the process to `setup.core`.
     """
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:

@@ -28,9 +28,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from experiments.paths import ROOT
+
+if TYPE_CHECKING:  # `main` chooses the emblib to import before anything else may import it
+    from experiments.config.schema import Config
+    from experiments.gate.points import Setup
 
 Counts = dict[str, dict[str, dict[str, float]]]  # point -> side -> name -> count
 
@@ -42,7 +46,7 @@ REQUEST_CODE = bytes.fromhex("4889f8 4889f2 48c1c703 48c1c70d 48c1c73d 48c1c733 
 DUMP, ZERO, _, _, START, STOP = range(0x43540000, 0x43540006)  # requests of callgrind ("CT")
 
 
-def reason_not_to_count(config: Any, device: str, *, smoke: bool) -> str:
+def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
     """Return why instructions cannot be counted here; empty where they can."""
     if device != "cpu" or config.device.threads != 1:
         return "they are counted on the CPU, with device.threads=1"
@@ -57,10 +61,10 @@ def reason_not_to_count(config: Any, device: str, *, smoke: bool) -> str:
     return ""
 
 
-def count(setup: Any, folders: Mapping[str, str]) -> tuple[Counts, str]:
+def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
     """Count all points of both sides; return the counts, and "" or why there are none.
 
-    `setup` is the `Setup` of a worker; `folders` has the package of each side by its name.
+    `folders` has the folder of the package that a side imports, by the name of the side.
     """
     with tempfile.TemporaryDirectory() as scratch:
         message = Path(scratch) / "setup.pickle"

@@ -6,7 +6,6 @@ import datetime
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -14,6 +13,7 @@ from experiments.config.schema import Config
 from experiments.gate import pages, setup
 from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Request, Rules, Stage
+from experiments.gate.setup import NoiseFloor
 from experiments.paths import ROOT
 from experiments.report import document, tables
 from experiments.report.charts import forest
@@ -73,7 +73,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def write(path: Path) -> str:
     """Write all files that follow from the stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
-    points: Mapping[str, Mapping[str, Any]] = read_json(path, "noise.json")["points"]
+    points: NoiseFloor = read_json(path, "noise.json")["points"]
     failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
     margins = {n: statistics.gate_margin(min_effect, p["mad"], pairs) for n, p in points.items()}
@@ -106,9 +106,7 @@ def write(path: Path) -> str:
     return answer
 
 
-def sentence(
-    points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float], pairs: int
-) -> str:
+def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> str:
     """Describe the noise floor and what it means for the gate."""
     if not points:
         return "No point could be measured."
@@ -122,7 +120,7 @@ def sentence(
     )
 
 
-def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float]) -> Table:
+def table(points: NoiseFloor, margins: Mapping[str, float]) -> Table:
     """Return one row per point."""
     return Table.of(
         [{"point": name, "margin": margins[name], **noise} for name, noise in points.items()],

@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -74,7 +74,8 @@ class PointSamples:
     """The samples of one point from one pair.
 
     Attributes:
-        seconds: samples of each side, [blocks][2]; a sample is the mean of `executions` calls.
+        seconds: samples of each side, [blocks][2], in seconds; a sample is the mean of
+            `executions` calls.
         executions: calls per sample.
         warm: answers of `Bench.warm` by side.
         weight: answers of `Bench.weigh` by side; {} if the job did not ask for them.
@@ -107,20 +108,23 @@ class PairResult:
         self.taken.pop(point, None)
 
 
-# Starts a worker for a side with the package in a folder; a context manager that ends it.
-WorkerFactory = Callable[[Side, str], Any]
+# Starts a worker for a side that imports emblib from a folder. Leaving the context ends the worker.
+WorkerFactory = Callable[[Side, str], AbstractContextManager[Child]]
+# Sends (side, message, point at which the worker counts as lost); returns the worker's answer, as
+# the method of `Bench` that the message names.
+Ask = Callable[[Side, object, str], Any]
 
 
 def start_worker(seconds: float, side: Side, package: str) -> Child:
-    """Start a worker in a fresh process."""
+    """Start a worker in a fresh process, which `seconds` of silence end; 0 for no limit."""
     return Child(WORKER, (package,), limits=Limits(seconds or math.inf))
 
 
 def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = None) -> PairResult:
     """Measure all points of the job, in as many pairs of processes as it takes.
 
-    A crash costs only the point at which it happened: the others are measured by a new pair. If the
-    point is unknown, all that remain count as failed.
+    A crash costs only the point at which it happened: a new pair measures the others. If that point
+    is unknown, all points that are not measured yet count as failed.
     """
     outcome, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
@@ -162,8 +166,11 @@ def _measure_pair(
     with ExitStack() as stack:
         workers = {side: stack.enter_context(start(side, folders[side])) for side in order}
 
-        def ask(side: Side, message: Any, point: str = "") -> Any:
-            """Return a worker's answer; raise WorkerLost with the point at which it died."""
+        def ask(side: Side, message: object, point: str = "") -> Any:
+            """Return a worker's answer; raise WorkerLost with the point at which it died.
+
+            Without `point`, it is the one in the worker's last `note`, which is "point|activity".
+            """
             try:
                 workers[side].send(message)
                 return workers[side].receive()
@@ -195,9 +202,7 @@ def _measure_pair(
                 worker.send(None)
 
 
-def _measure_point(
-    job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
-) -> PointSamples:
+def _measure_point(job: PairJob, name: str, ask: Ask, rng: random.Random) -> PointSamples:
     """Warm up one point and measure its blocks: base head head base, or the reverse, at random.
 
     If the job checks, also weigh the point on both sides.
@@ -299,32 +304,32 @@ class TrialRunner:
         After a crash it is several pairs with the same seed.
         """
         started = time.monotonic()
-        first = trial.number == 0 and not trial.evidence.first
+        is_first = trial.number == 0 and not trial.evidence.first
         job = PairJob(
             [p for p in self.points if p.name in request.points],
             self.config,
             str(self.device),
             self.pairs,
             slow=trial.slow,
-            check=first,
+            check=is_first,
         )
         self.display.begin(f"{request.stage.value} set, {len(job.points)} points")
         outcome = self.measure(job, self.folders)
-        wall = round(time.monotonic() - started, 3)
-        records = self._records(trial, request, job, outcome, wall)
+        wall_s = round(time.monotonic() - started, 3)
+        records = self._records(trial, request, job, outcome, wall_s)
         self.store.append(*records)
         for record in records:
             trial.remember(record)
         self.pairs += 1
 
     def _records(
-        self, trial: Trial, request: Request, job: PairJob, outcome: PairResult, wall: float
+        self, trial: Trial, request: Request, job: PairJob, outcome: PairResult, wall_s: float
     ) -> list[Record]:
         """Return one record per measured point, and one per side that could not run a point."""
         mode = self.config.timing.modes[0].value
         records = []
         for point in job.points:
-            shared: dict[str, Any] = {
+            shared: Record = {
                 "run_id": self.store.path.name,
                 "experiment": self.config.name,
                 "kind": self.config.kind,
@@ -340,7 +345,7 @@ class TrialRunner:
                 "slow": trial.slow,
                 "stage": request.stage.value,
                 "pair": job.number,
-                "wall_s": wall,
+                "wall_s": wall_s,
             }
             for side, build_result in outcome.failed.get(point.name, {}).items():
                 records.append(shared | dataclasses.asdict(build_result) | {"side": side.value})
@@ -359,7 +364,7 @@ class TrialRunner:
 
 
 def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
-    """Return the faster sample of every block, over all pairs."""
+    """Return the seconds of the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
     blocks_by_pair = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
     return [min(block) / 1e9 for blocks in blocks_by_pair for block in blocks]

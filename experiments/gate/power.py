@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,6 +29,20 @@ from experiments.report.tables import Table, Value
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run.progress import Display
 from experiments.timing.statistics import Verdict, wilson
+
+
+class ErrorRate(TypedDict):
+    """How often something happened in trials, with Wilson's 95 % interval."""
+
+    hits: int
+    of: int  # number of trials
+    rate: float | None  # hits ÷ of; None without a trial
+    lo: float
+    hi: float
+
+
+Outcome = Mapping[str, Any]  # a complete trial, as `trial_outcome` returns it
+Rates = Mapping[str, Any]  # as `compute_rates` returns them
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
@@ -151,7 +165,7 @@ def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str,
     }
 
 
-def trial_line(trial: Mapping[str, Any]) -> str:
+def trial_line(trial: Outcome) -> str:
     """Format a trial for the terminal."""
     slowed = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
@@ -163,7 +177,7 @@ def trial_line(trial: Mapping[str, Any]) -> str:
     return f"{slowed:<12} {'ALARM' if trial['alarm'] else 'quiet':<6} {counts} ({pairs} pairs)"
 
 
-def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
 
     Trials of unchanged code give `false_alarms` (of gates), `false_screened` (by the first set
@@ -197,8 +211,8 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def rate_of(hits: int, trials: int) -> dict[str, Any]:
-    """Return {"hits", "of", "rate", "lo", "hi"}: a rate with Wilson's 95 % interval."""
+def rate_of(hits: int, trials: int) -> ErrorRate:
+    """Return a rate with its interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
@@ -218,7 +232,7 @@ def write(path: Path) -> str:
     return answer
 
 
-def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
+def sentence(rates: Rates, trials: Sequence[Outcome]) -> str:
     """State the rates of false alarms and of detection, as far as trials give them."""
     if not trials:
         return "No trial is complete."
@@ -232,9 +246,9 @@ def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> s
     return "; ".join(parts) + "."
 
 
-def rate_words(rate: Mapping[str, Any]) -> str:
+def rate_words(rate: ErrorRate) -> str:
     """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
-    if not rate["of"]:
+    if rate["rate"] is None:
         return "0 of 0"
     lo, hi = (f"{100 * rate[k]:.3g}" for k in ("lo", "hi"))
     share = f"{100 * rate['rate']:.3g} %, 95 % interval {lo} to {hi} %"
@@ -244,8 +258,8 @@ def rate_words(rate: Mapping[str, Any]) -> str:
 def _page(
     path: Path,
     answer: str,
-    rates: Mapping[str, Any],
-    trials: Sequence[Mapping[str, Any]],
+    rates: Rates,
+    trials: Sequence[Outcome],
     info: Mapping[str, Any],
 ) -> Page:
     """Return the page of the trials: rates by point, and every trial."""
@@ -286,15 +300,15 @@ def _page(
     )
 
 
-def _tile(rate: Mapping[str, Any], label: str) -> Tile:
+def _tile(rate: ErrorRate, label: str) -> Tile:
     share = "–" if rate["rate"] is None else f"{100 * rate['rate']:.3g} %"
     return Tile(share, f"{label} ({rate['hits']} of {rate['of']})")
 
 
-def rate_table(rates: Mapping[str, Any]) -> Table:
-    """Return one row per point."""
+def rate_table(rates: Rates) -> Table:
+    """Return the table of rates, a row per point."""
 
-    def bounds(rate: Mapping[str, Any]) -> str:
+    def bounds(rate: ErrorRate) -> str:
         return f"{100 * rate['lo']:.3g} – {100 * rate['hi']:.3g} %"
 
     rows = []
@@ -308,7 +322,7 @@ def rate_table(rates: Mapping[str, Any]) -> Table:
     return Table(heads, rows)
 
 
-def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) -> Figure:
+def figure(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
     """Draw a strip per point: the effect that each trial's first set found."""
     names = list(margins)
     points = [

@@ -36,9 +36,9 @@ QUANTITIES = {  # in the legend, with colour and line
     NATIVE: ("of them in emblib", COLOURS["cached_lfu"], DASHED),
 }
 MOVED = {"SLOWER": SLOWER, "FASTER": FASTER}
-MAX_NAMES = 5  # maximum number of names of commits below a panel
+MAX_NAMES = 5  # names of commits below a panel are at most so many
 PANEL_HEIGHT = 2.7  # inches
-FLAT = (0.95, 1.05)  # levels that every panel includes, so that noise does not look like change
+LEVEL_RANGE = (0.95, 1.05)  # every panel shows it, so that noise does not look like change
 HOW = (
     "Every run of the gate compares a commit with an earlier one, its base, in turn on one "
     "machine. The level of a commit is the level of its base times the ratio measured; the first "
@@ -78,7 +78,7 @@ class GateRun:
     points: Mapping[str, Mapping[str, Any]]  # findings by point, as `verdicts.as_json` writes them
 
     def ratios(self, point: str) -> Iterator[tuple[str, Level]]:
-        """Yield head ÷ base of each quantity that was measured at a point."""
+        """Yield each quantity that was measured at a point, with its head ÷ base."""
         finding = self.points.get(point, {})
         if finding.get("ratio"):
             ends = [finding.get(end) for end in ("lo", "hi")]
@@ -91,10 +91,10 @@ class GateRun:
 
 @dataclass(frozen=True)
 class Level:
-    """The natural logarithm of a ratio, and half its 95 % interval; nan where it is unknown."""
+    """A ratio and its 95 % interval, as logarithms. The default is the exact ratio 1."""
 
-    log: float = 0.0
-    half: float = 0.0
+    log: float = 0.0  # natural logarithm of the ratio
+    half: float = 0.0  # half the width of the interval of `log`; nan where it is unknown
 
     def __add__(self, other: Level) -> Level:
         return Level(self.log + other.log, math.hypot(self.half, other.half))
@@ -118,7 +118,7 @@ class PointInRun(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Return whether it is a regression."""
+        """Return whether the gate called the point slower, or a counted number grew."""
         return self.finding["state"] == "SLOWER" or bool(self.finding.get("grown"))
 
 
@@ -206,7 +206,7 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
 
 
 def _read_findings(path: Path) -> dict[str, Any] | None:
-    """Return the content of a gate.json; None for any other file."""
+    """Return the content of a file if it is that of a gate.json, else None."""
     try:
         saved = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -230,6 +230,7 @@ def _reason_left_out(saved: Mapping[str, Any]) -> str:
 
 
 def _gate_run(saved: Mapping[str, Any]) -> GateRun:
+    """Return the run of a gate.json for which `_reason_left_out` is empty."""
     base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
     points = {finding["point"]: finding for finding in saved["points"]}
     return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
@@ -300,6 +301,7 @@ def sentences(trend: Trend) -> list[str]:
 
 
 def _figure(trend: Trend) -> Figure:
+    """Return the figure of all levels, a panel per point."""
     commits = trend.commits
     panels = [_panel(trend, point) for point in trend.points]
     caption = (
@@ -351,7 +353,7 @@ def _panel(trend: Trend, point: str) -> Panel:
     step = max(1, math.ceil(len(commits) / MAX_NAMES))
     ticks = list(range(0, len(commits), step))
     x_scale = Scale("", ticks=ticks, names=[commits[tick].name for tick in ticks])
-    y_scale = Scale("÷ first commit", reach=FLAT)
+    y_scale = Scale("÷ first commit", reach=LEVEL_RANGE)
     drawing = curves(
         lines, x_scale, y_scale, name_position="below", columns=3, marks=[Mark(1.0, line=DASHED)]
     )
@@ -359,7 +361,7 @@ def _panel(trend: Trend, point: str) -> Panel:
 
 
 def _change(finding: Mapping[str, Any], name: str) -> Value:
-    """Return head ÷ base of a counted quantity."""
+    """Return an entry for head ÷ base of a counted quantity."""
     sides = (finding.get("counts") or {}).get(name)
     ratio = sides["head"] / sides["base"] if sides and sides["base"] else None
     return Value.of(ratio, lambda v: f"{v:.4f}")

@@ -1,21 +1,22 @@
 """What the report of traces through caches says: its answer and its tables.
 
 Rows are traces (`run.traces`): one per cell, policy (a contender or an ideal cache) and size of the
-cache. UNITS names the two hit rates: per lookup, and per distinct row of a batch.
+cache; `kinds.cache.frame` lists the columns. Rows of `run.table` are timed phases, and
+`results.metrics.frame` lists their columns. UNITS names the two hit rates: per lookup, and per
+distinct row of a batch.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pandas as pd
 
 from experiments.config.schema import AXES
 from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report import text
-from experiments.report.charts import DASHED, Curve, Mark, Scale, curves, percent_scale
+from experiments.report.charts import DASHED, Curve, Floats, Mark, Scale, curves, percent_scale
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
@@ -219,13 +220,13 @@ OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return hit rates against size, throughput against hit rate, skew, and the filling."""
+    """Return the figures of hit rates by size, throughput by hit rate, skew, and filling."""
     rates = _hit_rates(run)
     result = [*rates[:1], _throughput(run), *rates[1:], _along_axes(run), _filling(run)]
     return [f for f in result if f is not None and f.panels]
 
 
-def policy_curve(contender: str, x: Any, y: Any) -> Curve:
+def policy_curve(contender: str, x: Floats, y: Floats) -> Curve:
     """Return the curve of a policy; ideals are dashed."""
     if contender not in IDEALS:
         return contender_curve(contender, x, y)
@@ -233,7 +234,7 @@ def policy_curve(contender: str, x: Any, y: Any) -> Curve:
 
 
 def _hit_rates(run: Run) -> list[Figure]:
-    """Return the hit rates at the base point of the sweep, then those at its other points."""
+    """Return the figure of hit rates at the sweep's base point, then that of its other points."""
     rows = good_traces(run)
     if not len(rows):
         return []
@@ -286,7 +287,10 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
 
 
 def _throughput(run: Run) -> Figure | None:
-    """Return throughput and step ratio against hit rate; None without a timed cache."""
+    """Return the figure of throughput and ratio of a step against the hit rate.
+
+    None if no step with a cache was timed.
+    """
     rows = select(run.table, status="ok", phase="step")
     if not len(rows) or rows["row_hit_rate"].isna().all():
         return None
@@ -313,7 +317,10 @@ def _throughput(run: Run) -> Figure | None:
 
 
 def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
-    """Draw time against the share of distinct rows that hit, and times without a cache."""
+    """Draw `y`, from `lo` to `hi`, against the share of distinct rows that hit.
+
+    Steps without a cache are level lines.
+    """
     cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
     lines = []
     groups = cached.groupby("contender", sort=False)
@@ -339,7 +346,7 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
 
 
 def _along_axes(run: Run) -> Figure | None:
-    """Return the hit rates along each swept axis at the headline size."""
+    """Return the figure of hit rates along each swept axis, at the headline size."""
     rows, headline = good_traces(run), headline_rows(run)
     if headline is None:
         return None
@@ -369,7 +376,7 @@ def _along_axes(run: Run) -> Figure | None:
 
 
 def _filling(run: Run) -> Figure | None:
-    """Return the hit rate of each batch from an empty cache, at the headline size."""
+    """Return the figure of the hit rate of each batch from an empty cache, at the headline size."""
     headline = headline_rows(run)
     if headline is None:
         return None

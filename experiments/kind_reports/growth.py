@@ -1,6 +1,6 @@
 """What the report of tables that grow says and draws: the longest pause, and the memory.
 
-A row is a hash table, over all processes, as in `kinds.keys.growth_frame`.
+A row is a hash table, over all processes. `kinds.keys.growth_frame` lists the columns.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the time of every call of the first process of each table."""
+    """Return the figure of the time of every call, from the first process of each table."""
     records = [r for r in run.records if r["status"] == "ok" and not metrics.replicate_of(r)]
     if not records:
         return []

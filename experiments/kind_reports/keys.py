@@ -1,6 +1,6 @@
 """What the report of tables of keys says and draws: keys per second, by operation and load.
 
-A row is an operation of a hash table, over all processes, as in `kinds.keys.frame`.
+A row is an operation of a hash table, over all processes. `kinds.keys.frame` lists the columns.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _axis(axis: str, row: pd.Series) -> Value:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return every table on the headline, then the subject's operations against the load."""
+    """Return the figure of every table on the headline, then that of the subject by load."""
     rows = good_operations(run)
     if not len(rows):
         return []
@@ -176,9 +176,9 @@ def figures(run: Run) -> list[Figure]:
     subject_rows = subject_rows[subject_rows.groupby("cell")["load"].transform("nunique") > 1]
     panels: list[Panel] = []
     for operation in OPERATIONS.values():
-        part = subject_rows[subject_rows["operation"] == operation]
-        if len(part):
-            panels.append(Panel(operation, _loads(part, legend=not panels)))
+        operation_rows = subject_rows[subject_rows["operation"] == operation]
+        if len(operation_rows):
+            panels.append(Panel(operation, _loads(operation_rows, legend=not panels)))
     if panels:
         caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
         result.append(Figure("load", "Keys per second against the load", caption, "", panels))
@@ -186,25 +186,26 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _bars(rows: pd.DataFrame) -> Drawing:
+    """Draw the keys per second of each row as a bar, the fastest first; ceilings are hollow."""
     lines = []
     for _, row in rows.sort_values("keys_per_s", ascending=False).iterrows():
-        ceiling = row["contender"] in CEILINGS
+        is_ceiling = row["contender"] in CEILINGS
         lines.append(
             Row(
-                str(row["label"]) if ceiling else f"{row['label']}: {row['operation']}",
+                str(row["label"]) if is_ceiling else f"{row['label']}: {row['operation']}",
                 row["keys_per_s"] / 1e6,
                 colour_of(str(row["contender"])),
                 row["lookups"] / row["q75_s"] / 1e6,
                 row["lookups"] / row["q25_s"] / 1e6,
                 bar=True,
-                hollow=ceiling,
+                hollow=is_ceiling,
             )
         )
     return charts.row_chart(lines, Scale("million keys per second"))
 
 
 def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
-    """Draw the keys per second against the load, a curve per dim."""
+    """Draw the keys per second against the load, a curve per dimension."""
     lines = []
     for number, (dim, line) in enumerate(rows.sort_values("load").groupby("D")):
         opacity = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()

@@ -1,6 +1,6 @@
 """What the report of micro-benchmarks says and draws: the time of a call, by operation.
 
-A row is a benchmark, as in `kinds.micro.frame`; times are seconds.
+A row is a benchmark; `kinds.micro.frame` lists the columns. Times are seconds.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ def _timed(run: Run) -> pd.DataFrame:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the quartiles of every benchmark on one logarithmic axis."""
+    """Return the figure of every benchmark's median and quartiles, a panel per device."""
     rows = _timed(run)
     if not len(rows):
         return []
     panels, colours = [], list(COLOURS.values())
-    for device, part in rows.fillna({"device": "unknown device"}).groupby("device", sort=False):
-        operations = list(dict.fromkeys(part["operation"]))
+    for device, device_rows in rows.fillna({"device": "unknown device"}).groupby(
+        "device", sort=False
+    ):
+        operations = list(dict.fromkeys(device_rows["operation"]))
         lines = [
             Row(
                 row["benchmark"],
@@ -80,10 +82,10 @@ def figures(run: Run) -> list[Figure]:
                 row["q25_s"],
                 row["q75_s"],
             )
-            for _, row in part.iterrows()
+            for _, row in device_rows.iterrows()
         ]
         drawing = charts.row_chart(lines, Scale("time per call", log=10, shown=text.seconds))
-        panels.append(Panel(f"On {device}", drawing, 1.8 * WIDTH, 1.0 + 0.22 * len(part)))
+        panels.append(Panel(f"On {device}", drawing, 1.8 * WIDTH, 1.0 + 0.22 * len(device_rows)))
     return [
         Figure(
             "latency",

@@ -1,6 +1,6 @@
 """The report of predicted steps: predicted ÷ measured, and the constants of the model.
 
-A row is a step, as in `kinds.predictions.frame`; times are seconds.
+A row is a step; `kinds.predictions.frame` lists the columns. Times are seconds.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _constants(run: Run) -> TitledTable:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return predicted against measured time, and their ratio by skew."""
+    """Return the figure of predicted ÷ measured time against the measured time."""
     rows = run.frame("predictions")
     if not len(rows):
         return []

@@ -1,7 +1,7 @@
 """The report of compressed tables: loss of quality against bytes and against step time.
 
-Rows are methods, at a share of the bytes and on a data set, over all seeds: those of
-`kinds.quality.frame`.
+Rows are methods, at a share of the bytes and on a data set, over all seeds. `kinds.quality.frame`
+lists the columns.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return the change of AUC against bytes, and against the time of a step."""
+    """Return the figure of the change of AUC by bytes, and that by the time of a step."""
     rows = good_results(run)
     if not len(rows):
         return []

@@ -1,7 +1,8 @@
 """The report of read-only tables under load: latency against throughput, memory, cold start.
 
-Rows of "latencies" are loads of an arm by a number of clients (`kinds.serving.latencies`), rows of
-"cold_starts" starts of an arm from memory or from disk (`kinds.serving.cold_starts`).
+A row of "latencies" is an arm under one load from a number of clients. A row of "cold_starts" has
+the starts of an arm from memory or from disk. The functions of these names in `kinds.serving` list
+the columns.
 """
 
 from __future__ import annotations
@@ -130,7 +131,10 @@ def tables(run: Run) -> Sequence[TitledTable]:
 
 
 def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield a line per arm and number of clients, with its p99 by load."""
+    """Yield a line per arm and number of clients: its row of load CLOSED and "p99" by other loads.
+
+    An arm without a result has a line of its row and no "p99".
+    """
     for _, row in rows.iterrows():
         if row["status"] != "ok":
             yield {**row, "p99": {}}
@@ -163,7 +167,7 @@ def _p99_at(load: float) -> Column:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return p99 against throughput, a panel per size of request and a line per arm."""
+    """Return the figure of p99 by throughput, a panel per request size, a curve per contender."""
     rows = _ok(run.frame("latencies"))
     rows = rows[(rows["load"] != CLOSED) & rows["p99_s"].notna()] if len(rows) else rows
     if not len(rows):
@@ -181,9 +185,9 @@ def figures(run: Run) -> list[Figure]:
             )
             for name, group in of_batch.groupby("contender", sort=False)
         ]
-        right = Scale("thousand samples answered per second", log=10)
+        x_scale = Scale("thousand samples answered per second", log=10)
         y_scale = Scale("p99, from arrival to answer", log=10, shown=text.seconds)
-        drawing = curves(lines, right, y_scale, name_position="below", columns=3)
+        drawing = curves(lines, x_scale, y_scale, name_position="below", columns=3)
         title = f"{text.count(float(batch), 'sample')} per request"
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))
     clients = text.count(rows["clients"].max(), "client")

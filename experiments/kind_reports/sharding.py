@@ -1,7 +1,8 @@
 """The report of sharded collections: steps against TorchRec's, by ranks, and predicted ones.
 
-`rows` are steps (`kinds.sharding.step_frame`): one per sharding type, world and mode, over all
-processes; `predicted` has what the planner's cost model says of them.
+`rows` are steps (`kinds.sharding.step_frame`): one per cell, arm and mode, over all processes.
+`predicted` has what the planner's cost model says of them (`kinds.sharding.predictions`). These
+functions list the columns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -259,7 +260,8 @@ def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
     return Table.of(rows, columns, num_label_columns=1)
 
 
-def _part(part: str, row: dict[str, Any]) -> Value:
+def _part(part: str, row: Mapping[str, Any]) -> Value:
+    """Return an entry for the time of a part; `row` is one of `_table`."""
     return time_value(row["times"].get(part))
 
 

@@ -189,7 +189,8 @@ def _point(record: TraceRecord) -> str:
     return f"E={p['E']:,} B={p['B']:,} L={p['L']} s={p['s']:g}"
 
 
-def _distinct(table: dict[str, Any]) -> Value:
+def _distinct(table: TableNumbers) -> Value:
+    """Return an entry for the distinct rows, with the number of all rows where it is known."""
     total_note = f" of {table['rows']:,}" if table["rows_known"] and table["rows"] else ""
     return Value(f"{table['distinct']:,}{total_note}", table["distinct"])
 
@@ -448,6 +449,8 @@ def _binary(value: float) -> str:
 
 
 def _tables(records: Sequence[TraceRecord]) -> Figure:
+    """Draw the skew and the best hit rate of each table against its distinct rows."""
+
     def panel(title: str, value: Callable[[TableNumbers], float | None], label: str) -> Panel:
         lines = []
         for record, colour, name in _with_styles(records):
