@@ -89,9 +89,9 @@ inline constexpr size_t kDefaultSharedBytes = 48 * 1024;
 
 // Starts kernels on the device of tensor `on`, on the stream that is torch's current stream of that
 // device when the launcher is constructed. The device is CUDA's current device for the lifetime of
-// the launcher. Launches return at once; kernels
-// run in the order of their launches. The pointers among `arguments` must be valid on the device
-// until the kernel has run. simt::HostLauncher has the same functions for the emulation.
+// the launcher. Launches return at once; kernels run in the order of their launches. The pointers
+// among `arguments` must be valid on the device until the kernel has run. simt::HostLauncher has
+// the same functions, except `stream`, for the emulation.
 class CudaLauncher {
  public:
   explicit CudaLauncher(const torch::stable::Tensor& on)
@@ -110,7 +110,8 @@ class CudaLauncher {
 
   // Return the maximum number of blocks in a cluster of `kernel`. It is 1 if the library was
   // compiled for older architectures only: such code runs on newer devices too, but without
-  // clusters.
+  // clusters. The driver is asked once per signature, since all kernels of the library are compiled
+  // for the same architectures.
   template <class... Parameters>
   unsigned max_cluster(void (*kernel)(Parameters...)) const {
     if (max_cluster_ == 1) return 1;

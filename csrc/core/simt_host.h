@@ -44,13 +44,14 @@ struct WarpValues {
 
 // The scheduler. Blocks run one after another, but the blocks of a cluster run together: all their
 // threads are fibers of one schedule, numbered block by block in whole warps. Each block has its
-// own dynamic shared memory, which the others may access between two cluster barriers; when a block
-// has left the kernel its memory reads as NaN.
+// own dynamic shared memory, which the others may access between two cluster barriers. Before a
+// block writes it, and after the block has left the kernel, all its bits are set: floats are NaN.
+// Static __shared__ memory keeps the values of the previous block.
 //
 // The host calls `run`, on one system thread. The fiber of the current thread of the kernel calls
 // the other functions. `where` is the source line of the call in the kernel, for reports.
 // A violation of core/simt.cuh that the emulation detects ends the launch: `run` throws
-// std::runtime_error. Shared memory that must not be read yet, or any more, reads as NaN instead.
+// std::runtime_error. Reads of dynamic shared memory too early or too late are not detected.
 class Machine {
  public:
   static Machine& get() {
@@ -84,7 +85,6 @@ class Machine {
         const unsigned b = first + rank;
         Block& next_block = blocks_[rank];
         next_block.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-        // Shared memory reads as NaN until the kernel writes it.
         next_block.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
       }
       run_cluster();
@@ -230,11 +230,11 @@ class Machine {
   static constexpr unsigned kMaxCluster = 8;  // the portable maximum of CUDA
   static constexpr unsigned kMaxWarps = kMaxCluster * kMaxThreads / 32;
 
-  // The unit in which shared memory is allocated and aligned, 16 bytes with its padding.
+  // The unit in which dynamic shared memory is allocated and aligned.
   struct Chunk {
-    alignas(16) uint32_t words[2];
+    alignas(16) uint32_t words[4];
   };
-  static constexpr Chunk kUnwritten{{0xffffffffu, 0xffffffffu}};
+  static constexpr Chunk kUnwritten{{0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu}};
 
   // A block of the running cluster.
   struct Block {
@@ -321,7 +321,7 @@ class Machine {
         fibers_[t]->start(&Machine::fiber_main);
       }
     }
-    current_ = 0;
+    current_ = reverse_ ? warps() * 32 - 1 : 0;  // `next` begins with the current warp
     enter(main_, next());
     if (!failure_.empty()) {
       // The other fibers stopped in the middle of the kernel: restart their stacks.
@@ -547,7 +547,8 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
                     });
 }
 
-// Starts kernels on the emulated machine, with the functions of CudaLauncher. A launch returns when
+// Starts kernels on the emulated machine. It has the functions of CudaLauncher that kernels need,
+// all but `stream`. A launch returns when
 // the kernel has run.
 struct HostLauncher {
   unsigned max_cluster_size = 8;  // 1 for a device without clusters

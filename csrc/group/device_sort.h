@@ -29,8 +29,9 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 // `buffers.keys`, at most `buffers.limit` each, and `buffers.positions`, 0 to n - 1 in this order;
 // neither is checked. Keys equal to the limit belong to no group. The sorted positions are written
 // to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are unspecified. The sort
-// and the groups take one launch if the batch is small (group/small_group.cuh) and the limit is
-// below 2^31. Otherwise CUB sorts, with scratch allocated on the device of `like`.
+// and the groups take one launch, which ignores `out.bag_of`, if Key is uint32_t, the limit is
+// below 2^31 and the batch is small (group/small_group.cuh). Otherwise CUB sorts, with scratch
+// allocated on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out);

@@ -114,7 +114,8 @@ void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_ke
   group_large(launcher, keys, buffers, out);
 }
 
-// The op `group`, see group_cpu.cpp.
+// The op `group`, see group_cpu.cpp: unique keys [n], segments [n + 1], permutation [n] and the
+// number of groups [1].
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
   check_index_vector("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
@@ -154,9 +155,10 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
     check_same_device(op, "segments, permutation and count", *tensor, permutation);
   }
   const int64_t n = permutation.numel();
-  STD_TORCH_CHECK(segments.numel() == n + 1 && count.numel() == 1, op,
+  STD_TORCH_CHECK(segments.numel() == n + 1, op,
                   ": segments must have one entry more than permutation = ", n + 1, ", got ",
                   segments.numel());
+  STD_TORCH_CHECK(count.numel() == 1, op, ": count must have one entry, got ", count.numel());
   const CudaLauncher launcher(permutation);
   Tensor inverse = allocate(permutation, {n});
   launch_inverse(launcher,

@@ -2,12 +2,13 @@
 // which both their CPU and their CUDA entry construct. Its constructor checks what the host knows
 // of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
 // reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
-// are trusted. Constructors and checks throw an error that states the rule and the offending value.
+// are trusted. Constructors and checks throw an error that states the rule and, where it is one
+// number, the offending value.
 //
 // The structs hold pointers into the tensors of the caller and are used within one call. Their
-// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes; only `first`
-// is called first_positions. n is the number of positions of the batch, T the number of tables, S
-// the number of slots of all tables.
+// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes, except
+// first_positions (`first`) and evicted_words (`evicted`). n is the number of positions of the
+// batch, T the number of tables, S the number of slots of all tables.
 #pragma once
 
 #include <initializer_list>
@@ -103,7 +104,7 @@ struct HashIndex {
   }
 
   // Check that the buckets of every table lie inside the memory of the index, so that an op cannot
-  // access other memory, whatever `tables` contains.
+  // access other memory, whatever `tables` contains, and that load and size are possible.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, HashTableColumn::kFirstBucket),

@@ -1,10 +1,11 @@
 // The hash index as GPU kernels access it, and the tools that all of them share: search for a key,
 // loops over keys that are stored table by table, sums over a block, and counters per table.
 //
-// One thread searches for a key: the 32 tags of a bucket are one sector of memory, which the thread
-// compares with the key's tag in registers. Only the device knows the numbers of keys and buckets.
-// So the host sizes grids by upper bounds, and kernels loop over what exists. All blocks have
-// kTileThreads threads. All pointers are to device memory of the caller.
+// One thread searches for a key: it reads the 32 tags of a bucket, which are one sector of memory
+// if they are aligned to 32 bytes, and compares them with the key's tag in registers. Only the
+// device knows the numbers of keys and buckets. So the host sizes grids by upper bounds, and
+// kernels loop over what exists. All blocks have kTileThreads threads. All pointers are to device
+// memory of the caller.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -47,8 +48,8 @@ struct DeviceIndex {
 
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
 // `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. Otherwise
-// kernels still stay inside their memory, and positions outside the segments of existing tables get
-// no slot.
+// kernels still stay inside their memory: positions before starts[0] belong to no table, those from
+// the last start on to the last segment, and positions of tables that do not exist get no slot.
 struct KeyBatch {
   const int64_t *ids, *starts, *tables;  // [n], [segments + 1], [segments]
   int64_t n;                             // positions
@@ -192,7 +193,7 @@ EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int*
 }
 
 // Call `body(position, table)` for every position of a batch, as for_each_of does. The table is -1
-// if the position is in no segment or beyond n, or if the index has no such table.
+// if the position is before the first segment or beyond n, or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };

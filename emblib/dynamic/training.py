@@ -259,7 +259,11 @@ class BatchInsertion:
         self._has_begun = self._is_written = False
 
     def is_optional(self) -> bool:
-        """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
+        """Return whether the insertion may be abandoned.
+
+        It may before the index has new keys, and after their rows are written. In between, slots
+        of new keys have the rows of other keys.
+        """
         return self._is_written or not self._effects.has_made(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
@@ -474,7 +478,10 @@ def _clear(state: DynamicState, tick: int) -> None:
 
 
 def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
-    """Warn or raise for keys that found no slot, by `on_insert_failure` (waits for CUDA)."""
+    """Warn or raise for keys that found no slot, by `on_insert_failure`.
+
+    Waits for a GPU.
+    """
     specs = state.specs
     if not state.reports_failures:
         return
@@ -508,9 +515,9 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
 
 
 def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
-    """Drop the gradients that a later step would apply to rows, which have new keys now (waits).
+    """Drop the gradients that a later step would apply to rows, which have new keys now.
 
-    Dropped sparse gradients are counted in `dropped_updates`.
+    Waits for a GPU. Dropped sparse gradients are counted in `dropped_updates`.
     """
     weights, grad = state.weights, state.weights.grad
     if grad is None:
@@ -533,7 +540,10 @@ def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor
 
 
 def _rows_of_new_keys(layout: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the rows with new keys, int64 `[n]`, numbered over all tables (waits)."""
+    """Return the rows with new keys, int64 `[n]`, numbered over all tables.
+
+    Waits for a GPU.
+    """
     assert inserted.misses is not None
     assert inserted.result is not None
     is_new = inserted.result.slots >= 0

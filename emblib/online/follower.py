@@ -2,7 +2,8 @@
 
 Each rank of the trainer has a log. A boundary is a step for which all logs have a record; `apply`
 goes from boundary to boundary. It checks and converts the records up to the next boundary, and then
-writes them while no reader is inside, so readers see all of a boundary or nothing.
+writes them while no reader is inside, so readers see all of a boundary or nothing. Only if writing
+raises, readers see a mix of two boundaries until the next snapshot is applied.
 """
 
 import threading
@@ -19,7 +20,9 @@ from emblib.online.records import LogError, Record, RecordKind, TableChange, dec
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
 
-_MAX_PENDING = 64  # records of a log that are in memory at a time, unless other logs are behind
+# A log that is not behind another reads no more while as many records are pending. One poll reads
+# at most as many.
+_MAX_PENDING = 64
 
 Key = tuple[int, int]  # generation and step of a record
 
@@ -106,7 +109,10 @@ class LogFollower:
 
     @property
     def step(self) -> int | None:
-        """Return the step that is served; None before the first."""
+        """Return the step that is served; None before the first.
+
+        After an error while tables were written it is the step before.
+        """
         return self._step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +150,8 @@ class LogFollower:
             OSError: a source cannot be read.
             ValueError: the format of a table does not hold a row; the tables stay at the last
                 boundary.
+            Exception: writing a table raised it; the tables are at no boundary until the next
+                snapshot is applied.
         """
         with self._applying:
             has_more = True
@@ -175,7 +183,11 @@ class LogFollower:
     # Boundaries
 
     def _next_boundary(self) -> Key | None:
-        """Return the next step that all logs have; None while there is none."""
+        """Return the key of the next step that all logs have; None while there is none.
+
+        Drops records up to the last boundary. After a gap a snapshot is needed: the last boundary
+        is forgotten, or the logs are read again from their oldest records.
+        """
         self._check_ranks()
         if any(log.has_gap for log in self._logs):
             self._key, self._has_base = None, False
@@ -320,7 +332,7 @@ class _Log:
         """Read records, not much further than other logs; return whether there were any.
 
         Args:
-            newest: the newest boundary that another log has read.
+            newest: the newest boundary that any log has read.
             needs_whole: whether changes are skipped before the first snapshot.
         """
         count = 0

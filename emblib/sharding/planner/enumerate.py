@@ -83,8 +83,11 @@ class Option:
     sums_in_nodes: bool = False
 
     @property
-    def is_sharded(self) -> bool:
-        """Return whether ranks exchange anything for the table in a step."""
+    def exchanges_ids(self) -> bool:
+        """Return whether ids of the table pass through the exchange of a step.
+
+        The sum of the gradients of a replicated table is no such exchange.
+        """
         return self.type is not ShardingType.DATA_PARALLEL or self.common_cost.seconds[INPUT] > 0
 
     def seconds(self, world_size: int) -> float:
@@ -178,8 +181,8 @@ def allowed_types(
         if topology.num_nodes == 1 or topology.local_world_size == 1:
             # With one node, or one rank per node, these are the same as ROW_WISE and COLUMN_WISE
             # or TABLE_WISE.
-            flat = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
-            types = [t for t in types if t not in flat]
+            node_types = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
+            types = [t for t in types if t not in node_types]
         if topology.world_size == 1:
             types = [t for t in types if t in (ShardingType.TABLE_WISE, ShardingType.CUSTOM)]
     return types

@@ -140,7 +140,7 @@ class RankCosts:
         self.common_nbytes[0] += counted_nbytes - self._counted_nbytes
         self._counted_nbytes = counted_nbytes
         self.penalty += sign * option.penalty
-        self.num_sharded += sign * option.is_sharded
+        self.num_sharded += sign * option.exchanges_ids
         self.num_replicated += sign * (not option.units)
 
     # Questions
