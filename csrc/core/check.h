@@ -1,6 +1,6 @@
 // Checks of arguments that the entries of several ops share, and conversion of tensors to the
-// structs that kernels take. Every message states the rule, the value that was passed and, where
-// there is one, the remedy. An entry must run all checks before it writes anything.
+// structs that kernels take. Messages state the rule and, where it is short, the value that was
+// passed and the remedy. An entry must run all checks before it writes anything.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -21,7 +21,7 @@ namespace emb {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The maximum number of lookups, and of bags, per call: kernels number them with 32 bits.
+// The maximum number of lookups, and of offsets, per call: kernels number them with 32 bits.
 inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 1;
 
 // Return the name of a dtype in torch, for messages.
@@ -269,8 +269,9 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 
-// Check the gradient of a pooled output: [B, columns], or for a variable batch a vector of the
-// elements of all output rows. Return its number of columns, or of these elements.
+// Check the number of dimensions of the gradient of a pooled output: [B, columns], or for a
+// variable batch a vector of the elements of all output rows. Return its number of columns, or of
+// these elements.
 inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool is_variable) {
   STD_TORCH_CHECK(grad.dim() == (is_variable ? 1 : 2), op,
                   ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),

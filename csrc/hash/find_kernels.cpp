@@ -36,8 +36,8 @@ struct Probes {
   static int ring_index(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// The positions of the keys of a chunk that are not in their lowest candidate, but may be in
-// another slot.
+// The positions of the keys compared in one iteration of find_all that are not in their lowest
+// candidate, but may be in another slot.
 struct Unresolved {
   int64_t positions[kChunkKeys];
   int count = 0;

@@ -229,7 +229,7 @@ class InputDist(nn.Module):
 
     `start_input_dists` sends them: it calls `outgoing` and `headers` before the sizes are sent,
     `expect` once the sizes of all ranks have arrived, and `finish` to receive the ids. None of
-    these starts a collective; `outgoing` and `positions` may wait for the device.
+    these starts a collective; `outgoing`, `finish` and `positions` may wait for the device.
 
     Args:
         layout: the units of all ranks.
@@ -376,9 +376,10 @@ class InputDist(nn.Module):
         return [[0] * (len(_Header) + end - begin) for begin, end in self._unit_ranges]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
-        """Return the bytes of the float32 rows that the ranks return for a batch, before codecs.
+        """Return an estimate of the bytes of float32 rows that the ranks return for a batch.
 
-        For unpooled rows it is an upper bound: all ids count with the largest dim.
+        Pooled, it is one row per bag; tables divided by rows may return one per block of rows.
+        Unpooled, all ids count with the largest dim. Codecs do not count.
         """
         if not self._is_pooled:
             return _FLOAT_BYTES * inputs.ids.numel() * max(self._dims, default=0)
@@ -620,7 +621,7 @@ class _Common(IntEnum):
     """Numbers that a rank sends to all ranks with the sizes of its batches."""
 
     HAS_BATCHES = 0  # 0 on a rank that stops the input_dist
-    ID_NBYTES = 1  # bytes of all ids that it sends
+    ID_NBYTES = 1  # bytes of what it sends, see `_id_nbytes`
     ROW_NBYTES = 2  # bytes of all rows that it will receive
 
 
@@ -674,7 +675,7 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
 
 
 def _id_nbytes(outgoing: _Outgoing) -> int:
-    """Return the bytes of ids, lengths, weights and counts."""
+    """Return the bytes of ids, lengths, weights and counts; a weight counts as an id."""
     num_ids = sum(outgoing.batch.num_ids)
     per_id = 1 + (outgoing.batch.weights is not None)
     count_nbytes = (

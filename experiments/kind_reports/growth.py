@@ -48,25 +48,27 @@ def answer(run: Run) -> list[str]:
     sentences = [
         f"While growing to {first['keys_there']:,} keys, {first['label']} took "
         f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "
-        f"keys and at most {_pause(first)}{_memory(first)}."
+        f"keys and {_pause(first)} for the longest call{_memory(first)}."
     ]
     other_rows = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
     for _, row in other_rows.iterrows():
         sentences.append(
-            f"{row['label']}: {text.seconds(row['median_s'])}, at most {_pause(row)}{_memory(row)}."
+            f"{row['label']}: {text.seconds(row['median_s'])}, longest {_pause(row)}{_memory(row)}."
         )
     return sentences
 
 
 def _pause(row: pd.Series) -> str:
+    """Return the time of the longest call, the median over processes, and its ratio."""
     return f"{text.seconds(row['longest_s'])} ({text.times(row['longest_s'] / row['median_s'])})"
 
 
 def _memory(row: pd.Series) -> str:
+    """Return the peak of memory during growth ÷ the memory at the end, the median of each."""
     ratio = row["peak_over_kept"]
     if text.missing(ratio):
         return ""
-    return f", with at most {text.times(ratio)} the memory it ends with"
+    return f", with a peak of {text.times(ratio)} the memory it ends with"
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
