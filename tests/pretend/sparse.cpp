@@ -109,8 +109,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
 // The constructors make tensors on the current device.
 
 Tensor empty_sparse(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
-             std::optional<at::Layout> layout, std::optional<c10::Device> device,
-             std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+                    std::optional<at::Layout> layout, std::optional<c10::Device> device,
+                    std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::native::empty_sparse_symint(size, dtype, layout, device, pin, format);
 }
