@@ -205,10 +205,8 @@ def working_set(comparison: Comparison) -> list[Figure]:
             size = machine.device.cache_bytes if machine.device else None
             if size:
                 marks.append(Mark(size / 1e6, shade, SHORT, upright=True))
-        x_scale, y_scale = (
-            Scale("MB of plain tables", log=10),
-            Scale(f"% of {CEILINGS[ceiling_column]}", log=10),
-        )
+        x_scale = Scale("MB of plain tables", log=10)
+        y_scale = Scale(f"% of {CEILINGS[ceiling_column]}", log=10)
         panels.append(Panel(group["name"].iloc[0], curves(lines, x_scale, y_scale, marks=marks)))
     return [
         Figure(

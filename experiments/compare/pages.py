@@ -127,11 +127,8 @@ def sentences(comparison: Comparison) -> list[str]:
 def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence about a machine's speed-up, with the bandwidth that may explain it."""
     point, first, role = by_machine[number], by_machine[0], comparison.headline
-    title = (
-        "the sweep's base point"
-        if role.startswith(SWEEP)
-        else comparison.machines[0].run.title(role)
-    )
+    is_swept = role.startswith(SWEEP)
+    title = "the sweep's base point" if is_swept else comparison.machines[0].run.title(role)
     sizes = "" if point["same"] else ", each with sizes of its own"
     ratios, explanation = comparison.bandwidth_ratios(number), "no bandwidth is known of both"
     for kind, words in (

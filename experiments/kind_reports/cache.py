@@ -82,13 +82,9 @@ def _policy(contender: str) -> str:
 def _workload_words(run: Run) -> str:
     record = next(r for r in run.records if r["section"] == SWEEP)
     p = record["params"]
-    ids = (
-        describe_distribution(p)
-        if p["distribution"] != "zipf"
-        else f"zipf s={p['s']:g}"
-        if p["s"]
-        else "uniform ids"
-    )
+    ids = describe_distribution(p)
+    if p["distribution"] == "zipf":
+        ids = f"zipf s={p['s']:g}" if p["s"] else "uniform ids"
     tables = "a table" if record["features"] == 1 else f"{record['features']} tables"
     return f"{tables} of {record['rows']:,} rows ({ids})"
 
@@ -98,9 +94,8 @@ def _step_cost(run: Run) -> str:
     if step is None:
         return ""
     return (
-        f"; a step with {_policy(run.subject.contender)} then takes {text.ratio(step)} "
-        f"the time of {run.baseline.label}, "
-        "which has no cache"
+        f"; a step with {_policy(run.subject.contender)} then takes {text.ratio(step)} the time of "
+        f"{run.baseline.label}, which has no cache"
     )
 
 
@@ -206,9 +201,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
         timed = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
-        step = text.NONE
-        if timed is not None:
-            step = text.ratio(timed)
+        step = text.NONE if timed is None else text.ratio(timed)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     caption = f"Share of the lookups of {_workload_words(run)} that the cache serves:"

@@ -61,7 +61,7 @@ NOTES = (
 
 
 def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
-    """Return the constants of each world size."""
+    """Return the constants by world size: the fields of a `Calibration` by name."""
     ok_records = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
     return {int(r["world_size"]): r["calibration"] for r in ok_records}
 
@@ -69,11 +69,9 @@ def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
 def write_files(run: Run) -> Mapping[str, str]:
     """Return calibration.json, which `emblib.sharding.planner.Calibration` loads."""
     by_world = calibrations(run)
-    return (
-        {"calibration.json": json.dumps(by_world[max(by_world)], indent=1) + "\n"}
-        if by_world
-        else {}
-    )
+    if not by_world:
+        return {}
+    return {"calibration.json": json.dumps(by_world[max(by_world)], indent=1) + "\n"}
 
 
 def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:

@@ -154,14 +154,11 @@ def figures(run: Run) -> list[Figure]:
     rows = good_operations(run)
     if not len(rows):
         return []
-    headline_rows = rows[rows["section"] == run.headline]
-    headline_rows = (
-        headline_rows if len(headline_rows) else rows[rows["section"] == rows["section"].iloc[0]]
-    )
-    section = str(headline_rows["section"].iloc[0])
-    panel = Panel(
-        run.title(section), _bars(headline_rows), 1.8 * WIDTH, 1.0 + BAR_HEIGHT * len(headline_rows)
-    )
+    has_headline = (rows["section"] == run.headline).any()
+    section = run.headline if has_headline else str(rows["section"].iloc[0])
+    section_rows = select(rows, section=section)
+    height = 1.0 + BAR_HEIGHT * len(section_rows)
+    panel = Panel(run.title(section), _bars(section_rows), 1.8 * WIDTH, height)
     result = [
         Figure(
             "keys_per_second",

@@ -13,14 +13,7 @@ from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
 from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
-from experiments.report.tables import (
-    Column,
-    Table,
-    TitledTable,
-    Value,
-    count_value,
-    time_value,
-)
+from experiments.report.tables import Column, Table, TitledTable, Value, count_value, time_value
 
 ONE_CALL = "lookup[{device}-one lookup]"
 OP_ALONE = "lookup_op[{device}]"

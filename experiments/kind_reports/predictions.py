@@ -13,14 +13,7 @@ from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
-from experiments.report.tables import (
-    Column,
-    Table,
-    TitledTable,
-    Value,
-    count_value,
-    time_value,
-)
+from experiments.report.tables import Column, Table, TitledTable, Value, count_value, time_value
 
 NOTES = (
     "A step is forward, backward and the update (SGD) of one table. All kinds of steps are timed "

@@ -144,11 +144,9 @@ def _smallest_without_loss(rows: pd.DataFrame) -> str:
             if len(method_rows)
         ]
         by_data.append(f"{data}: {', '.join(sentences) or 'no method at any share'}")
-    return (
-        f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
-        if by_data
-        else ""
-    )
+    if not by_data:
+        return ""
+    return f"Within {NEGLIGIBLE_LOSS} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
 
 
 def _order_sentence(rows: pd.DataFrame) -> list[str]:
@@ -163,18 +161,18 @@ def _order_sentence(rows: pd.DataFrame) -> list[str]:
 
 def _results_table(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
-    oracle = not rows["oracle_auc"].isna().all()
     columns: dict[str, Column] = {
         "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
         "share": lambda r: Value(_share_words(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
         "change of AUC": lambda r: _interval(r, "auc_change"),
         "change of log loss": lambda r: _interval(r, "log_loss_change"),
-        **(
-            {"above best log loss": lambda r: Value.of(r["excess_log_loss"], lambda v: f"{v:.4f}")}
-            if oracle
-            else {}
-        ),
+    }
+    if not rows["oracle_auc"].isna().all():
+        columns["above best log loss"] = lambda r: Value.of(
+            r["excess_log_loss"], lambda v: f"{v:.4f}"
+        )
+    columns |= {
         "bytes": lambda r: bytes_value(r["bytes"]),
         "smaller": lambda r: factor_value(r["times_smaller"]),
         "served": lambda r: bytes_value(r["served_bytes"]),

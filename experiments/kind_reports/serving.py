@@ -16,7 +16,7 @@ from experiments.config.sweep import label_of
 from experiments.kinds.serving import MIN_TAIL
 from experiments.report import text
 from experiments.report.charts import DASHED, DOTTED, LineStyle, Scale, curves
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import HEIGHT, WIDTH, Figure, Panel
 from experiments.report.tables import (
@@ -55,10 +55,10 @@ LINE_OF_FORMAT: Mapping[str, LineStyle] = {"fp32": DOTTED, "int8": "-", "int4": 
 
 def answer(run: Run) -> list[str]:
     """Compare the subject with the baseline: throughput, latency, memory and cold start."""
-    rows = _ok(run.frame("latencies"))
-    rows = rows[rows["cell"] == run.headline_cell()] if len(rows) else rows
-    rows = rows[rows["clients"] == rows["clients"].max()] if len(rows) else rows
-    subject = rows[rows["arm"] == run.subject.key] if len(rows) else rows
+    rows = select(run.frame("latencies"), status="ok", cell=run.headline_cell())
+    if len(rows):
+        rows = select(rows, clients=rows["clients"].max())
+    subject = select(rows, arm=run.subject.key)
     if not len(subject):
         return [f"No answer: {run.subject.label} has no result."]
     closed = subject[subject["load"] == CLOSED].iloc[0]
@@ -88,7 +88,7 @@ def _memory(run: Run) -> Iterator[str]:
     starts = run.frame("cold_starts")
     parts = []
     for arm in (run.subject.key, run.baseline.key):
-        rows = starts[starts["arm"] == arm] if len(starts) else starts
+        rows = select(starts, arm=arm)
         if len(rows):
             first = rows.iloc[0]
             times = text.listed(
@@ -99,10 +99,6 @@ def _memory(run: Run) -> Iterator[str]:
             )
     if parts:
         yield f"Memory and cold start: {'; '.join(parts)}."
-
-
-def _ok(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[rows["status"] == "ok"] if len(rows) else rows
 
 
 def tables(run: Run) -> Sequence[TitledTable]:
@@ -168,7 +164,7 @@ def _p99_at(load: float) -> Column:
 
 def figures(run: Run) -> list[Figure]:
     """Return the figure of p99 by throughput, a panel per request size, a curve per contender."""
-    rows = _ok(run.frame("latencies"))
+    rows = select(run.frame("latencies"), status="ok")
     rows = rows[(rows["load"] != CLOSED) & rows["p99_s"].notna()] if len(rows) else rows
     if not len(rows):
         return []

@@ -87,14 +87,11 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     compared_rows = sharding.torchrec_rows(rows)
     if not len(compared_rows):
         return []
-    section = (
-        run.headline
-        if (compared_rows["section"] == run.headline).any()
-        else compared_rows.iloc[0].section
-    )
-    headline_rows = compared_rows[compared_rows["section"] == section]
-    headline_rows = headline_rows[headline_rows["world_size"] == headline_rows["world_size"].max()]
-    headline_rows = headline_rows[headline_rows["cell"] == headline_rows["cell"].iloc[0]]
+    headline_rows = select(compared_rows, section=run.headline)
+    if not len(headline_rows):
+        headline_rows = select(compared_rows, section=compared_rows["section"].iloc[0])
+    headline_rows = select(headline_rows, world_size=headline_rows["world_size"].max())
+    headline_rows = select(headline_rows, cell=headline_rows["cell"].iloc[0])
     step_s = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
     parts = [
         f"{row['type']} {text.ratio(row)} "
@@ -108,10 +105,8 @@ def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
         f"{', '.join(parts)}."
     ]
     if compared_rows["cell"].nunique() > 1:
-        low, high = (
-            compared_rows.loc[compared_rows["ratio"].idxmin()],
-            compared_rows.loc[compared_rows["ratio"].idxmax()],
-        )
+        low = compared_rows.loc[compared_rows["ratio"].idxmin()]
+        high = compared_rows.loc[compared_rows["ratio"].idxmax()]
         sentences.append(
             f"Over all cells the multiple runs from {text.times(low['ratio'])} ({low['label']} on "
             f"{_cell_title(run, low['cell'])}) to {text.times(high['ratio'])} ({high['label']} on "
@@ -134,16 +129,14 @@ def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     if not largest > 1 or not emblib_rows["compute_s"].notna().any():
         return shared
     for scaling in Scaling:
-        last = emblib_rows[
-            (emblib_rows["world_size"] == largest) & (emblib_rows["scaling"] == scaling.value)
-        ]
-        if not len(last):
+        largest_rows = select(emblib_rows, world_size=largest, scaling=scaling.value)
+        if not len(largest_rows):
             continue
-        headline = last[last["section"] == run.headline]
-        last = headline if len(headline) else last
-        last = last[last["cell"] == last["cell"].iloc[0]]
-        best = last.loc[last["median_s"].idxmin()]
-        subject_rows = last[last["contender"] == run.subject.contender]
+        headline_rows = select(largest_rows, section=run.headline)
+        largest_rows = headline_rows if len(headline_rows) else largest_rows
+        largest_rows = select(largest_rows, cell=largest_rows["cell"].iloc[0])
+        best = largest_rows.loc[largest_rows["median_s"].idxmin()]
+        subject_rows = select(largest_rows, contender=run.subject.contender)
         compared = [best]
         if best["contender"] != run.subject.contender:
             compared += [row for _, row in subject_rows.iterrows()]
@@ -337,15 +330,11 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
         )
         for _, row in compared_rows.iterrows()
     ]
-    scale = Scale("TorchRec's step ÷ emblib's", log=10, reach=(0.8, 2.5))
-    equality_mark = [Mark(1.0, line=DASHED, upright=True)]
     title = "TorchRec's step ÷ emblib's"
-    panel = Panel(
-        title,
-        charts.row_chart(lines, scale, marks=equality_mark),
-        1.8 * WIDTH,
-        1.2 + BAR_HEIGHT * len(lines),
-    )
+    scale = Scale(title, log=10, reach=(0.8, 2.5))
+    equality_mark = [Mark(1.0, line=DASHED, upright=True)]
+    drawing = charts.row_chart(lines, scale, marks=equality_mark)
+    panel = Panel(title, drawing, 1.8 * WIDTH, 1.2 + BAR_HEIGHT * len(lines))
     return Figure(
         "against_torchrec",
         "Speed-up of a step over TorchRec",

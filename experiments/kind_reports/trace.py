@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,10 +63,8 @@ def answer_record(run: Run) -> TraceRecord | None:
 
 
 def _names_a_file(run: Run) -> bool:
-    return (
-        str(OmegaConf.select(run.config, "workload.distribution", default=""))
-        == Distribution.trace.value
-    )
+    distribution = OmegaConf.select(run.config, "workload.distribution", default="")
+    return str(distribution) == Distribution.trace.value
 
 
 def answer(run: Run) -> list[str]:
@@ -92,10 +89,9 @@ def _headline(run: Run, record: TraceRecord) -> str:
     return (
         f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
         f"into {analysis['distinct']:,} distinct rows), "
-        f"{text.percent(sum(samples['rows']) / total)} are "
-        f"distinct rows of their batch; {text.percent(half)} of the rows have half of the "
-        f"lookups, and "
-        f"a cache of {100 * size:g} % of the rows could at best serve {text.percent(best)} of them "
+        f"{text.percent(sum(samples['rows']) / total)} are distinct rows of their batch; "
+        f"{text.percent(half)} of the rows have half of the lookups, and a cache of "
+        f"{100 * size:g} % of the rows could at best serve {text.percent(best)} of them "
         f"(keeping the most recently used rows: {text.percent(recent)})."
     )
 
@@ -258,9 +254,9 @@ def _caches(records: Sequence[TraceRecord]) -> Figure:
                 for policy in ("lru", "offline", "static_top")
             }
             lines += [
-                replace(curve["lru"], label=label),
-                replace(curve["offline"], line=DASHED, width=1.4, marker="o", size=4),
-                replace(curve["static_top"], line=":", width=1.4),
+                dataclasses.replace(curve["lru"], label=label),
+                dataclasses.replace(curve["offline"], line=DASHED, width=1.4, marker="o", size=4),
+                dataclasses.replace(curve["static_top"], line=":", width=1.4),
             ]
         x_scale = Scale(
             "size of the cache (% of the distinct rows)",

@@ -25,10 +25,8 @@ def answer(run: Run) -> list[str]:
     cell = main_run.headline_cell()
     if cell is None:
         return ["No answer yet: nothing was measured before the run ended."]
-    subject, baseline = (
-        _rows_by_phase(main_run, cell, run.subject.key),
-        _rows_by_phase(main_run, cell, run.baseline.key),
-    )
+    subject = _rows_by_phase(main_run, cell, run.subject.key)
+    baseline = _rows_by_phase(main_run, cell, run.baseline.key)
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if not rows or rows["step"]["status"] != "ok":
             reason = rows["step"]["reason"] if rows else "it was not among the contenders"

@@ -20,18 +20,8 @@ from experiments.config.sweep import SWEEP, label_of
 from experiments.contenders import registry
 from experiments.machine import ceilings
 from experiments.machine.ceilings import MeasuredCeilings
-from experiments.report import ratios, text
-from experiments.report.charts import (
-    DASHED,
-    SHORT,
-    Curve,
-    Floats,
-    Mark,
-    Row,
-    Scale,
-    curves,
-    row_chart,
-)
+from experiments.report import charts, ratios, text
+from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves
 from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
@@ -44,6 +34,7 @@ LOG_AXES = ("T", "E", "D", "B", "L", "rank")  # swept axes that are drawn logari
 BAR_HEIGHT = 0.4  # inches
 WORDS_ROOM = 1.35  # end of a linear scale ÷ the longest bar, next to which words are written
 LOG_WORDS_ROOM = 1.6  # the same for a logarithmic scale
+PUBLISHED = "published"  # style of numbers that others measured
 SAME_MEMORY = 1.05  # contenders whose memory differs by at most this factor need "the same"
 
 
@@ -68,7 +59,7 @@ def subtitle(run: Run) -> str:
     return " · ".join(str(p) for p in (*parts, f"timing {run.config.timing.preset}"))
 
 
-def contender_curve(name: str, x: Floats, y: Floats, **options: Any) -> Curve:
+def contender_curve(name: str, x: charts.Floats, y: charts.Floats, **options: Any) -> Curve:
     """Return a curve with the colour, marker and label of a contender.
 
     Args:
@@ -147,7 +138,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
     ]
     longest = max(max(line.value, line.high) for line in lines)
     x_scale = Scale("time per batch (ms)", low=0, reach=(0, WORDS_ROOM * longest))
-    return row_chart(lines, x_scale)
+    return charts.row_chart(lines, x_scale)
 
 
 MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
@@ -199,24 +190,12 @@ def published(run: Run) -> list[Figure]:
         if not numbers or not len(steps):
             continue
         lines = [
-            Row(
-                row["label"], time_us, colour_of(row["contender"]), bar=True, words=f"{time_us:.3g}"
-            )
+            _lookup_bar(row["label"], row["contender"], row["ns_per_lookup"] / 1e3)
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
-            for time_us in [row["ns_per_lookup"] / 1e3]
         ]
-        lines += [
-            Row(
-                f"{number['label']}\npublished, other machine",
-                time_us,
-                colour_of("published"),
-                bar=True,
-                hollow=True,
-                words=f"{time_us:.3g}",
-            )
-            for number in numbers
-            for time_us in [float(number["value"])]
-        ]
+        for number in numbers:
+            name = f"{number['label']}\npublished, other machine"
+            lines.append(_lookup_bar(name, PUBLISHED, float(number["value"])))
         longest = max(line.value for line in lines)
         reach = (longest, LOG_WORDS_ROOM * longest)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=reach)
@@ -227,10 +206,16 @@ def published(run: Run) -> list[Figure]:
                 "Measured here (solid) and published elsewhere (hatched): another machine, so the "
                 "two kinds of bar are not divided by each other. Shorter is better.",
                 run.sizes(section),
-                [Panel("Time per lookup", row_chart(lines, scale), 1.2 * WIDTH)],
+                [Panel("Time per lookup", charts.row_chart(lines, scale), 1.2 * WIDTH)],
             )
         )
     return result
+
+
+def _lookup_bar(name: str, style: str, time_us: float) -> Row:
+    """Return the bar of a time per lookup; `style` is a contender, or PUBLISHED: a hollow bar."""
+    is_hollow = style == PUBLISHED
+    return Row(name, time_us, colour_of(style), bar=True, hollow=is_hollow, words=f"{time_us:.3g}")
 
 
 CONTENDER_SHIFT = 0.055  # half the shift between contenders of one size, in powers of two
@@ -498,18 +483,10 @@ def _ratio(run: Run, axis: str) -> Drawing:
             if axis == "rank":
                 phase_rows = phase_rows[phase_rows["rank"] > 0]
             if len(phase_rows):
-                lines.append(
-                    contender_curve(
-                        name,
-                        phase_rows["x"],
-                        phase_rows["ratio"],
-                        label=f"{label_of(name)} {phase}",
-                        line=style,
-                        width=1.8,
-                        low=phase_rows["ratio_lo"],
-                        high=phase_rows["ratio_hi"],
-                    )
-                )
+                bounds = {"low": phase_rows["ratio_lo"], "high": phase_rows["ratio_hi"]}
+                curve = {"label": f"{label_of(name)} {phase}", "line": style, "width": 1.8}
+                x, y = phase_rows["x"], phase_rows["ratio"]
+                lines.append(contender_curve(name, x, y, **curve, **bounds))
     return _axis_chart(lines, rows, axis, f"time ÷ {run.baseline.label}", marks=[Mark(1.0)])
 
 
