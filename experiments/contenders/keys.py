@@ -41,10 +41,11 @@ class KeyTask:
 class KeyTable(ABC):
     """A hash table, built for a KeyTask.
 
-    The operations named by `operations` are timed; `prepare`, `fill` and `erase` are not. An
-    operation takes what `prepare` returned, and may leave work on the GPU's current stream. Keys
-    and slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys have equal
-    slots. Values are float32 [keys, dim]. Results are on the table's device.
+    The operations named by `operations` are timed; `prepare` and `erase` are not, and `fill` is
+    only while growth is measured. An operation takes what `prepare` returned, and may leave work on
+    the GPU's current stream. Keys and slots are int64 [keys]; the slot of a missing key is
+    `absent`, and equal keys have equal slots. Values are float32 [keys, dim]. Results are on the
+    table's device.
 
     Attributes:
         operations: names of the operations that the table has.

@@ -274,7 +274,7 @@ class ManagedCollisions(KeyTable):
         self.pending.append(keys.to(self.task.device))
 
     def _merge(self) -> None:
-        """Load the collected keys as a checkpoint has them: sorted ids, each with its row."""
+        """Load the collected keys, sorted, through the state dict."""
         if self.merged == len(self.pending):
             return
         keys = torch.cat(self.pending).unique()
