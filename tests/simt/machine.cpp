@@ -131,6 +131,14 @@ __global__ void late_access_kernel(int32_t* out) {
   out[simt::cluster_rank()] = *simt::of_block(mine, 1 - simt::cluster_rank());
 }
 
+// Copy the dynamic shared memory of a block, which nothing has written.
+__global__ void unwritten_kernel(int32_t* out) {
+  out[threadIdx.x] = simt::dynamic_shared<int32_t>()[threadIdx.x];
+}
+
+// Write the numbers of the threads in the order in which they run.
+__global__ void order_kernel(int32_t* count, int32_t* out) { out[(*count)++] = threadIdx.x; }
+
 __global__ void misaligned_kernel(const char* memory) {
   simt::load(reinterpret_cast<const simt::Pack16*>(memory + 4));
 }
@@ -188,6 +196,26 @@ extern "C" const char* simt_late_access(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
     launcher.cluster(late_access_kernel, 2, 1, sizeof(int32_t), words.pointer<int32_t>());
+  });
+}
+
+// out, threads
+extern "C" const char* simt_unwritten(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    auto* out = words.pointer<int32_t>();
+    const auto threads = static_cast<unsigned>(words.number());
+    launcher.with_shared(unwritten_kernel, 1, threads, threads * sizeof(int32_t), out);
+  });
+}
+
+// count, out, threads
+extern "C" const char* simt_order(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    auto* count = words.pointer<int32_t>();
+    auto* out = words.pointer<int32_t>();
+    launcher(order_kernel, 1, static_cast<unsigned>(words.number()), count, out);
   });
 }
 

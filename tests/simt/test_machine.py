@@ -1,9 +1,13 @@
 """The emulated machine itself: collectives return what CUDA's do, broken kernels raise errors."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from tests.simt.library import library
+from tests.simt.library import build, library
 
 
 @pytest.mark.parametrize("threads", [32, 256, 1024])
@@ -41,6 +45,30 @@ def test_clusters(blocks: int, threads: int) -> None:
     out = torch.empty_like(x)
     library().call("cluster_sums", x, out, blocks, threads)
     assert torch.equal(out, x.sum(0).int() * 10 + torch.arange(blocks).int().unsqueeze(1))
+
+
+def test_all_bits_of_unwritten_shared_memory_are_set() -> None:
+    out = torch.zeros(96, dtype=torch.int32)
+    library().call("unwritten", out, out.numel())
+    assert (out == -1).all()
+
+
+@pytest.mark.parametrize("order", ["", "reverse"])
+def test_threads_run_in_order_or_in_the_opposite_order(order: str) -> None:
+    """The emulation reads the order once per process."""
+    code = """
+import ctypes, sys
+count, out = ctypes.c_int32(0), (ctypes.c_int32 * 96)()
+words = (ctypes.c_int64 * 3)(ctypes.addressof(count), ctypes.addressof(out), 96)
+ctypes.CDLL(sys.argv[1]).simt_order(words)
+print(*out)
+"""
+    command = [sys.executable, "-c", code, str(build(sanitize=False))]
+    environment = os.environ | {"EMBLIB_SIMT_ORDER": order}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    threads = range(96)
+    expected = reversed(threads) if order == "reverse" else threads
+    assert [int(word) for word in done.stdout.split()] == list(expected)
 
 
 def test_memory_of_a_block_that_has_left_is_lost() -> None:
