@@ -1,7 +1,7 @@
 """Check kernels compiled by nvcc for spilled registers, and the CUDA library for missing ops.
 
-Kernels are those of the CUDA library, if it has code for the architecture, as it has in continuous
-integration for one; else the hot kernels are compiled.
+Kernels are read from the CUDA library if it has code for the architecture. Otherwise the hot
+kernels are compiled. Continuous integration builds the library for sm_90 only.
 """
 
 import re
