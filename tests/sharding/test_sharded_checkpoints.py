@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from emblib import optim
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import checkpoints
@@ -213,6 +214,37 @@ def test_dynamic_tables_without_keys(tmp_path: Path) -> None:
             assert_same(saved, loaded)
     names = [name for name in models.flat(saved) if name.endswith("keyed.keys")]
     assert [models.flat(saved)[name].shape for name in names] == [(0,)]
+
+
+def states_after_refusals(ranks: RankGroup) -> None:
+    """Load states of which the last table's are incomplete, or of another size."""
+    case = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "dp"), optimizer=optim.Adagrad(0.1))
+    source = make_source(case)
+    saved = source.optimizer_state()
+    model = make_sharded(case, ranks, source)
+    for states in saved.values():
+        for value in states.values():
+            value.fill_(2.0)
+    *_, last = saved
+    for damaged, error in (
+        ({}, KeyError),
+        ({**saved[last], "sum": torch.zeros(1)}, ValueError),
+        ({**saved[last], "hyper": torch.zeros(1, dtype=torch.float64)}, ValueError),
+    ):
+        before = copy.deepcopy(model.optimizer_state())
+        with pytest.raises(error):
+            model.load_optimizer_state({**saved, last: damaged})
+        for name, states in model.optimizer_state().items():
+            for key, value in states.items():
+                parts, parts_before = (
+                    getattr(tensor, "parts", {0: tensor}) for tensor in (value, before[name][key])
+                )
+                for number, part in parts.items():
+                    torch.testing.assert_close(part, parts_before[number], rtol=0, atol=0)
+
+
+def test_refused_optimizer_states_change_no_table() -> None:
+    worlds.run(2, states_after_refusals)
 
 
 SERVED = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "rw"), optimizer=None)

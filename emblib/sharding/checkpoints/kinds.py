@@ -233,17 +233,31 @@ class Table:
             for parameter, names, keys in self._states_by_parameter()
         }
 
+    def check_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
+        """Raise KeyError or ValueError for states that `set_states` could not write."""
+        values_of_views = self._values_of_views(parameter, values)
+        for key, entry in self.entries(list(values_of_views)).items():
+            entry.parts_of(values_of_views[key], f"{self.name}.{key}")
+
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
 
-        Raises KeyError if `values` lacks a state. Does nothing for a parameter without states.
+        Raises:
+            KeyError: `values` lacks a state; nothing is written.
+            ValueError: a state has another size or is cut differently; nothing is written.
         """
+        values_of_views = self._values_of_views(parameter, values)
+        self._write(list(values_of_views), values_of_views)
+
+    def _values_of_views(self, parameter: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return optimizer states of a parameter by their names in the views, without hyper."""
         for owner, names, keys in self._states_by_parameter():
             if owner == parameter:
                 missing_names = sorted(set(names) - values.keys())
                 if missing_names:
                     raise KeyError(f"the state of {self.name}.{parameter} lacks {missing_names}")
-                self._write(keys, {k: values[n] for n, k in zip(names, keys, strict=True)})
+                return {key: values[name] for name, key in zip(names, keys, strict=True)}
+        return {}
 
     def fused_names(self) -> list[str]:
         """Return the parameters that have optimizer states."""
@@ -439,19 +453,22 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
     """Load the result of `optimizer_state`, or full tensors, and set the step counters.
 
     Tables of one module share its hyperparameters: the module loads the ones with the most steps.
-    Tables are written one after the other, so tables before an error have changed.
+    The states of all tables are checked before any is written.
 
     Raises:
-        KeyError: a parameter or a state is missing.
-        ValueError: a tensor has another size, or is sharded in another way.
+        KeyError: a parameter or a state is missing; nothing is written.
+        ValueError: a state has another size, or is sharded in another way; nothing is written. Or
+            the optimizer cannot have the hyperparameters; states are written then.
     """
+    saved_states: list[tuple[Table, str, Mapping[str, Tensor]]] = []
     loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
     for table in _tables(tables):
-        for parameter in table.states():
+        for parameter in table.fused_names() if table.is_fused else ():
             values = state.get(f"{table.name}.{parameter}")
             if values is None:
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
-            table.set_states(parameter, values)
+            table.check_states(parameter, values)
+            saved_states.append((table, parameter, values))
             if HYPER in values:
                 hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
                 loaded += [
@@ -459,6 +476,8 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                     for module in table.table_modules()
                     for hyper in hyper_parts.values()
                 ]
+    for table, parameter, values in saved_states:
+        table.set_states(parameter, values)
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
     for module, hyper in loaded:
         previous = newest.get(id(module))
@@ -609,8 +628,9 @@ class StateOfTables(nn.Module):
         """Load the result of `optimizer_state`, or the whole tensors of an unsharded collection.
 
         Raises:
-            KeyError: a parameter or a state is missing.
-            ValueError: a tensor has another size or is sharded in another way.
+            KeyError: a parameter or a state is missing; nothing is written.
+            ValueError: a state has another size or is sharded in another way; nothing is written.
+                Or the optimizer cannot have the hyperparameters; states are written then.
         """
         handles_prefix = f"{self.handles_name}."
         tables: Any = self
