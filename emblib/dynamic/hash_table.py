@@ -178,8 +178,10 @@ class HashTable(nn.Module):
             )
         if eviction is Eviction.STEP:
             return (self.index.clock + 1).expand_as(keys.ids).contiguous()
-        if scores is None:
-            return None
+        return None if scores is None else self._scores_of(keys, scores)
+
+    def _scores_of(self, keys: Keys, scores: Tensor | int) -> Tensor:
+        """Return scores per position, int64 `[n]`; raise ValueError for another shape."""
         if isinstance(scores, int):
             return torch.full_like(keys.ids, scores)
         scores = torch.as_tensor(scores, dtype=torch.int64, device=keys.ids.device)
@@ -434,12 +436,9 @@ class HashTable(nn.Module):
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._batch(keys)
-        if isinstance(scores, int):
-            scores = torch.full_like(batch.ids, scores)
-        scores = torch.as_tensor(scores, dtype=torch.int64, device=batch.ids.device)
-        scores = scores.expand_as(batch.ids).contiguous()
+        scores_of_keys = self._scores_of(batch, scores)
         slots = self.index.find(batch)
-        self._write_column(HashEntryColumn.SCORE, slots, scores)
+        self._write_column(HashEntryColumn.SCORE, slots, scores_of_keys)
         return slots >= 0
 
     @atomic
@@ -449,13 +448,14 @@ class HashTable(nn.Module):
 
     @atomic
     def expire(self, before: int) -> Tensor:
-        """Remove and return the keys last used before tick `before`, int64 `[n]` (waits)."""
+        """Remove and return the keys last used before tick `before`, int64 `[n]` on the device."""
         return self.index.expire(0, before)
 
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
-        """Yield all rows, or those used at tick `since` or later, by ascending slot (waits).
+        """Yield all rows, or those used at tick `since` or later, by ascending slot.
 
-        The caller must not change the table until the iterator has ended; not checked.
+        `batch` is the maximum number of rows per result. The first step of the iterator reads the
+        device. The caller must not change the table until the iterator has ended; not checked.
         """
         exported = self.index.export(0, since)
         scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores

@@ -283,6 +283,7 @@ def test_eviction_queues_do_not_return_from_another_device() -> None:
             lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(1, 3), torch.ones(2)),
             "shape of keys",
         ),
+        (lambda t: t.set_scores(torch.tensor([1]), torch.ones(2)), "shape of keys"),
     ],
 )
 def test_bad_input_is_told_before_anything_changes(call: object, message: str) -> None:
