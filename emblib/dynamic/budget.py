@@ -99,6 +99,9 @@ class MemoryBudget:
         share: share of its rows by which a table shrinks per decision, at least one bucket.
         ratio: factor by which the ages of two tables must differ before rows move.
 
+    Raises:
+        ValueError: `nbytes` or `interval` below 1, `share` outside (0, 0.5], `ratio` not above 1.
+
     Example:
         >>> specs = [
         ...     emblib.DynamicSpec(1_000, dim=4, name=name, initial_capacity=32)

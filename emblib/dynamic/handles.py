@@ -208,6 +208,10 @@ class DynamicTable:
         """Set the score that keys get from the next batch on, for `Eviction.CUSTOM`.
 
         This does not communicate: call it with the same score on all ranks.
+
+        Raises:
+            ValueError: the table has another eviction, or the score is not an int64.
+            TypeError: the score is not an int.
         """
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_score(state, {index: score})
@@ -238,7 +242,14 @@ class DynamicTable:
         return self._ask_owners("set_key_scores", keys, assign, default=False, values=values)
 
     def set_step(self, step: int) -> None:
-        """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
+        """Set the step that keys get from the next batch, for `Eviction.STEP`.
+
+        This does not communicate: call it with the same step on all ranks.
+
+        Raises:
+            ValueError: the table has another eviction, or the step is not an int64.
+            TypeError: the step is not an int.
+        """
         for _, state, index in self.local_shards():
             dynamic_state.set_eviction_step(state, index, step)
 
@@ -259,6 +270,8 @@ class DynamicTable:
     def skip_pause(self, duration: timedelta | None = None) -> None:
         """Leave a pause out of the ages of keys, see `DynamicEmbeddingBags.skip_pause`.
 
+        The tables of one module share it: call it for one of them only.
+
         Raises:
             ValueError: the ttl of the table is no time.
         """
@@ -267,6 +280,8 @@ class DynamicTable:
 
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Set the clock by which keys expire, in seconds; call it on all ranks.
+
+        The tables of one module share it.
 
         Raises:
             ValueError: the ttl of the table is no time.

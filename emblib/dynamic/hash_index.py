@@ -406,7 +406,7 @@ class HashIndex(nn.Module):
         """Remove keys of `num_buckets` buckets (None: all) that were last used before a tick.
 
         Returns:
-            The removed keys, int64 `[N]` (waits for the device).
+            The removed keys, int64 `[N]`, on the index's device.
         """
         self.versions.advance()
         first_bucket = min(first_bucket, self.limits[table])
@@ -421,7 +421,7 @@ class HashIndex(nn.Module):
         return self.entries[begin : begin + is_freed.numel(), HashEntryColumn.KEY][is_freed]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
-        """Return the entries of a table, all or those used at tick `since` or later (waits)."""
+        """Return the entries of a table, all or those used at tick `since` or later."""
         entries = self.table_entries(table)
         is_used = self.table_tags(table) != 0
         if since is not None:

@@ -348,7 +348,10 @@ def _last_batch(state: DynamicState) -> LastBatch:
 
 @of_state
 def stats(state: DynamicState) -> dict[str, dict[str, int]]:
-    """Return counts by table since `reset_stats`, see `emblib.ops.hash.COUNTERS` (waits)."""
+    """Return counts by table since `reset_stats`, see `emblib.ops.hash.COUNTERS`.
+
+    Reads the device.
+    """
     return dict(zip(state.table_names, state.index.stats(), strict=True))
 
 
@@ -470,7 +473,12 @@ def set_eviction_score(
 
 @of_state
 def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
-    """Set the step that a table with `Eviction.STEP` assigns to its next batch."""
+    """Set the step that a table with `Eviction.STEP` assigns to its next batch.
+
+    Raises:
+        KeyError, IndexError, ValueError: there is no such table, or its eviction is another.
+        TypeError: not an int.
+    """
     if state.scores is None:
         raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")
     state.scores.set_steps({state.table_number(table): step})
@@ -478,7 +486,10 @@ def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
 
 @of_state
 def eviction_score(state: DynamicState, table: int | str) -> int | None:
-    """Return the score that a table assigns to its next batch; None if it has none (waits)."""
+    """Return the score that a table assigns to its next batch; None without one.
+
+    Reads the device.
+    """
     number = state.table_number(table)
     return None if state.scores is None else state.scores.get()[number]
 
@@ -487,7 +498,7 @@ def eviction_score(state: DynamicState, table: int | str) -> int | None:
 def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Tensor) -> Tensor:
     """Set the scores of keys, in either tier; return which are present, bool `[n]` on the CPU.
 
-    A key that occurs more than once gets the largest of its scores.
+    Keys and scores are int64 `[n]`. A key that occurs more than once gets its largest score.
 
     Raises:
         ValueError: eviction from the table is not by assigned scores.

@@ -1,7 +1,19 @@
 """Insertion of the keys of training batches into dynamic tables, with hooks and checks.
 
-An insertion happens completely or not at all, wherever an exception interrupts it: `BatchInsertion`
-defines the order in which index, rows and backing store change, and how it is resumed.
+An insertion happens completely or not at all, wherever an exception interrupts it. It is a function
+that `state.lock.complete(function, is_optional)` calls, in a thread that holds the lock. If an
+exception ends the call, the lock calls the function once more and re-raises the exception; if that
+call fails too, whoever enters the lock next calls it first. While `is_optional()` is true an
+insertion that failed twice is abandoned instead.
+
+So the function must be repeatable. Native calls that change something are made by an `Effects`:
+`effects.once(op, ...)` calls the op the first time, and returns the stored result every other time;
+`restart()`, at the start of each run, goes back to the first result. All other writes have values
+that follow from these results. `BatchInsertion` defines the order of the changes.
+
+With a backing store (`state.backing`) rows are in the fast tier, which is the index and its row
+buffers, or in the store. Each table has overflow rows behind its slots, in which a batch reads and
+updates rows that got no slot.
 """
 
 from __future__ import annotations
@@ -43,10 +55,16 @@ def insert_or_repeat(
     """Insert the keys of a training batch, or find the keys of a forward that backward repeats.
 
     Args:
-        state: the tables.
+        state: the tables, whose lock this thread holds.
         keys: the batch.
         counts: uses per position, see `insert_batch`.
-        running: the checkpointed regions around the lookup.
+        running: the checkpointed regions around the lookup; None outside of them.
+
+    Returns:
+        The slots that the lookup reads, and the hooks for its backward.
+
+    Raises:
+        Exception: see `insert_batch`.
     """
     if running is not None and running.is_repeated:
         return TrainingUpdate.of_repetition(running.noted(state), keys)
@@ -69,11 +87,16 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
 
+    Returns:
+        Slots int64 `[L]`, -1 for keys without one, which with a backing store may be those of
+        overflow rows; and the misses of the batch with their results. None for both if the index
+        found no miss, which on a GPU it does not check.
+
     Raises:
         RuntimeError: keys found no slot in a table that raises then (`OnInsertFailure.RAISE`); the
             others are inserted. Or, with no key inserted: a table has more misses than overflow
             rows, or has no score for its keys.
-        Exception: the backing store raised it.
+        Exception: the backing store, the budget or a function of `on_new_rows` raised it.
     """
     if state.budget is not None:
         state.budget.begin_step(state)
@@ -221,10 +244,7 @@ def insert_at_once(
 
 
 class BatchInsertion:
-    """The insertion of a training batch, which `run` completes after an interruption.
-
-    Native calls that change the index or counters are made once (`Effects`). All other writes have
-    values that follow from the results of these calls, so they can be repeated:
+    """The insertion of a training batch, which `run` makes or completes in four steps.
 
     1. The index: hits are touched, misses are admitted, the table grows, misses are inserted. From
        then on new keys can be found, with the rows of evicted keys in their slots.

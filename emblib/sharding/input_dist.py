@@ -73,13 +73,13 @@ class LocalBatch(NamedTuple):
 
     Attributes:
         ids: int32 or int64 `[L]`, the ids of all bags.
-        lengths: ids per bag, `[bags]`.
-        offsets: first id of each bag, then the number of ids, `[bags + 1]`.
+        lengths: int32 or int64 `[bags]`, ids per bag.
+        offsets: int32 or int64 `[bags + 1]`, first id of each bag, then the number of ids.
         weights: float32 `[L]`; None for unweighted lookups.
         bag_counts: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
-        counts: int64, the uses that each id stands for; None if each stands for one use.
+        counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
     """
 
     ids: Tensor
@@ -92,7 +92,7 @@ class LocalBatch(NamedTuple):
     counts: Tensor | None = None
 
     def starts(self) -> Tensor:
-        """Return the first id of each feature, then the number of ids, int64 `[F + 1]`."""
+        """Return the first id of each feature, then the number of ids: `[F + 1]` of offsets."""
         if not self.is_variable and self.bag_counts and self.bag_counts[0]:
             return self.offsets[:: self.bag_counts[0]]
         return self.offsets[self.first_bags(range(len(self.bag_counts)))]
@@ -113,14 +113,14 @@ class OutgoingBatch(NamedTuple):
     """A batch in the order of sending: by rank, then by unit (see `emblib.sharding.layout`).
 
     Attributes:
-        lengths: ids per bag; None once sent.
-        ids: None once sent.
-        weights: None once sent, or for unweighted lookups.
-        positions: position of each id in the batch of this rank; None where whole features are
-            sent, and once sent if rows are pooled.
+        lengths: ids per bag, in the dtype of `ids`; None once sent.
+        ids: int32 or int64; None once sent.
+        weights: float32, one per id; None once sent, or for unweighted lookups.
+        positions: int64, position of each id in the batch of this rank; None where whole features
+            are sent, and once sent if rows are pooled.
         unit_starts: first id of each unit, then the number of ids.
         unit_bags: number of bags per unit. With `row_numbers`, bags without ids for the unit are
-            not sent.
+            not sent, except for replicated tables and for units that nodes sum.
         row_numbers: int32 `[U * B]`: unit u returns row `row_numbers[u * B + b]` of its rows for
             bag b, no row if it is -1; None where every bag is sent.
         num_bags: bags sent to each rank.
@@ -151,18 +151,18 @@ class IncomingBatch(NamedTuple):
     Attributes:
         inputs: the batch of this rank.
         sent: the batch that this rank sent; None if nothing was sent, on one rank.
-        ids: the ids of all bags, `[L]`.
-        offsets: first id of each bag, then the number of ids.
+        ids: int32 or int64 `[L]`, the ids of all bags.
+        offsets: int32 or int64, first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
         bag_counts: `bag_counts[u][r]` is the number of bags of unit u from rank r. Units of
             replicated tables come last, if their ids are sent.
-        by_unit: whether units differ in their number of bags; rows then return unit after unit.
+        by_unit: whether units may differ in their number of bags; rows then return by unit.
         ids_per_segment: `[ranks, units]`, number of ids for each unit from each rank; not used if
             `sent` is None.
         num_ids: number of ids from each rank, without ids for replicated tables.
         num_replicated_ids: number of ids at the end of `ids` that are for replicated tables.
-        merges_rows: whether the rows of all collections that were sent together are few enough on
-            every rank to return in one message.
+        merges_rows: whether the estimated rows of all collections that were sent together are few
+            enough on every rank to return in one message.
         skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
         counts: int64, the uses that each id stands for; None if each stands for one use.
     """
@@ -331,7 +331,7 @@ class InputDist(nn.Module):
         return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
     def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Sort a batch by destination: rank, then unit."""
+        """Sort a batch by destination: rank, then unit. Weights keep their gradient."""
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
@@ -354,7 +354,7 @@ class InputDist(nn.Module):
         )
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
-        """Return the sizes that each rank must know before it gets the ids, by rank."""
+        """Return for each rank the numbers of `_Header`, then its number of bags per unit."""
         kind, row_order = _batch_kind(inputs), _RowOrder.BY_BAG
         if batch.skips_sums:
             row_order = _RowOrder.BY_UNIT_UNSUMMED
@@ -517,10 +517,11 @@ class InputDist(nn.Module):
     def positions(self, received: IncomingBatch) -> Tensor:
         """Return the position in the batch of each id sent, int64, in the order of sending.
 
-        Ids of replicated tables are left out.
+        Ids of replicated tables are left out. Pooled rows have no position per id: not for them.
         """
         sent, inputs = received.sent, received.inputs
         assert sent is not None
+        assert not self._is_pooled
         positions = sent.positions
         if positions is None:
             all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
@@ -575,8 +576,8 @@ class InputDist(nn.Module):
     ) -> IncomingBatch:
         """Receive the ids and sort them by unit, then by sending rank.
 
-        Returns the batch to look up. `ids` has the received ids of all ranks, flat, in the order of
-        ranks; `weights` and `counts` have one entry per id, or are None.
+        Returns the batch to look up. `ids` has the received lengths and ids of all ranks, flat, in
+        the order of ranks; `weights` and `counts` have one entry per id, or are None.
         """
         payload = ids.wait()
         lengths, segment_sizes = _lengths(payload, in_flight)
@@ -622,7 +623,7 @@ class _Common(IntEnum):
 
     HAS_BATCHES = 0  # 0 on a rank that stops the input_dist
     ID_NBYTES = 1  # bytes of what it sends, see `_id_nbytes`
-    ROW_NBYTES = 2  # bytes of all rows that it will receive
+    ROW_NBYTES = 2  # estimated bytes of all rows that it will receive
 
 
 class InputRequest(NamedTuple):
@@ -649,7 +650,8 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
     In host memory the call returns once all ranks have made it. The first `wait` receives the sizes
     and sends the ids; `wait` on each of its results receives the ids of a batch. All ranks must
     pass the batches of the same collections in the same order. If a rank passes a request without a
-    batch, the first `wait` returns None on all ranks, and nothing else is sent.
+    batch, the first `wait` returns None on all ranks, and nothing else is sent. It raises
+    RuntimeError on all ranks if their batches differ in dtype of ids, weights or counts.
     """
     outgoing = [
         _Outgoing(request.input_dist, request.inputs, request.input_dist.outgoing(request.inputs))

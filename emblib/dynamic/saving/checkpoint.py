@@ -207,7 +207,17 @@ def read_state(
     missing_keys: list[str],
     unexpected_keys: list[str],
 ) -> None:
-    """Read what `write_state` wrote (`_load_from_state_dict`); an error changes nothing."""
+    """Read what `write_state` wrote (`_load_from_state_dict`).
+
+    The caller must have found no `state_problems`.
+
+    Args:
+        state: the tables.
+        state_dict: state dict of a model.
+        prefix: prefix of the names of the module.
+        missing_keys: names that are missing are appended to it.
+        unexpected_keys: names with the prefix that are not of the module are appended to it.
+    """
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     names, children = state_names(state), state.parts()
     missing_keys.extend(prefix + key for key in names if key not in saved)
@@ -349,7 +359,8 @@ def replace_tables(
         report: function that is called as rows are written; None for none.
 
     Raises:
-        ValueError: entries or hyperparameters that do not fit.
+        ValueError: entries or hyperparameters that do not fit. Tables may be replaced then, so
+            callers check them first.
     """
 
     def write() -> dict[str, Loaded]:

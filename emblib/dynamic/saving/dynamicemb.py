@@ -97,6 +97,7 @@ def load_dynamicemb(
 
     Raises:
         DumpError: files are missing or truncated, or are of another dim or optimizer.
+        ValueError: the entries do not fit the table; nothing is changed.
     """
     content = read_dynamicemb(state, directory, table, leave_out=leave_out)
     owned = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)

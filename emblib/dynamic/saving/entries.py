@@ -207,6 +207,7 @@ def best_first(entries: Entries, order: str) -> Tensor:
     """Return the permutation, int64 `[N]`, from the last entry to be evicted to the first.
 
     `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned; none sorts like lru.
+    Raises ValueError if the order needs scores and the entries have none.
     """
     columns = [entries.keys]
     if order != "lfu":

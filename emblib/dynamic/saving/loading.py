@@ -332,6 +332,7 @@ def replace(target: TableTarget, entries: Entries, report: Report | None = None)
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
     A table takes as many entries as it has rows, unless too few keys hash to one of its buckets.
+    Raises ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
     index, table = target.index, target.table
@@ -344,7 +345,8 @@ def put(target: TableTarget, entries: Entries, report: Report | None = None) -> 
 
     If both buckets of a key are full, entries move to their other buckets, so that a copy of a
     table has room for all of its entries. Keys that still find no slot evict entries, as in
-    training, or are left out if the table evicts none.
+    training, or are left out if the table evicts none. Raises ValueError for entries that do not
+    fit, before anything is written.
     """
     check(target, entries)
     return _put(target, entries, report, _place_among)

@@ -59,7 +59,10 @@ def save(
 
     Raises:
         RuntimeError: `since` is set, and `track_evictions` was not called.
-        ValueError: the eviction log does not reach back to `since`.
+        ValueError: the eviction log does not reach back to `since`, or the directory holds
+            something else than a dump of as many parts.
+        BlockingIOError: the part is being written by another process.
+        OSError: the directory cannot be written to.
     """
     identity = str(state.index.tick) if identity is None else identity
     tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
@@ -118,7 +121,8 @@ def load(
         report: function that is called as rows are loaded.
 
     Returns:
-        Per table, the numbers of entries that were loaded and that found no slot.
+        Per table, the numbers of entries that were loaded and that found no slot; {} for a
+        snapshot.
 
     Raises:
         DumpError: there is no whole dump, or it is damaged.

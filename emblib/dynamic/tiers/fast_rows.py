@@ -38,7 +38,7 @@ class FastTier(Protocol):
 
 
 def as_bytes(rows: Sequence[Tensor]) -> Tensor:
-    """Join contiguous matrices of n rows each as uint8 `[n, bytes per row]` on the CPU (waits)."""
+    """Join contiguous matrices of n rows each as uint8 `[n, bytes per row]` on the CPU."""
     return torch.cat([buffer.view(torch.uint8) for buffer in rows], dim=1).cpu()
 
 

@@ -82,8 +82,9 @@ class PrefetchedRows:
 
     Two kinds of rows are in memory in front of the store. *Prefetched* rows, the last
     `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
-    result. *Unstored* rows are those that the store could not take, e.g. for want of disk space;
-    `flush` commits them like rows of the fast tier.
+    result. *Unstored* rows are those that the store could not take, e.g. for want of disk space.
+    They stay in memory until they are promoted, replaced or removed; `flush` commits them like rows
+    of the fast tier.
 
     Args:
         store: the store behind, which is opened.
@@ -145,7 +146,7 @@ class PrefetchedRows:
         """Apply moves, or the rest of them; wait for the thread if it is doing that.
 
         After an error the next call removes promoted rows again. Demoted rows that the store cannot
-        take stay in memory until `flush`.
+        take become unstored rows.
 
         Raises:
             Exception: the store raised it, in this call or in the thread.
