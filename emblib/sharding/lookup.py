@@ -55,7 +55,7 @@ class ShardedModule(Protocol):
     training: bool
 
     def inputs(self, features: Any) -> Inputs:
-        """Return the messages of a batch; None on a rank that stops the input_dist."""
+        """Return the messages of a batch; `features` is None on a rank that has none."""
 
     def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows."""

@@ -67,6 +67,10 @@ class DistributedModelParallel(nn.Module):
             not, they stay there for the caller, and are not wrapped: pass `wrap="none"`, and call
             `wrap_dense` later.
 
+    Raises:
+        ValueError, TypeError, RuntimeError: see `shard`. ValueError also for another `wrap`, and
+            for parameters that backward updates and the plan does not shard.
+
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
         >>> model = emblib.sharding.DistributedModelParallel(

@@ -120,15 +120,17 @@ class OutputStep(ABC):
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the output.
 
-        `received` has the rows from all ranks, flat, in the order of ranks.
+        `received` has the rows from all ranks, flat, in the order of ranks, this rank's own rows
+        possibly in `received.local`; then the sums of nodes, if there are any.
         """
 
     @abstractmethod
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
-        `grad` has the shape of the output. With `keeps_local`, gradients of this rank's own rows
-        are not sent if possible; the next `local_gradient` uses them.
+        The latter are None without such tables. `grad` has the shape of the output. With
+        `keeps_local`, gradients of this rank's own rows are not sent if possible; the next
+        `local_gradient` uses them.
         """
 
     @abstractmethod

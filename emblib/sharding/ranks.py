@@ -133,7 +133,7 @@ class RankGroup:
             dist.barrier(self.group)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank; values are pickled, which is slow if large."""
+        """Return the values of all ranks, by rank; a collective, which pickles the values."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size

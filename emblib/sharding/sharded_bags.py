@@ -72,6 +72,11 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         optimizer: optimizer of tables whose configuration has none; None uses that of `source`.
         shared: the shards of tables that other collections read too, see `shard`.
 
+    Raises:
+        ValueError: tables, plans or settings differ between ranks, or do not fit together.
+        TypeError: a setting is of a wrong type, or `shared` lacks a table.
+        RuntimeError: another rank failed.
+
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
         >>> sharded = emblib.sharding.ShardedEmbeddingBagCollection(
@@ -137,7 +142,13 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
-        """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables."""
+        """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables.
+
+        Raises:
+            KeyError: the batch lacks a feature.
+            ValueError: lookups are weighted and no rank's batch has weights.
+            RuntimeError: the batches of ranks differ in dtype of ids, weights or kind.
+        """
         self.embedding_bags.check()
         return look_up(self, features)
 

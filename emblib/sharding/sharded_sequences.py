@@ -400,6 +400,11 @@ class ShardedEmbeddingCollection(StateOfTables):
             ids are added up before they are sent. Hash tables that count uses, for eviction or
             admission, get the number of occurrences of each id, 8 bytes per distinct id.
 
+    Raises:
+        ValueError: tables, plans or settings differ between ranks, or do not fit together.
+        TypeError: a setting is of a wrong type, or `shared` lacks a table.
+        RuntimeError: another rank failed.
+
     Example:
         >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(8, 4, "item")])
         >>> sharded = emblib.sharding.ShardedEmbeddingCollection(
@@ -574,7 +579,12 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     @graph_break
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables."""
+        """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables.
+
+        Raises:
+            KeyError: the batch lacks a feature.
+            RuntimeError: the batches of ranks differ in dtype of ids or kind.
+        """
         self.embeddings.check()
         return look_up(self, features)
 

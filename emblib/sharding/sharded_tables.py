@@ -188,7 +188,7 @@ def reordered(
     """Return ids, offsets and weights of some features; `order` has the same feature numbers.
 
     `order` is int64 `[n]` on the device of the batch. Ids are `[L]` of these features, offsets
-    int64 `[bags + 1]`, weights `[L]` or None.
+    `[bags + 1]` in the dtype of the lengths, weights `[L]` or None. Waits for the device.
     """
     first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
     starts, num_ids = inputs.starts(), inputs.num_ids()
@@ -382,6 +382,8 @@ def agreed_settings(
 class ShardedTables(nn.Module):
     """Tables sharded over ranks, and the input dist of their batches.
 
+    All ranks must construct it together, with equal arguments; `agreed_settings` compares them.
+
     Args:
         source: the unsharded collection. Its weights and optimizer states are copied; replicated
             tables are copied from rank 0. On `meta`, initial values are drawn from seeds of rank 0,
@@ -393,6 +395,11 @@ class ShardedTables(nn.Module):
         optimizer: optimizer of tables whose configuration has none.
         gradients: how table gradients are reduced over ranks.
         shared: the shards of tables that other collections read too.
+
+    Raises:
+        ValueError: the plan does not fit the tables, or only some replicated tables have a fused
+            optimizer.
+        RuntimeError: another rank could not make its shards.
     """
 
     def __init__(
@@ -565,8 +572,8 @@ class ShardedTables(nn.Module):
 
         Args:
             features: the batch; None for a rank that has none.
-            counts: uses that each id stands for, int64 by feature; None if each stands for one use.
-                Ignored if no table counts uses.
+            counts: uses that each id stands for, int64 `[L]` by feature; None if each stands for
+                one use. Ignored if no table counts uses.
 
         Raises:
             KeyError: the batch lacks a feature.
@@ -649,7 +656,7 @@ class ShardedTables(nn.Module):
         )
 
     def rows(self, received: IncomingBatch) -> Tensor:
-        """Look up the received ids in the shards of this rank.
+        """Look up the received ids in the shards of this rank; in training dynamic tables insert.
 
         The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
         number of bags: rank after rank, for each rank unit after unit.

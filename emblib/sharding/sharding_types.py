@@ -99,7 +99,8 @@ class ParameterSharding:
     """Sharding of one table: its shards, or none if every rank has a replica (DATA_PARALLEL).
 
     Args:
-        type: name of the rule, for display; only the shards have an effect.
+        type: name of the rule. DATA_PARALLEL replicates the table; otherwise only the shards have
+            an effect on lookups.
         shards: rectangles that tile the table; a rank may have several.
         storage: storage that replaces the table's own, e.g. `Dense(Placement.MANAGED_CACHING)`, or
             None.
@@ -146,7 +147,8 @@ class ParameterSharding:
 Rule = Callable[[TableShape, World], ParameterSharding]
 """Function that makes the sharding of a table from its shape and the world.
 
-It raises ValueError if its ranks or nodes do not exist in the world, or sizes do not fit.
+It may raise ValueError for ranks, nodes or sizes that do not fit. The callers of rules find the
+rest by `ParameterSharding.check`.
 """
 
 

@@ -197,7 +197,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="share must be in"):
         Reservation(share=1.0)
     by_columns = TableConstraints(sharding_types=(ShardingType.COLUMN_WISE,))
-    with pytest.raises(ValueError, match="no sharding type that is allowed for table"):
+    with pytest.raises(ValueError, match="can hold it: \\['column_wise'\\] on 1 nodes"):
         Planner(Topology(1), 16, {"bags.t0": by_columns}).plan(_model())
 
 

@@ -144,6 +144,7 @@ def load(
             or the metadata is damaged or names something that may run code; nothing is changed
             then. Also where data has another checksum than when it was saved, or a value names
             something that may run code; then part of `state` may have been filled.
+        TypeError: `path` is None.
     """
     from emblib.sharding.checkpoints.files import read
 

@@ -45,7 +45,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     Raises:
         TypeError: a value could not be loaded again, because it needs a class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
-        CheckpointError: a rank could not write, e.g. to a full disk; `path` is unchanged.
+        CheckpointError: a rank could not write, e.g. to a full disk; `path` keeps its checkpoint.
     """
     from emblib.sharding.checkpoints.files import write
 
@@ -59,11 +59,10 @@ def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) 
     """Copy `state` to host memory and write it in the background; a collective over `ranks`.
 
     A value that could not be loaded again, or an entry named "emblib", raises here, as in `save`.
-    `result()` of the returned
-    future waits and raises errors of writing. Saves of the same ranks are written one after the
-    other, over a gloo group of their own that does not interleave with the collectives of training.
-    Pending saves are completed when the process exits, unless it is killed; then `path` is
-    unchanged.
+    `result()` of the returned future waits and raises errors of writing. Saves of the same ranks
+    are written one after the other, over a gloo group of their own that does not interleave with
+    the collectives of training. Pending saves are completed when the process exits, unless it is
+    killed; then `path` keeps its checkpoint.
     """
     ranks = RankGroup.from_value(ranks)
     content = agreed(ranks, lambda: mapped(_with_column_cuts(resolved(state)), _copy_to_host))

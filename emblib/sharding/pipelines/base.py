@@ -52,6 +52,9 @@ class TrainPipelineBase:
         on_progress: function that is called after every step.
         ranks: ranks that train together; None uses the ranks of the model.
 
+    Raises:
+        TypeError: an argument of another type.
+
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> def loss_of(batch):

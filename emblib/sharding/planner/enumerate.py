@@ -86,7 +86,8 @@ class Option:
     def exchanges_ids(self) -> bool:
         """Return whether ids of the table pass through the exchange of a step.
 
-        The sum of the gradients of a replicated table is no such exchange.
+        True of every table with shards, also on one rank. The sum of the gradients of a replicated
+        table is no such exchange.
         """
         return self.type is not ShardingType.DATA_PARALLEL or self.common_cost.seconds[INPUT] > 0
 
@@ -143,10 +144,10 @@ def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
         for sharding_type in allowed_types(workload, model.topology, storage):
             options += list(_options(workload, model, sharding_type, storage, penalty))
     if not options:
-        requested_types = [t.value for t in workload.constraints.sharding_types or ()]
+        types = workload.constraints.sharding_types or allowed_types(workload, model.topology, None)
         raise ValueError(
             f"no sharding type that is allowed for table {workload.name} can hold it: "
-            f"{requested_types} on {model.topology.num_nodes} nodes of "
+            f"{[t.value for t in types]} on {model.topology.num_nodes} nodes of "
             f"{model.topology.local_world_size} ranks"
         )
     return options

@@ -292,7 +292,8 @@ class PlanError(ValueError):
     """No plan fits.
 
     Attributes:
-        tables: tables that do not fit even alone, else all tables; the largest first.
+        tables: tables that do not fit even alone, else all tables; the largest first. Empty if
+            the reservation leaves a rank no memory.
         missing_nbytes: lower bound of the missing bytes on all ranks together.
         remedies: changes that would make the tables fit, one sentence each.
     """

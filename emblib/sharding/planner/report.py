@@ -22,7 +22,7 @@ class RankPrediction(NamedTuple):
         seconds: seconds by phase, with the work that all ranks do.
         nbytes: memory that the tables and batches need.
         free_memory: memory for them, after the reservation.
-        num_shards: number of table shards, replicas among them.
+        num_shards: number of tables of which the rank stores shards or a replica.
     """
 
     seconds: tuple[float, ...]

@@ -50,7 +50,7 @@ class RankCosts:
         num_row_cuts: tables that are cut by rows.
         num_node_sums: tables whose rows nodes sum.
         num_without_empty_bags: tables whose empty bags are not sent.
-        num_sharded: tables for which ranks exchange something.
+        num_sharded: tables whose ids are exchanged, see `Option.exchanges_ids`.
         num_replicated: tables without shards.
         penalty: sum of the penalties of the options.
     """
