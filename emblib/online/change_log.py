@@ -67,7 +67,10 @@ class ChangeLog:
     Raises:
         TypeError: there are tensor trains or quantised tables in the model, or no tables; `sink`
             is no sink.
-        ValueError: an optimizer that changes rows without a lookup, or a sink with records.
+        ValueError: an optimizer that changes rows without a lookup; two tables of one name; a
+            table whose evictions are tracked already; states of a table sharded by columns; or,
+            without `compact_every`, a sink with records.
+        LogError: the last record in the sink is damaged.
 
     Example:
         >>> import tempfile
@@ -150,8 +153,9 @@ class ChangeLog:
         Raises:
             ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
                 this step's changes then wait for the next call.
-            RuntimeError: rows changed without training.
-            ValueError: the step is not after the last one.
+            RuntimeError: rows changed without training, or the log is closed.
+            ValueError: the step is not after the last one, or more keys left a dynamic table since
+                the last entry than its record of evictions holds.
         """
         check_count("step", step, minimum=self.step + 1)
         self._writer.raise_error()
@@ -177,6 +181,7 @@ class ChangeLog:
 
         Raises:
             ChangeLogError: an earlier entry could not be written.
+            RuntimeError: the log is closed.
         """
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
@@ -210,6 +215,7 @@ class ChangeLog:
 
         Raises:
             ChangeLogError: one could not be written.
+            RuntimeError: the log is closed.
         """
         self._writer.flush()
 

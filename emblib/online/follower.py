@@ -56,14 +56,14 @@ class LogFollower:
         model: `for_inference(...)`, `open_frozen(...)`, `DynamicEmbeddingBags`,
             `TableBatchedEmbeddingBags`, or an unsharded model that has such tables and collections.
             Dynamic tables need the capacity of the trainer's tables.
-        sources: sink of the log, or the sinks of all ranks' logs in any order.
+        sources: sink of the log, or a list or tuple of the sinks of all ranks' logs, in any order.
         step: step that the tables are at, e.g. of a frozen file; None loads a snapshot first.
         tables: names of the tables to follow; None for all in the log, which the model must have.
 
     Raises:
         KeyError: the model lacks one of `tables`.
         TypeError: a sharded model, or something else than sinks.
-        ValueError: a pruned table, a table on disk, or two tables of one name.
+        ValueError: a pruned table, a table on disk, two tables of one name, or no sink.
 
     Example:
         >>> import tempfile
@@ -87,7 +87,7 @@ class LogFollower:
     def __init__(
         self,
         model: nn.Module,
-        sources: Sink | Sequence[Sink],
+        sources: Sink | list[Sink] | tuple[Sink, ...],
         *,
         step: int | None = None,
         tables: Sequence[str] | None = None,
@@ -126,7 +126,14 @@ class LogFollower:
 
     @property
     def lag(self) -> Lag:
-        """Return how far the tables are behind; reads the new records of the logs."""
+        """Return how far the tables are behind; reads the new records of the logs.
+
+        It waits while another thread is in `apply`.
+
+        Raises:
+            LogError: a record is damaged.
+            OSError: a source cannot be read.
+        """
         with self._applying:
             unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
         seconds = max((time.time() - oldest.time for oldest, _ in unapplied), default=0.0)

@@ -32,7 +32,10 @@ from emblib.specs import Placement, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
 Write = Callable[[], None]
-"""Function that writes a prepared change; the follower calls it once, without readers."""
+"""Function that writes a prepared change; the follower calls it once, without readers.
+
+It may raise, e.g. for lack of memory, and then has written a part of the change.
+"""
 
 # Not measured.
 _SPARE_ENTRIES = 64  # empty entries at the end of a hash table, for keys that hash there
@@ -46,7 +49,8 @@ class ServedTable(Protocol):
     """A table of a follower, which must write changes in the order in which it prepared them.
 
     Methods raise LogError if the change is of another table, and ValueError for rows that the
-    format of the table does not hold.
+    format of the table does not hold; nothing is written then. The function of `prepare_whole`
+    raises LogError, after it has written, if a dynamic table has too few slots for the keys.
     """
 
     def prepare(self, change: TableChange) -> Write:
