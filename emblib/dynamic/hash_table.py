@@ -73,7 +73,7 @@ class HashTable(nn.Module):
     (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
-    its device and dtype, scores int64 `[n]` to its device, and neither gets a gradient. Methods
+    its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
     raise ValueError for other shapes and for scores that the eviction does not take, TypeError for
     another dtype of keys, and RuntimeError for keys on another device, before they change anything.
 
@@ -178,19 +178,19 @@ class HashTable(nn.Module):
             )
         if eviction is Eviction.STEP:
             return (self.index.clock + 1).expand_as(keys.ids).contiguous()
-        return None if scores is None else self._scores_of(keys, scores)
+        return None if scores is None else self._by_position("scores", keys, scores)
 
-    def _scores_of(self, keys: Keys, scores: Tensor | int) -> Tensor:
-        """Return scores per position, int64 `[n]`; raise ValueError for another shape."""
-        if isinstance(scores, int):
-            return torch.full_like(keys.ids, scores)
-        scores = torch.as_tensor(scores, dtype=torch.int64, device=keys.ids.device)
-        if scores.dim() and scores.shape != keys.ids.shape:
+    def _by_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
+        """Return scores or stamps per position, int64 `[n]`; raise ValueError for another shape."""
+        if isinstance(values, int):
+            return torch.full_like(keys.ids, values)
+        values = torch.as_tensor(values, dtype=torch.int64, device=keys.ids.device)
+        if values.dim() and values.shape != keys.ids.shape:
             raise ValueError(
-                "scores must be an int or of the shape of keys, "
-                f"{list(keys.ids.shape)}, got {list(scores.shape)}"
+                f"{name} must be an int or of the shape of keys, "
+                f"{list(keys.ids.shape)}, got {list(values.shape)}"
             )
-        return scores.expand_as(keys.ids).contiguous()
+        return values.expand_as(keys.ids).contiguous()
 
     @atomic
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -436,7 +436,7 @@ class HashTable(nn.Module):
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
         batch = self._batch(keys)
-        scores_of_keys = self._scores_of(batch, scores)
+        scores_of_keys = self._by_position("scores", batch, scores)
         slots = self.index.find(batch)
         self._write_column(HashEntryColumn.SCORE, slots, scores_of_keys)
         return slots >= 0
@@ -472,13 +472,19 @@ class HashTable(nn.Module):
         They are inserted like the keys of one batch, so some may be evicted or rejected, and keys
         that are in the table are overwritten. The tick of the table becomes at least the newest
         stamp.
+
+        Raises:
+            ValueError: stamps are not in `[0, 2^62)`; or see the class.
         """
         batch = self._batch(rows.keys)
         values = self._checked(batch, rows.values)
-        stamps = rows.stamps.to(values.device).contiguous()
-        scores = rows.scores.to(values.device).contiguous()
-        if rows.keys.numel():
-            self.index.set_tick(max(self.index.tick, int(stamps.max())))
+        stamps = self._by_position("stamps", batch, rows.stamps)
+        scores = self._by_position("scores", batch, rows.scores)
+        if stamps.numel():
+            oldest, newest = (int(stamp) for stamp in stamps.aminmax())
+            if not 0 <= oldest <= newest < MAX_TICK:
+                raise ValueError(f"stamps must be ticks in [0, 2^62), got {oldest} to {newest}")
+            self.index.set_tick(max(self.index.tick, newest))
 
         def rank(keys: Keys, misses: Misses) -> None:
             self._write_last(misses.counts, misses.groups.long(), scores)

@@ -237,6 +237,29 @@ def test_rows_load_into_another_capacity(eviction: Eviction) -> None:
     assert set(torch.cat(recent).tolist()) <= set(keys.tolist())
 
 
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("stamps", [1]),
+        ("stamps", [[1], [1]]),
+        ("stamps", [0, -1]),
+        ("stamps", [0, 1 << 62]),
+        ("scores", [1]),
+        ("values", [[0.0] * DIM]),
+    ],
+)
+def test_rows_that_do_not_load_change_nothing(column: str, values: list) -> None:
+    table = HashTable(DynamicSpec(64, DIM, eviction="lfu"))
+    rows = TableRows(
+        torch.arange(2), torch.ones(2, DIM), torch.tensor([3, 4]), torch.tensor([1, 2])
+    )
+    with pytest.raises(ValueError, match=column):
+        table.load(rows._replace(**{column: torch.tensor(values)}))
+    assert table.size() == table.index.tick == 0
+    table.load(rows)
+    assert contents(table).keys() == {0, 1}
+
+
 def test_saved_and_copied() -> None:
     table = HashTable(DynamicSpec(320, DIM, eviction="lfu"))
     table.insert_or_assign(torch.randint(0, 999, (500,)), torch.randn(500, DIM))
