@@ -378,7 +378,7 @@ class HashIndex(nn.Module):
         """
         self.versions.advance()
         device = self.tags.device
-        num_new = max(0, keys - self.size(table))
+        num_new = max(0, min(keys, self.specs[table].rows) - self.size(table))
         if not self.tags.is_cuda:
             self._prepare_growth(table, self.size(table) + num_new, rows)
         offsets = torch.zeros(len(self.specs) + 1, dtype=torch.int64, device=device)

@@ -72,6 +72,8 @@ def test_a_table_grows_in_advance_and_shrinks() -> None:
     assert item.capacity() == 64
     with pytest.raises(ValueError, match="shrinks to its initial_capacity"):
         item.shrink(32)
+    item.reserve(1 << 50)  # at most to its capacity
+    assert item.capacity() == 1024
     for call in (item.reserve, item.shrink):
         with pytest.raises(ValueError, match="rows must be"):
             call(0)
