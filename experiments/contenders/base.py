@@ -12,7 +12,6 @@ from torch import Tensor
 
 from experiments.config.schema import Optimizer
 from experiments.contenders.registry import Unsupported as Unsupported
-from experiments.contenders.registry import find
 from experiments.workloads.workload import Batch, TableShape
 
 State = list[Tensor]  # the parameters that a batch touches, in an order of the contender's own
@@ -59,7 +58,12 @@ class Contender(ABC):
     Its name, label and other facts are in contenders.yaml. `prepare` and `expect` suit modules that
     take feature-major ids and hold plain tables; other contenders override them. Overrides have a
     docstring only where they promise more than the method here.
+
+    Attributes:
+        id_type: dtype of the ids and offsets that `prepare` returns.
     """
+
+    id_type = torch.int64
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -67,7 +71,8 @@ class Contender(ABC):
     def prepare(self, batch: Batch) -> Any:
         """Return ids, offsets and gradient on the device, as `forward` and `step` take them."""
         device = self.task.device
-        return batch.indices.to(device), batch.offsets.to(device), batch.gradient.to(device)
+        ids, offsets = (t.to(device, self.id_type) for t in (batch.indices, batch.offsets))
+        return ids, offsets, batch.gradient.to(device)
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
@@ -151,18 +156,11 @@ class OneModule(Contender):
     def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ids, offsets, _ = prepared
         with torch.no_grad():
-            output: Tensor = self.module(ids, offsets)
-        return output
+            return self.module(ids, offsets)
 
     def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
         ids, offsets, gradient = prepared
         self.module(ids, offsets).backward(gradient)
-
-
-def build(name: str, task: Task) -> Contender:
-    """Build a contender by name; raise Unsupported if it cannot do the task."""
-    contender: Contender = find(name).load()(task)
-    return contender
 
 
 def touched(batch: Batch, task: Task) -> list[Tensor]:
@@ -188,6 +186,11 @@ def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
 def split_gradient(batch: Batch, shapes: Sequence[TableShape]) -> list[Tensor]:
     """Split the gradient's columns into one [B, D] per feature."""
     return list(batch.gradient.split([s.dim for s in shapes], dim=1))
+
+
+def join_columns(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the outputs [B, D] of all features as [B, sum D]; a single one is not copied."""
+    return outputs[0] if len(outputs) == 1 else torch.cat(tuple(outputs), dim=1)
 
 
 def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:

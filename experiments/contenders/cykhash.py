@@ -7,16 +7,14 @@ import torch
 from cykhash import Int64toInt64Map, Int64toInt64Map_from_buffers, Int64toInt64Map_to
 from torch import Tensor
 
-from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
+from experiments.contenders.keys import KeyTable, KeyTask, Prepared, Unsupported
 
-Prepared = tuple[Tensor, Tensor]
-ABSENT = -1
 SLOT_BYTES = 16.25  # bytes per slot: key, value and two bits; the number of slots is a power of 2
 MAX_LOAD = 0.77  # keys per slot at which khash doubles its slots
 
 
 class Cykhash(KeyTable):
-    """cykhash's map from keys to slots; the slot of a key is the number of keys before it."""
+    """cykhash's map from keys to slots, which are numbered in the order of insertion; no values."""
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
@@ -26,18 +24,19 @@ class Cykhash(KeyTable):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Build a map of the new keys, then merge it into the map."""
-        begin = len(self.map)
-        numbers = np.arange(begin, begin + len(keys))
-        added = Int64toInt64Map_from_buffers(keys.numpy(), numbers)
-        if begin:
+        num_filled = len(self.map)
+        slots = np.arange(num_filled, num_filled + len(keys))
+        added = Int64toInt64Map_from_buffers(keys.numpy(), slots)
+        if num_filled:
             self.map.update(added)
         else:
             self.map = added
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        out = np.empty(len(prepared[0]), np.int64)
-        Int64toInt64Map_to(self.map, prepared[0].numpy(), out, False, ABSENT)
-        return torch.from_numpy(out)
+        keys, _ = prepared
+        slots = np.empty(len(keys), np.int64)
+        Int64toInt64Map_to(self.map, keys.numpy(), slots, False, self.absent)
+        return torch.from_numpy(slots)
 
     def size(self) -> int:
         return len(self.map)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import emblib
 from experiments.contenders.base import OneModule, State, Task, touched
-from experiments.contenders.tables import OPTIMIZERS
+from experiments.contenders.tables import optimizer_of
 from experiments.workloads.workload import Batch
 
 FILLED_LOAD = 0.75  # rows per slot: low enough that every key finds a slot
@@ -32,7 +32,7 @@ class Dynamic(OneModule):
     def _module(self) -> emblib.DynamicEmbeddingBags:
         return emblib.DynamicEmbeddingBags(
             [emblib.DynamicSpec(math.ceil(s.rows / FILLED_LOAD), s.dim) for s in self.task.shapes],
-            OPTIMIZERS[self.task.optimizer](self.task.lr),
+            optimizer_of(self.task),
             device=self.task.device,
         )
 
@@ -77,8 +77,9 @@ class Tiered(Dynamic):
     mode: ClassVar[emblib.TierMode] = emblib.TierMode.CACHING
 
     def __init__(self, task: Task) -> None:
-        self.distinct: dict[int, int] = {}  # rows of a prepared batch, by the address of its ids
-        self.rows = 0
+        # Distinct rows of a prepared batch by the address of its ids, and of all training calls.
+        self.rows_of_ids: dict[int, int] = {}
+        self.num_rows = 0
         super().__init__(task)
         self.reset_counters()
 
@@ -91,7 +92,7 @@ class Tiered(Dynamic):
                 )
                 for s in shapes
             ],
-            OPTIMIZERS[self.task.optimizer](self.task.lr),
+            optimizer_of(self.task),
             backing=emblib.BackingStore(  # no batch misses more rows than there are
                 self._store(), self.mode, min(MAX_MISSES, max(s.rows for s in shapes))
             ),
@@ -103,18 +104,18 @@ class Tiered(Dynamic):
 
     def prepare(self, batch: Batch) -> Prepared:
         """Lay out the batch and count its distinct rows, which `counters` needs."""
-        prepared: Prepared = super().prepare(batch)
-        self.distinct[prepared[0].data_ptr()] = sum(map(len, touched(batch, self.task)))
+        prepared = super().prepare(batch)
+        self.rows_of_ids[prepared[0].data_ptr()] = sum(map(len, touched(batch, self.task)))
         return prepared
 
     def visit(self, prepared: Prepared) -> None:
         """Run a training forward, because only training moves rows between tiers."""
         ids, offsets, _ = prepared
-        self.rows += self.distinct[ids.data_ptr()]
+        self.num_rows += self.rows_of_ids[ids.data_ptr()]
         self.module(ids, offsets)
 
     def step(self, prepared: Prepared) -> None:
-        self.rows += self.distinct.get(prepared[0].data_ptr(), 0)
+        self.num_rows += self.rows_of_ids.get(prepared[0].data_ptr(), 0)
         super().step(prepared)
 
     def counters(self) -> dict[str, int]:
@@ -123,12 +124,12 @@ class Tiered(Dynamic):
         return {
             "lookups": sum(s.lookups for s in stats),
             "lookup_hits": sum(s.hits for s in stats),
-            "rows": self.rows,
-            "row_hits": self.rows - missed,
+            "rows": self.num_rows,
+            "row_hits": self.num_rows - missed,
         }
 
     def reset_counters(self) -> None:
-        self.rows = 0
+        self.num_rows = 0
         self.module.reset_stats()
 
 

@@ -35,8 +35,8 @@ COLUMN_MULTIPLE = 4  # FBGEMM's kernels need D divisible by this
 class Fbgemm(OneModule):
     """One FBGEMM module with all tables on the device and the optimizer fused into backward.
 
-    Ids and offsets are int32 if that suffices for the rows of all tables, because FBGEMM's update
-    is then faster. The bounds check has its default, a warning, as emblib's.
+    Ids and offsets have `id_type`, because FBGEMM's update is faster with int32. The bounds check
+    has its default, a warning, as emblib's.
     """
 
     location: ClassVar[EmbeddingLocation] = EmbeddingLocation.DEVICE
@@ -46,6 +46,7 @@ class Fbgemm(OneModule):
         if task.device.type != "cuda" and self.location is not EmbeddingLocation.DEVICE:
             raise Unsupported("FBGEMM has tables in managed memory on CUDA only")
         super().__init__(task)
+        self.id_type = id_type(task)
         for seed, weights in enumerate(self.module.split_embedding_weights()):
             fill_(weights.data, seed)
 
@@ -65,15 +66,6 @@ class Fbgemm(OneModule):
 
     def _options(self) -> dict[str, Any]:
         return {}
-
-    def prepare(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        device = self.task.device
-        kind = id_type(self.task)
-        return (
-            batch.indices.to(device, kind),
-            batch.offsets.to(device, kind),
-            batch.gradient.to(device),
-        )
 
     def nbytes(self) -> dict[str, int]:
         return {
@@ -147,8 +139,7 @@ class ServedFp32(PackedTables):
         return batch.indices.int(), batch.offsets.int()
 
     def lookup(self, prepared: Feature) -> Tensor:
-        pooled: Tensor = self.module(*prepared)
-        return pooled
+        return self.module(*prepared)
 
     def nbytes(self) -> int:
         return sum(part.nbytes for row in self.rows for part in row if part is not None)

@@ -13,29 +13,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import emblib
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import EPS, Task, Unsupported
+from experiments.contenders.base import EPS, Task, Unsupported, join_columns
 from experiments.contenders.tt import TTTables, tt_specs
 from experiments.workloads.workload import Batch, TableShape
 
-VARIABLE = "EMBLIB_FBTT"
 Feature = tuple[Tensor, Tensor]  # ids and offsets
 
-
-def library() -> Any:
-    """Import FBTT's Python module, from the folder of EMBLIB_FBTT if that is set."""
-    folder = os.environ.get(VARIABLE, "")
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module("tt_embeddings_ops")
-
-
-# Loaded at import, so that the registry reports a failure.
-LIBRARY = library()
+if (folder := os.environ.get("EMBLIB_FBTT", "")) and folder not in sys.path:
+    sys.path.insert(0, folder)
+# Loaded with this file, so that the registry reports a failure.
+LIBRARY: Any = importlib.import_module("tt_embeddings_ops")
 
 
 class Trains:
@@ -65,8 +56,7 @@ class Trains:
 
     def __call__(self, features: Sequence[Feature]) -> Tensor:
         """Look up (ids, offsets) of each table and concatenate the outputs: [B, sum D]."""
-        outputs = [m(*feature) for m, feature in zip(self.modules, features, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns([m(*f) for m, f in zip(self.modules, features, strict=True)])
 
     @property
     def cores(self) -> list[Tensor]:

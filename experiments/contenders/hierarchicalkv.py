@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from experiments.config.schema import OPERATIONS
-from experiments.contenders.keys import KeyTable, KeyTask, Unsupported
+from experiments.contenders.keys import KeyTable, KeyTask, Prepared, Unsupported
 
 VARIABLE = "EMBLIB_HIERARCHICALKV"
-Prepared = tuple[Tensor, Tensor]
 ENTRY_BYTES = 17  # bytes per slot: key, score and digest
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
@@ -60,8 +59,7 @@ class HierarchicalKV(KeyTable):
         if task.device.type != "cuda":
             raise Unsupported("HierarchicalKV needs a GPU")
         self.slots = 1 << (task.slots - 1).bit_length()
-        index = torch.device(task.device).index or 0
-        self.table = LIBRARY.hkv_create(self.slots, task.dim, index)
+        self.table = LIBRARY.hkv_create(self.slots, task.dim, task.device.index or 0)
         if not self.table:
             raise RuntimeError(LIBRARY.hkv_error().decode())
 
@@ -119,7 +117,6 @@ class HierarchicalKV(KeyTable):
         return evicted[: count.value]
 
     def erase(self, keys: Tensor) -> None:
-        keys = keys.to(self.task.device)
         self._call("erase", len(keys), keys.data_ptr())
 
     def size(self) -> int:

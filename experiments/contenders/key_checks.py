@@ -17,8 +17,8 @@ FIRST_ABSENT = 1 << 40  # number of a key beyond all keys that calls use
 def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     """Check the operations of a filled table; raise Wrong for the first wrong result.
 
-    Inserts of absent keys are checked only if the table can erase, so that it stays as it was. Of a
-    ceiling only the lines are checked.
+    Inserts of absent keys are checked only if the table can erase, so that its keys stay as they
+    were; a full table may evict others. Of a ceiling only the lines are checked.
 
     Args:
         table: table to check. Keys that the checks insert are erased again.

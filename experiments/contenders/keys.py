@@ -12,7 +12,6 @@ from torch import Tensor
 import emblib
 from experiments.config.schema import OPERATIONS
 from experiments.contenders.registry import Unsupported as Unsupported
-from experiments.contenders.registry import find
 from experiments.machine.bandwidth import CacheLines
 
 Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
@@ -119,12 +118,6 @@ class KeyTable(ABC):
         """Return the bytes of keys, their metadata and values."""
 
 
-def build_keyed(name: str, task: KeyTask) -> KeyTable:
-    """Build a hash table by name; raise Unsupported if it cannot do the task."""
-    table: KeyTable = find(name).load()(task)
-    return table
-
-
 class EmblibHashTable(KeyTable):
     """emblib.HashTable with all its slots from the beginning; a full table evicts by LRU."""
 
@@ -192,25 +185,46 @@ class EmblibHashTableLFU(EmblibHashTable):
     eviction = emblib.Eviction.LFU
 
 
-class SortedKeys(KeyTable):
-    """PyTorch's searchsorted on an ascending tensor of all keys; a key's position is its slot."""
+class SortedTable(KeyTable):
+    """Base of tables that hold their keys in ascending order. Values are not stored.
+
+    `fill` only collects keys: adding them sorts all keys, so `prepare` and `size` do it once for
+    many `fill`s.
+
+    Attributes:
+        keys: distinct keys that were added, ascending, int64 on the table's device.
+        unsorted: keys of `fill`s that were not added yet.
+    """
 
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         self.keys = torch.empty(0, dtype=torch.int64, device=task.device)
-        self.pending: list[Tensor] = []
+        self.unsorted: list[Tensor] = []
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
-        self.pending.append(keys.to(self.task.device))
+        self.unsorted.append(keys.to(self.task.device))
 
-    def prepare(self, keys: Tensor, values: Tensor) -> Prepared:
-        """Merge the collected keys, then return the call."""
-        if self.pending:
-            self.keys = torch.cat([self.keys, *self.pending]).unique()
-            self.pending = []
-        prepared: Prepared = super().prepare(keys, values)
-        return prepared
+    def prepare(self, keys: Tensor, values: Tensor) -> Any:
+        """Add the collected keys, then return the call."""
+        self._add_collected()
+        return super().prepare(keys, values)
+
+    def size(self) -> int:
+        self._add_collected()
+        return len(self.keys)
+
+    def _add_collected(self) -> None:
+        if self.unsorted:
+            self.keys = torch.cat([self.keys, *self.unsorted]).unique()
+            self.unsorted = []
+            self._load()
+
+    def _load(self) -> None:
+        """Load `keys`, which have changed, into the table."""
+
+
+class SortedKeys(SortedTable):
+    """PyTorch's searchsorted on an ascending tensor of all keys; a key's position is its slot."""
 
     def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up each distinct key once, in ascending order, which is faster than every key."""
@@ -219,9 +233,6 @@ class SortedKeys(KeyTable):
         nearest = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
         slots = torch.where(self.keys[nearest] == distinct, nearest, self.absent)
         return slots[inverse]
-
-    def size(self) -> int:
-        return len(self.keys) + sum(map(len, self.pending))
 
     def nbytes(self) -> int:
         return self.keys.nbytes

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from emblib.reference import tt
-from experiments.contenders.base import State, Task, Unsupported
-from experiments.contenders.tables import OPTIMIZERS
+from experiments.contenders.base import State, Task, join_columns
+from experiments.contenders.tables import optimizer_of
 from experiments.contenders.torch_bag import Prepared, TableByTable
-from experiments.contenders.tt import expect_tt, tt_specs
+from experiments.contenders.tt import expect_tt, tt_specs_of_all
 from experiments.workloads.workload import Batch
 
 STEP = 1  # element of `Optimizer.hyperparams` with the number of the step
@@ -19,17 +19,13 @@ class ReferenceTT(TableByTable):
     """Tensor trains by torch.bmm on the gathered slices of each lookup, for all tables."""
 
     def __init__(self, task: Task) -> None:
-        """Draw the cores, [table][core], and zero states, [table][core][state of the rule]."""
+        """Draw the cores, [table][core], and zero states, [core][state of the rule]."""
         super().__init__(task)
-        if len(task.shapes) > task.tt_tables:
-            raise Unsupported("the reference TT contender compresses every table; raise tt.tables")
-        self.rule = OPTIMIZERS[task.optimizer](task.lr)
+        self.rule = optimizer_of(task)
         self.hyperparams = self.rule.hyperparams(task.device)
-        self.specs = tt_specs(task, task.shapes)
+        self.specs = tt_specs_of_all(task)
         self.cores: list[list[Tensor]] = []
-        self.states: list[list[list[Tensor]]] = []
         generator = torch.Generator(task.device).manual_seed(0)
-        states = self.rule.states
         for spec in self.specs:
             ranks = spec.full_ranks
             shapes = zip(spec.row_factors, ranks, spec.dim_factors, ranks[1:], strict=False)
@@ -38,41 +34,40 @@ class ReferenceTT(TableByTable):
                 for p, r, q, s in shapes
             ]
             self.cores.append([c.requires_grad_() for c in cores])
-            self.states.append(
-                [
-                    [torch.zeros_like(c.detach()[:, 0] if s.per_row else c) for s in states]
-                    for c in cores
-                ]
-            )
+        self.parameters = [core for cores in self.cores for core in cores]
+        self.states = [
+            [torch.zeros_like(c.detach()[:, 0] if s.per_row else c) for s in self.rule.states]
+            for c in self.parameters
+        ]
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         features, _ = prepared
-        outputs = [
-            tt.lookup(cores, spec.rows, spec.row_factors, spec.dim_factors, ids, offsets)
-            for cores, spec, (ids, offsets) in zip(self.cores, self.specs, features, strict=True)
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns(
+            [
+                tt.lookup(cores, spec.rows, spec.row_factors, spec.dim_factors, *feature)
+                for cores, spec, feature in zip(self.cores, self.specs, features, strict=True)
+            ]
+        )
 
     def step(self, prepared: Prepared) -> None:
         """Run autograd to dense core gradients, then reference.tt.update_rows_."""
-        leaves = [c for cores in self.cores for c in cores]
         _, gradient_of_output = prepared
-        gradients = torch.autograd.grad(self._lookup(prepared), leaves, gradient_of_output)
-        states = [s for table in self.states for s in table]
+        output = self._lookup(prepared)
+        gradients = torch.autograd.grad(output, self.parameters, gradient_of_output)
         self.hyperparams[STEP] += 1
         with torch.no_grad():
-            for core, state, gradient in zip(leaves, states, gradients, strict=True):
+            for core, state, gradient in zip(self.parameters, self.states, gradients, strict=True):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of cores and their state; gathered slices count in peak memory only."""
         return {
-            "weights": sum(c.nbytes for cores in self.cores for c in cores),
-            "optimizer_state": sum(s.nbytes for t in self.states for c in t for s in c),
+            "weights": sum(core.nbytes for core in self.parameters),
+            "optimizer_state": sum(s.nbytes for states in self.states for s in states),
         }
 
     def observe(self, batch: Batch) -> State:
-        return [c.detach().cpu().clone() for cores in self.cores for c in cores]
+        return [core.detach().cpu().clone() for core in self.parameters]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         return expect_tt(batch, before, self.task, self.specs)

@@ -132,7 +132,7 @@ class Entry:
         if reason := self.missing():
             raise Missing(reason)
         try:
-            loaded: type[Any] = getattr(_import_file(self.file), self.cls)
+            return getattr(_import_file(self.file), self.cls)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
             if self.variable:
                 raise Missing(f"{self.built()} does not load here ({error})") from error
@@ -145,7 +145,6 @@ class Entry:
                 f"{versions} does not load here ({error}); known to work: "
                 f"{', '.join(self.requires)}"
             ) from error
-        return loaded
 
 
 def entries() -> dict[str, Entry]:
@@ -166,6 +165,17 @@ def find(name: str) -> Entry:
     if name not in entries():
         raise RegistryError(f"no contender '{name}'. There is: {', '.join(names())}")
     return entries()[name]
+
+
+def build(name: str, task: Any) -> Any:
+    """Build a contender by name; raise Unsupported if it cannot do the task.
+
+    Args:
+        name: name of the contender; RegistryError if it is unknown.
+        task: argument of its class: a `base.Task`, of a hash table a `keys.KeyTask`, of read-only
+            tables their shapes.
+    """
+    return find(name).load()(task)
 
 
 def facts_of(name: str) -> Entry:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import emblib
-from experiments.contenders.registry import find
+from experiments.contenders.base import join_columns
 from experiments.workloads.workload import Batch, TableShape
 
 Feature = tuple[Tensor, Tensor]  # ids [lookups] and offsets [B + 1] of one table
@@ -56,12 +56,6 @@ class Served(ABC):
         """Make the tables of a file that `save` wrote ready for lookups."""
 
 
-def build_served(name: str, shapes: Sequence[TableShape]) -> Served:
-    """Build empty read-only tables by the name of their contender."""
-    served: Served = find(name).load()(shapes)
-    return served
-
-
 class Fp32(Served):
     """emblib's inference tables, frozen into a file that is opened by mapping it."""
 
@@ -73,8 +67,7 @@ class Fp32(Served):
         self.tables: Any = emblib.inference.for_inference(rows_by_name, self.format)
 
     def lookup(self, prepared: Feature) -> Tensor:
-        pooled: Tensor = self.tables(*prepared)
-        return pooled
+        return self.tables(*prepared)
 
     def nbytes(self) -> int:
         return sum(self.tables.nbytes().values())
@@ -134,8 +127,7 @@ class TorchFp32(PackedTables):
         return [batch.feature(f) for f in range(len(self.shapes))]
 
     def lookup(self, prepared: list[Feature]) -> Tensor:
-        outputs = [self._bag(n, *feature) for n, feature in enumerate(prepared)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns([self._bag(n, *feature) for n, feature in enumerate(prepared)])
 
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self.rows)
@@ -151,8 +143,7 @@ class TorchFp32(PackedTables):
         ]
 
     def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
-        pooled: Tensor = self.bags[table](ids, offsets)
-        return pooled
+        return self.bags[table](ids, offsets)
 
 
 class TorchInt8(TorchFp32):
@@ -162,16 +153,14 @@ class TorchInt8(TorchFp32):
     operators: ClassVar[str] = "embedding_bag_byte"
 
     def _packed(self, rows: Tensor) -> Tensor:
-        packed: Tensor = getattr(torch.ops.quantized, f"{self.operators}_prepack")(rows)
-        return packed
+        return getattr(torch.ops.quantized, f"{self.operators}_prepack")(rows)
 
     def _set(self, rows: list[Tensor]) -> None:
         self.rows = rows
         self.operator = getattr(torch.ops.quantized, f"{self.operators}_rowwise_offsets")
 
     def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
-        pooled: Tensor = self.operator(self.rows[table], ids, offsets, include_last_offset=True)
-        return pooled
+        return self.operator(self.rows[table], ids, offsets, include_last_offset=True)
 
 
 class TorchInt4(TorchInt8):

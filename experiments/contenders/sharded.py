@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig, TableGroups
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import (
@@ -25,7 +24,7 @@ from emblib.sharding import (
 from emblib.sharding.sharding_types import Rule
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import Contender, State, Task, Unsupported, fill_, touched
-from experiments.contenders.tables import OPTIMIZERS
+from experiments.contenders.tables import optimizer_of
 from experiments.workloads.workload import Batch
 
 
@@ -53,8 +52,8 @@ class Collection(Contender):
 
     Attributes:
         module: the collection.
-        feature_name: format of a feature's name, from its number.
-        keys: names of the features.
+        feature_name: format of a feature's name, from the number of its table.
+        keys: names of the features, in the order of the tables.
         blocks: parts of the tables on this rank.
     """
 
@@ -75,8 +74,7 @@ class Collection(Contender):
     def forward(self, prepared: tuple[Any, Tensor]) -> Tensor:
         features, _ = prepared
         with torch.no_grad():
-            output: Tensor = self.module(features).values()
-        return output
+            return self.module(features).values()
 
     def step(self, prepared: tuple[Any, Tensor]) -> None:
         features, gradient = prepared
@@ -130,11 +128,6 @@ class Bags(Collection):
             for number, shape in enumerate(task.shapes)
         ]
 
-    @staticmethod
-    def optimizer_of(task: Task) -> optim.Optimizer:
-        """Return the optimizer of all tables."""
-        return OPTIMIZERS[task.optimizer](task.lr)
-
     def prepare(self, batch: Batch) -> tuple[KeyedJaggedTensor, Tensor]:
         device = self.task.device
         features = KeyedJaggedTensor(
@@ -162,7 +155,7 @@ class WholeBags(Bags):
     def _module(self) -> tuple[Any, list[Block]]:
         task = self.task
         module = EmbeddingBagCollection(
-            self.configs(task), device=task.device, optimizer=self.optimizer_of(task)
+            self.configs(task), device=task.device, optimizer=optimizer_of(task)
         )
         views = (module.groups.views(table)["weight"] for table in range(len(task.shapes)))
         return module, [Block(table, 0, 0, weights) for table, weights in enumerate(views)]
@@ -179,12 +172,12 @@ class ShardedBags(Bags):
 
     Attributes:
         cuts_rows: True if the columns of a row may be on several ranks.
-        rule: function of (share, world) that returns the sharding rule of a table. `share`, in
-            [0, 1), is the position of the table among all, which chooses its rank or node.
+        rule: function of (rank, node) that returns the sharding rule of a table. Consecutive
+            tables, about equally many, belong to each rank and node; these are the table's.
     """
 
     cuts_rows = False
-    rule: Callable[[float, World], Rule]
+    rule: Callable[[int, int], Rule]
 
     def _module(self) -> tuple[Any, list[Block]]:
         """Build emblib's sharded collection by the plan of the contender."""
@@ -194,9 +187,9 @@ class ShardedBags(Bags):
                 "row-wise Adagrad has one sum for each part of a row: parts by columns train "
                 "otherwise than whole rows"
             )
-        optimizer = self.optimizer_of(self.task)
+        optimizer = optimizer_of(self.task)
         source = EmbeddingBagCollection(self.configs(self.task), device="meta", optimizer=optimizer)
-        plan = self.plan(self.task, World(ranks.size, ranks.local_size))
+        plan = self.plan(source, World(ranks.size, ranks.local_size))
         module = ShardedEmbeddingBagCollection(source, plan, ranks, optimizer=optimizer)
         names = list(plan)
         return module, [
@@ -211,17 +204,19 @@ class ShardedBags(Bags):
         ]
 
     @classmethod
-    def plan(cls, task: Task, world: World) -> dict[str, ParameterSharding]:
+    def plan(cls, tables: EmbeddingBagCollection, world: World) -> dict[str, ParameterSharding]:
         """Return the sharding of each table by name."""
-        tables = EmbeddingBagCollection(cls.configs(task), device="meta")
         names = [config.name for config in tables.embedding_bag_configs()]
-        share = 1 / len(names)
-        rules = {name: cls.rule(number * share, world) for number, name in enumerate(names)}
+        num_nodes = world.size // world.local_size
+        rules = {
+            name: cls.rule(table * world.size // len(names), table * num_nodes // len(names))
+            for table, name in enumerate(names)
+        }
         return construct_module_plan(tables, rules, world)
 
     @staticmethod
-    def node_of(size: int) -> int:
-        """Return the ranks per node in a world of `size` ranks; all if they do not divide."""
+    def ranks_per_node(size: int) -> int:
+        """Return RANKS_PER_NODE if that divides `size`, the number of all ranks, else `size`."""
         return RANKS_PER_NODE if size % RANKS_PER_NODE == 0 else size
 
     def parts(self, prepared: tuple[KeyedJaggedTensor, Tensor]) -> dict[str, Callable[[], object]]:
@@ -258,57 +253,49 @@ def ranks_of(device: torch.device) -> RankGroup:
     size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)
-    return RankGroup(local_size=ShardedBags.node_of(size), device=device)
-
-
-def _node(share: float, world: World) -> int:
-    """Return the node of the table at position `share`."""
-    return int(share * (world.size // world.local_size))
+    return RankGroup(local_size=ShardedBags.ranks_per_node(size), device=device)
 
 
 class DataParallel(ShardedBags):
     """Every table replicated on every rank."""
 
-    rule = staticmethod(lambda share, world: sharding_types.data_parallel())
+    rule = staticmethod(lambda rank, node: sharding_types.data_parallel())
 
 
 class TableWise(ShardedBags):
-    """Whole tables; each rank holds consecutive tables, about equally many."""
+    """Whole tables, each on its rank."""
 
-    rule = staticmethod(lambda share, world: sharding_types.table_wise(int(share * world.size)))
+    rule = staticmethod(lambda rank, node: sharding_types.table_wise(rank))
 
 
 class RowWise(ShardedBags):
     """The rows of every table distributed over all ranks."""
 
-    rule = staticmethod(lambda share, world: sharding_types.row_wise())
+    rule = staticmethod(lambda rank, node: sharding_types.row_wise())
 
 
 class ColumnWise(ShardedBags):
     """The columns of every table distributed over all ranks."""
 
     cuts_rows = True
-
-    rule = staticmethod(lambda share, world: sharding_types.column_wise())
+    rule = staticmethod(lambda rank, node: sharding_types.column_wise())
 
 
 class TableRowWise(ShardedBags):
-    """The rows of each table distributed over the ranks of one node."""
+    """The rows of each table distributed over the ranks of its node."""
 
-    rule = staticmethod(lambda share, world: sharding_types.table_row_wise(_node(share, world)))
+    rule = staticmethod(lambda rank, node: sharding_types.table_row_wise(node))
 
 
 class TableColumnWise(ShardedBags):
-    """The columns of each table distributed over the ranks of one node."""
+    """The columns of each table distributed over the ranks of its node."""
 
     cuts_rows = True
-
-    rule = staticmethod(lambda share, world: sharding_types.table_column_wise(_node(share, world)))
+    rule = staticmethod(lambda rank, node: sharding_types.table_column_wise(node))
 
 
 class Grid(ShardedBags):
     """The columns of each table distributed over the nodes, their rows over a node's ranks."""
 
     cuts_rows = True
-
-    rule = staticmethod(lambda share, world: sharding_types.grid())
+    rule = staticmethod(lambda rank, node: sharding_types.grid())

@@ -9,7 +9,7 @@ import torch
 
 import emblib
 from experiments.config.schema import Optimizer
-from experiments.contenders.base import OneModule, State, Unsupported, read_rows
+from experiments.contenders.base import OneModule, State, Task, Unsupported, read_rows
 from experiments.workloads.workload import Batch, cache_sets
 
 OPTIMIZERS = {
@@ -17,6 +17,11 @@ OPTIMIZERS = {
     Optimizer.adagrad: emblib.optim.Adagrad,
     Optimizer.rowwise_adagrad: emblib.optim.RowwiseAdagrad,
 }
+
+
+def optimizer_of(task: Task) -> emblib.optim.Optimizer:
+    """Return emblib's optimizer of a task."""
+    return OPTIMIZERS[task.optimizer](task.lr)
 
 
 class BatchedTables(OneModule):
@@ -29,7 +34,7 @@ class BatchedTables(OneModule):
         task = self.task
         return emblib.TableBatchedEmbeddingBags(
             [emblib.TableSpec(s.rows, s.dim, placement=self.placement) for s in task.shapes],
-            OPTIMIZERS[task.optimizer](task.lr),
+            optimizer_of(task),
             cache=self._cache(),
             device=task.device,
         )

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import emblib
-from experiments.contenders.base import State, Task, Unsupported
+from experiments.contenders.base import State, join_columns
 from experiments.contenders.torch_bag import Prepared, TorchOptimized
-from experiments.contenders.tt import expect_tt, tt_specs
+from experiments.contenders.tt import expect_tt, tt_specs_of_all
 from experiments.workloads.workload import Batch
 
 
@@ -25,14 +25,9 @@ class FactorizedTables(TorchOptimized):
     gradients.
     """
 
-    def __init__(self, task: Task) -> None:
-        if len(task.shapes) > task.tt_tables:
-            raise Unsupported("this contender compresses every table; raise tt.tables")
-        super().__init__(task)
-
     def _build(self) -> list[Tensor]:
         device = self.task.device
-        self.specs = tt_specs(self.task, self.task.shapes)
+        self.specs = tt_specs_of_all(self.task)
         self.modules = [_embedding(spec, device) for spec in self.specs]
         generator = torch.Generator(device).manual_seed(0)
         cores = [core for module in self.modules for core in module.weight.factors]
@@ -51,7 +46,7 @@ class FactorizedTables(TorchOptimized):
                     inverse, rows, offsets, mode="sum", include_last_offset=True
                 )
             )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns(outputs)
 
     def observe(self, batch: Batch) -> State:
         """Return all cores, converted from [R, p, q, R'] to emblib's [p, R * q * R']."""

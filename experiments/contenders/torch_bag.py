@@ -15,6 +15,7 @@ from experiments.contenders.base import (
     Task,
     Unsupported,
     fill_,
+    join_columns,
     optimizer_bytes,
     read_rows,
 )
@@ -92,8 +93,7 @@ class TorchBags(TorchOptimized):
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         features, _ = prepared
-        outputs = [bag(*feature) for bag, feature in zip(self.bags, features, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns([bag(*f) for bag, f in zip(self.bags, features, strict=True)])
 
     def observe(self, batch: Batch) -> State:
         return read_rows(self.weights, batch, self.task)

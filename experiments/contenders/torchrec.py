@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import EPS, State, Task, Unsupported, optimizer_bytes, read_rows
 from experiments.contenders.fbgemm import check_dims, id_type
-from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.keys import KeyTask, SortedTable
 from experiments.contenders.sharded import Block, Collection, over_ranks, rank_and_size
 from experiments.workloads.workload import Batch
 
@@ -120,8 +120,7 @@ class TorchRecFused(TorchRecInProcess):
         )
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer().state.values()
-        return states
+        return self.module.fused_optimizer().state.values()
 
 
 class TorchRecDense(TorchRecInProcess):
@@ -157,8 +156,8 @@ class TorchRecSharded(TorchRecCollection):
     """
 
     @abstractmethod
-    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
-        """Return TorchRec's sharding of the table at position `share`, in [0, 1), among all."""
+    def _rule(self, rank: int) -> Callable[..., Any]:
+        """Return TorchRec's sharding of a table; a table that stays whole is stored on `rank`."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
         """Build TorchRec's sharded collection with a fused optimizer."""
@@ -178,7 +177,7 @@ class TorchRecSharded(TorchRecCollection):
         names = [config.name for config in self._configs()]
         plan = sharding_plan.construct_module_sharding_plan(
             collection,
-            {name: self._rule(number / len(names), ranks) for number, name in enumerate(names)},
+            {name: self._rule(table * ranks // len(names)) for table, name in enumerate(names)},
             world_size=ranks,
             local_size=ranks,
             device_type=device.type,
@@ -199,8 +198,7 @@ class TorchRecSharded(TorchRecCollection):
         return module, blocks
 
     def _states(self) -> Iterable[Mapping[str, Any]]:
-        states: Iterable[Mapping[str, Any]] = self.module.fused_optimizer.state.values()
-        return states
+        return self.module.fused_optimizer.state.values()
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of all ranks; a collective."""
@@ -213,8 +211,8 @@ class TorchRecTableWise(TorchRecSharded):
     TorchRec sorts features by rank, which then does not change their order.
     """
 
-    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
-        return sharding_plan.table_wise(rank=int(share * ranks), compute_kernel=FUSED)
+    def _rule(self, rank: int) -> Callable[..., Any]:
+        return sharding_plan.table_wise(rank=rank, compute_kernel=FUSED)
 
 
 class TorchRecAlone(TorchRecTableWise):
@@ -232,7 +230,7 @@ class TorchRecAlone(TorchRecTableWise):
 class TorchRecRowWise(TorchRecSharded):
     """The rows of every table distributed over all ranks."""
 
-    def _rule(self, share: float, ranks: int) -> Callable[..., Any]:
+    def _rule(self, rank: int) -> Callable[..., Any]:
         return sharding_plan.row_wise(compute_kernel=FUSED)
 
 
@@ -243,11 +241,11 @@ MIN_ROWS = 2  # one for a known id, and the last one for all unknown ids
 PreparedIds = dict[str, JaggedTensor]
 
 
-class ManagedCollisions(KeyTable):
+class ManagedCollisions(SortedTable):
     """TorchRec's managed collision module (ZCH) as a hash table.
 
-    Training calls record every id; every tenth call also admits and evicts ids by frequency. All
-    absent ids share the last row.
+    Training calls record every id; every tenth call also admits and evicts ids by frequency. A slot
+    is a row; all absent ids share the last one. `size` does not count what training calls change.
     """
 
     operations = ("find_slots", "find_or_insert_slots")
@@ -256,7 +254,6 @@ class ManagedCollisions(KeyTable):
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         self.absent = max(MIN_ROWS, task.resident + 1) - 1
-        self.pending: list[Tensor] = []
         self.reset_after_checks()
 
     def reset_after_checks(self) -> None:
@@ -267,40 +264,27 @@ class ManagedCollisions(KeyTable):
             eviction_policy=LFU_EvictionPolicy(),
             eviction_interval=EVICTION_INTERVAL,
         )
-        self.merged = 0
+        if len(self.keys):
+            self._load()
 
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
-        self.pending.append(keys.to(self.task.device))
-
-    def _merge(self) -> None:
-        """Load the collected keys, sorted, through the state dict."""
-        if self.merged == len(self.pending):
-            return
-        keys = torch.cat(self.pending).unique()
+    def _load(self) -> None:
+        """Load `keys` through the state dict, each with a count of one."""
         state = self.module.state_dict()
-        state["_mch_sorted_raw_ids"][: len(keys)] = keys
-        state["_mch_counts"][: len(keys)] = 1
+        state["_mch_sorted_raw_ids"][: len(self.keys)] = self.keys
+        state["_mch_counts"][: len(self.keys)] = 1
         self.module.load_state_dict(state)
-        self.merged = len(self.pending)
 
     def prepare(self, keys: Tensor, values: Tensor) -> PreparedIds:
-        self._merge()
-        lengths = torch.ones(len(keys), dtype=torch.int64, device=self.task.device)
-        return {FEATURE: JaggedTensor(keys.to(self.task.device), lengths=lengths)}
+        ids, _ = super().prepare(keys, values)
+        lengths = torch.ones(len(ids), dtype=torch.int64, device=ids.device)
+        return {FEATURE: JaggedTensor(ids, lengths=lengths)}
 
     def find_slots(self, prepared: PreparedIds) -> Tensor:
-        remapped: PreparedIds = self.module.remap(prepared)
-        return remapped[FEATURE].values()
+        return self.module.remap(prepared)[FEATURE].values()
 
     def find_or_insert_slots(self, prepared: PreparedIds) -> Tensor:
         self.module.train()
-        remapped: PreparedIds = self.module(prepared)
-        return remapped[FEATURE].values()
-
-    def size(self) -> int:
-        """Return the number of keys that `fill` had: the module does not count its ids."""
-        return sum(map(len, self.pending))
+        return self.module(prepared)[FEATURE].values()
 
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.module.state_dict().values())

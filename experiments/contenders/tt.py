@@ -15,11 +15,12 @@ from experiments.contenders.base import (
     State,
     Task,
     first_update,
+    join_columns,
     pool_rows,
     split_gradient,
 )
 from experiments.contenders.registry import Unsupported
-from experiments.contenders.tables import OPTIMIZERS, BatchedTables
+from experiments.contenders.tables import BatchedTables, optimizer_of
 from experiments.workloads.workload import Batch, TableShape
 
 
@@ -41,9 +42,8 @@ class TTTables(Contender):
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
         """Build the module of the compressed tables, whose shapes are given."""
-        task = self.task
         return emblib.TableBatchedTTEmbeddingBags(
-            tt_specs(task, shapes), OPTIMIZERS[task.optimizer](task.lr), device=task.device
+            tt_specs(self.task, shapes), optimizer_of(self.task), device=self.task.device
         )
 
     def _part(self, batch: Batch, tables: Sequence[int]) -> Batch:
@@ -74,7 +74,7 @@ class TTTables(Contender):
             ids, offsets, _ = plain_batch
             outputs.append(self.rest.module(ids, offsets))
         outputs.append(self.trains(*arguments_of_trains))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join_columns(outputs)
 
     def forward(self, prepared: Any) -> Tensor:
         with torch.no_grad():
@@ -134,9 +134,16 @@ def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
     return specs
 
 
+def tt_specs_of_all(task: Task) -> list[emblib.TTSpec]:
+    """Return the tensor train of every table; raise Unsupported if the task has plain tables."""
+    if len(task.shapes) > task.tt_tables:
+        raise Unsupported("this contender compresses every table; raise tt.tables")
+    return tt_specs(task, task.shapes)
+
+
 def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
-    cores = len(task.dim_factors) or (3 if shape.dim >= 8 else 2)  # a factor of D per core
-    ranks = (task.rank,) * (cores - 1)
+    num_cores = len(task.dim_factors) or (3 if shape.dim >= 8 else 2)  # a factor of D per core
+    ranks = (task.rank,) * (num_cores - 1)
     spec = emblib.TTSpec(shape.rows, shape.dim, ranks, task.row_factors, task.dim_factors)
     return spec.usable()
 
@@ -148,9 +155,9 @@ def expect_tt(
     outputs, expected_cores, remaining_cores = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
-        count = len(spec.row_factors)
-        leaves = [c.clone().requires_grad_() for c in remaining_cores[:count]]
-        remaining_cores = remaining_cores[count:]
+        num_cores = len(spec.row_factors)
+        leaves = [c.clone().requires_grad_() for c in remaining_cores[:num_cores]]
+        remaining_cores = remaining_cores[num_cores:]
         indices, offsets = batch.feature(f)
         pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from experiments.config.sweep import Cell
-from experiments.contenders.base import Contender, build
+from experiments.contenders.base import Contender
+from experiments.contenders.registry import build
 from experiments.gate.points import BuildResult, Point, Setup
 from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify

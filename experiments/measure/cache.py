@@ -12,10 +12,10 @@ import torch
 from experiments.config.schema import Order
 from experiments.config.sweep import COMPUTED, EXACT, Cell
 from experiments.contenders import registry
-from experiments.contenders.base import Contender, build
+from experiments.contenders.base import Contender
 from experiments.contenders.key_checks import CHECKED_KEYS, verify_keyed
-from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
-from experiments.contenders.registry import Unsupported
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.registry import Unsupported, build
 from experiments.measure.outcome import Outcome, describe, facts
 from experiments.measure.session import Session
 from experiments.measure.timing import task_of
@@ -142,17 +142,17 @@ def run_keys(
     contender, with other keys and more slots, is checked.
     """
 
-    def build(slots: int) -> KeyTable:
-        return build_keyed(contender, KeyTask(slots, 1, session.device, slots))
+    def table_of(slots: int) -> KeyTable:
+        return build(contender, KeyTask(slots, 1, session.device, slots))
 
     def prepare(ids: Ids) -> Any:
         return table.prepare(torch.from_numpy(ids.astype(np.int64)), torch.zeros(len(ids), 1))
 
-    space, checked = KeySpace(Order.permuted, session.seed), build(4 * CHECKED_KEYS)
+    space, checked = KeySpace(Order.permuted, session.seed), table_of(4 * CHECKED_KEYS)
     keys = space.run(0, CHECKED_KEYS)
     checked.fill(keys, values_of(keys, 1))
     verify_keyed(checked, space, keys)
-    table = build(slots)
+    table = table_of(slots)
     samples: dict[str, list[int]] = {k: [] for k in ("lookups", "lookup_hits", "rows", "row_hits")}
     for ids in batches:
         rows, lookups = np.unique(ids, return_counts=True)

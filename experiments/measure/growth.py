@@ -19,8 +19,8 @@ from torch import Tensor
 
 from experiments.config.schema import GROWTH_PHASE
 from experiments.config.sweep import Arm, Cell
-from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
-from experiments.contenders.registry import Wrong
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.registry import Wrong, build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.keys import KEYS_PER_FILL
@@ -73,7 +73,7 @@ def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
     _, total = call_sizes(cell)
     slots = max(shape.rows, total)
     task = KeyTask(slots, shape.dim, session.device, total, initial_slots)
-    return build_keyed(arm.contender, task)
+    return build(arm.contender, task)
 
 
 def _fill_in_turns(

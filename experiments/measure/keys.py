@@ -16,7 +16,8 @@ from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.key_checks import verify_keyed
-from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.registry import build
 from experiments.measure.outcome import Outcome, build_arms, describe
 from experiments.measure.session import Session
 from experiments.measure.timing import race_modes
@@ -119,7 +120,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     def build_filled(arm: Arm) -> FilledTable:
         task = task_of(cell, arm, session)
         calls = Calls(cell.workload, cell.keys, task.resident, session.seed, inserts=inserts)
-        table = build_keyed(arm.contender, task)
+        table: KeyTable = build(arm.contender, task)
         session.note(f"{arm.key}|filling")
         calls.resident = fill(table, calls)
         session.note(f"{arm.key}|checking")
@@ -140,8 +141,10 @@ def fill(table: KeyTable, calls: Calls) -> int:
     """
     num_wanted, num_inserted = table.task.resident, 0
     for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):
-        num_missing = num_wanted - (table.size() if num_inserted else 0)
-        if num_inserted >= num_wanted and num_missing <= (1 - FULL_SHARE) * num_wanted:
+        # Counting is slow for some tables, so it waits until the table may be full.
+        is_counted = num_inserted >= num_wanted
+        num_missing = num_wanted - (table.size() if is_counted else num_inserted)
+        if is_counted and num_missing <= (1 - FULL_SHARE) * num_wanted:
             break
         keys = calls.space.run(num_inserted, min(KEYS_PER_FILL, max(num_missing, 1)))
         table.fill(keys, values_of(keys, table.task.dim))

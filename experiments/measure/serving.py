@@ -29,8 +29,8 @@ from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.base import fill_, pool_rows
-from experiments.contenders.registry import Wrong
-from experiments.contenders.served import Served, build_served
+from experiments.contenders.registry import Wrong, build
+from experiments.contenders.served import Served
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, describe, facts
 from experiments.measure.session import Session
@@ -157,7 +157,7 @@ def _build(
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
 
     def build_filled(arm: Arm) -> Served:
-        served = build_served(arm.contender, shapes)
+        served: Served = build(arm.contender, shapes)
         served.fill(weights)
         session.note(f"{arm.key}|checking")
         verify_served(served, weights, pool.batches[0])

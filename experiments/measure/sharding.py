@@ -20,6 +20,7 @@ from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.sharded import ranks_of
+from experiments.contenders.tables import optimizer_of
 from experiments.machine.cpu import usable_cores
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
@@ -118,9 +119,8 @@ class Predictor:
         shapes = table_shapes(self.cell.workload, scale=self.cell.rows_scale)
         config = self.session.config
         task = Task(shapes, config.optimizer, config.lr, self.session.device)
-        world = World(ranks, entry.node_of(ranks))
+        world = World(ranks, entry.ranks_per_node(ranks))
         cores = self.cores if ranks == self.cell.ranks else ranks
-        plan = ShardingPlan({"": entry.plan(task, world)}, world)
         topology = planner.Topology(
             *world,
             memory=UNLIMITED_BYTES,
@@ -129,8 +129,9 @@ class Predictor:
             calibration=costs,
         )
         collection = EmbeddingBagCollection(
-            entry.configs(task), device="meta", optimizer=entry.optimizer_of(task)
+            entry.configs(task), device="meta", optimizer=optimizer_of(task)
         )
+        plan = ShardingPlan({"": entry.plan(collection, world)}, world)
         pooling = planner.TableConstraints(pooling_factor=float(self.cell.workload.L))
         limits = dict.fromkeys((t.name for t in collection.embedding_bag_configs()), pooling)
         step = planner.Planner(topology, batch, limits).predict(collection, plan)

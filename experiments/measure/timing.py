@@ -15,7 +15,8 @@ from typing import Any
 from experiments.config.schema import PHASES, Mode, TimingConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
-from experiments.contenders.base import Contender, Task, build
+from experiments.contenders.base import Contender, Task
+from experiments.contenders.registry import build
 from experiments.machine import memory
 from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, describe, facts, verify
@@ -148,7 +149,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     check_batch = make_pool(small_workload, shapes, 1, session.seed + 1).batches[0]
 
     def build_checked(arm: Arm) -> Contender:
-        contender = build(arm.contender, task_of(cell, arm, session))
+        contender: Contender = build(arm.contender, task_of(cell, arm, session))
         session.note(f"{arm.key}|checking")
         verify(contender, check_batch)
         return contender

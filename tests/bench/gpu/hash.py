@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import emblib
-from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
-from experiments.contenders.registry import Unsupported
+from experiments.contenders.keys import KeyTable, KeyTask
+from experiments.contenders.registry import Unsupported, build
 from tests.bench.gpu.bench import Bench, Shape, sized
 from tests.bench.gpu.peers import LR, Emblib
 from tests.bench.gpu.watch import Call, ratio
@@ -62,7 +62,7 @@ def table(bench: Bench, contender: str, load: float) -> None:
     dim = bench.size(DIM, 8)
     resident = int(load * slots)
     try:
-        key_table: KeyTable = build_keyed(contender, KeyTask(slots, dim, bench.device, resident))
+        key_table: KeyTable = build(contender, KeyTask(slots, dim, bench.device, resident))
     except Unsupported as error:
         bench.row(contender=contender, load=load, status=str(error)[:160])
         return

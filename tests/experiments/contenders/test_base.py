@@ -13,11 +13,10 @@ from experiments.contenders import registry
 from experiments.contenders.base import (
     GRADIENT_ROUNDING,
     Task,
-    build,
     first_update,
     update_rounding,
 )
-from experiments.contenders.registry import Unsupported, Wrong
+from experiments.contenders.registry import Unsupported, Wrong, build
 from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
 from experiments.measure.outcome import verify

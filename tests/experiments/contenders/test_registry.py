@@ -18,10 +18,10 @@ from experiments import configure
 from experiments.config.schema import Config, Optimizer, UsageError, WorkloadConfig
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
-from experiments.contenders.base import Contender, Task, build
+from experiments.contenders.base import Contender, Task
 from experiments.contenders.dynamic import DynamicNew
 from experiments.contenders.keys import KeyTable
-from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError
+from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError, build
 from experiments.contenders.served import Served
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session

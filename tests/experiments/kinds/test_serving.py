@@ -21,7 +21,7 @@ from experiments import configure
 from experiments.config.schema import UsageError, WorkloadConfig
 from experiments.contenders import registry
 from experiments.contenders.registry import Wrong
-from experiments.contenders.served import Int8, build_served
+from experiments.contenders.served import Int8
 from experiments.kinds.serving import cold_starts, latencies
 from experiments.measure.serving import (
     Load,
@@ -52,13 +52,13 @@ def weights() -> list[Tensor]:
 def test_tables_agree_with_float_rows_also_from_their_file(name: str, tmp_path: Path) -> None:
     if missing := registry.find(name).missing():
         pytest.skip(missing)
-    served = build_served(name, SHAPES)
+    served = registry.build(name, SHAPES)
     served.fill(weights())
     verify_served(served, weights(), BATCH)
     assert served.nbytes() <= (served.bits + 8) * 340 + 128
     prepared = served.prepare(BATCH)
     served.save(tmp_path / "tables")
-    opened = build_served(name, SHAPES)
+    opened = registry.build(name, SHAPES)
     opened.open(tmp_path / "tables")
     assert torch.equal(opened.lookup(prepared), served.lookup(prepared))
     start = cold_start(served, prepared)

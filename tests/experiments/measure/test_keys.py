@@ -13,7 +13,7 @@ from experiments import configure
 from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
 from experiments.contenders import registry
 from experiments.contenders.key_checks import verify_keyed
-from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
+from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
 from experiments.measure.cache import run_keys
@@ -105,12 +105,20 @@ def filled(kind: type[KeyTable], resident: int = 480) -> KeyTable:
 
 @pytest.mark.parametrize("name", ["sorted_keys", "lines", "scored"])
 def test_a_table_counts_the_keys_that_it_got_not_those_of_the_plan(name: str) -> None:
-    table = build_keyed(name, task())
+    table = registry.build(name, task())
     for first in (0, 100):
         keys = SPACE.run(first, 100)
         table.fill(keys, values_of(keys, 4))
     table.prepare(keys, values_of(keys, 4))
     assert table.size() == 200
+
+
+def test_a_key_that_was_filled_twice_counts_once() -> None:
+    table = registry.build("sorted_keys", task())
+    keys = SPACE.run(0, 100)
+    for _ in range(2):
+        table.fill(keys, values_of(keys, 4))
+    assert table.size() == 100
 
 
 # Keys and calls

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from emblib.sharding import RankGroup
+from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
+from emblib.sharding import RankGroup, World
 from emblib.sharding.planner import Calibration
 from experiments import configure, launch
 from experiments.config.schema import Distribution, Optimizer, Scaling, WorkloadConfig
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
-from experiments.contenders.base import Task, build
-from experiments.contenders.registry import Unsupported, Wrong
+from experiments.contenders.base import Task
+from experiments.contenders.registry import Unsupported, Wrong, build
+from experiments.contenders.sharded import TableWise
 from experiments.kind_reports import sharding as sharding_report
 from experiments.kind_reports.calibration import interpolate
 from experiments.kinds import expand, sharding
@@ -33,6 +35,15 @@ from tests.sharding import worlds
 
 def cells(*words: str) -> list[Cell]:
     return expand(configure.load([*words, "device=cpu"]))
+
+
+def test_as_many_ranks_as_tables_have_one_each() -> None:
+    """Computed in floats, table 5 of 14 was on the rank of table 4."""
+    configs = [EmbeddingBagConfig(4, 4, f"t{table}", (f"f{table}",)) for table in range(14)]
+    tables = EmbeddingBagCollection(configs, device="meta")
+    plan = TableWise.plan(tables, World(14, 14))
+    ranks = [sharding.shards[0].rank for sharding in plan.values()]
+    assert ranks == list(range(14))
 
 
 def test_a_cell_for_each_world_and_way_of_scaling() -> None:
