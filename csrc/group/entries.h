@@ -11,9 +11,9 @@ namespace emb {
 //   segments     [n + 1], group g has the sorted positions [segments[g], segments[g + 1])
 //   permutation  [n], permutation[j] is the position whose key is number j in sorted order
 //   count        [1], the number of groups
-// Throws if dtypes or shapes are wrong, if segments[0 ... count] decrease, or if entries of
-// `permutation` are out of range. It is not checked that `permutation` has every position once: the
-// result is unspecified for positions that are missing.
+// Throws if dtypes or shapes are wrong, if segments[0 ... count] do not begin with 0 or decrease,
+// or if entries of `permutation` are out of range. It is not checked that `permutation` has every
+// position once: the result is unspecified for positions that are missing.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count);
 
 }  // namespace emb

@@ -64,18 +64,20 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
     STD_TORCH_CHECK(tensor->is_contiguous(), op, ": its arguments must be contiguous");
   }
   const int64_t n = permutation.numel();
-  STD_TORCH_CHECK(segments.numel() == n + 1 && count.numel() == 1, op,
+  STD_TORCH_CHECK(segments.numel() == n + 1, op,
                   ": segments must have one entry more than permutation = ", n + 1, ", got ",
                   segments.numel());
+  STD_TORCH_CHECK(count.numel() == 1, op, ": count must have one entry, got ", count.numel());
   Tensor inverse = allocate(permutation, {n});
   const int32_t *segment = segments.const_data_ptr<int32_t>(),
                 *position = permutation.const_data_ptr<int32_t>();
   int32_t* out = inverse.mutable_data_ptr<int32_t>();
   const int64_t groups = *count.const_data_ptr<int32_t>();
-  STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
-                  ": count and segments must come from one call of group, got count ", groups);
+  STD_TORCH_CHECK(
+      groups >= 0 && groups <= n && (n == 0 || (segment[0] == 0 && segment[groups] <= n)), op,
+      ": count and segments must come from one call of group, got count ", groups);
   // The sign of `signs` is set if a group has a negative length or a position is not in [0, n).
-  int32_t signs = groups > 0 ? segment[0] : 0;
+  int32_t signs = 0;
   for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
   for (int64_t j = 0; j < n; ++j)
     signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);

@@ -114,8 +114,14 @@ void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_ke
   group_large(launcher, keys, buffers, out);
 }
 
-// The op `group`, see group_cpu.cpp: unique keys [n], segments [n + 1], permutation [n] and the
-// number of groups [1].
+// Group equal keys. `keys` is a vector of n int32 or int64 values; those outside [0, num_keys)
+// belong to no group. Returns, as on the CPU, for `count` groups in ascending order of their keys:
+//   unique       [n], dtype of keys: the key of each group, then 0
+//   segments     int32 [n + 1]: group g has the sorted positions [segments[g], segments[g + 1]);
+//                entries after `count` repeat segments[count]
+//   permutation  int32 [n]: positions in `keys` sorted by key, equal keys in their order; positions
+//                of keys without a group at the end
+//   count        int32 [1]: the number of groups
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
   check_index_vector("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);

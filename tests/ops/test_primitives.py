@@ -94,5 +94,11 @@ def test_wrong_input_is_refused() -> None:
     _, segments, permutation, count = group(torch.zeros(3, dtype=torch.int64), 5)
     with pytest.raises(RuntimeError, match="must come from one call of group"):
         group_inverse(segments, permutation + (1 << 30), count)
+    for first, groups in [(-4, 0), (1, 0), (1, 1)]:  # else it would write outside its result
+        segments[0] = first
+        with pytest.raises(RuntimeError, match="must come from one call of group"):
+            group_inverse(segments, permutation, count.fill_(groups))
+    with pytest.raises(RuntimeError, match="count must have one entry, got 2"):
+        group_inverse(segments, permutation, count.repeat(2))
     with pytest.raises(RuntimeError, match="num_keys must be >= 0, got -1"):
         group(torch.zeros(3, dtype=torch.int64), -1)
