@@ -309,8 +309,7 @@ struct KeyRun {
 // - key_base)` once for each position of run r. `emit(j, position)` is called once for every item,
 // as by group_items. One thread makes all calls if num_threads() is 1; otherwise several threads
 // may call both at once, for different runs. A thread takes whole runs, so all wait for the longest
-// run. Throws std::bad_alloc. Several threads allocate scratch in the body of a parallel loop,
-// which must not throw (core/parallel.h): running out of memory there is not handled.
+// run. Throws std::bad_alloc, before the first call.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
                 const GroupOutput& out, const Emit& emit) {
@@ -345,10 +344,12 @@ void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
     }
   } else {
     const auto cost = [&](int64_t run) { return run_begin(run) + run; };
+    const Scratch<Item32> scratch = new_scratch<Item32>(n);
     parallel_balanced(count, kRunGrain, cost, [&](int64_t begin, int64_t end) {
-      const Scratch<Item32> scratch = new_scratch<Item32>(longest);
+      // All runs of the range use the same memory, which has room for all of its items.
+      Item32* const scratch_of_range = scratch.get() + run_begin(begin);
       for (int64_t run = begin; run < end; ++run) {
-        sort(run, scratch.get());
+        sort(run, scratch_of_range);
         groups[run + 1] = count_groups(items.get() + run_begin(run),
                                        run_begin(run + 1) - run_begin(run), kNoLimit);
       }
