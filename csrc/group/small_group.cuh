@@ -51,7 +51,7 @@ inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
 }
 
 // The shared memory of a block. All of it is dynamic, because blocks of a cluster access each
-// other's.
+// other's. Its arrays, in the order of their members, have no gaps.
 struct SmallGroupMemory {
   uint32_t *keys, *payloads;  // [blockDim * kItems], the items of this block
   uint32_t* histograms;       // [warps, kDigits]: the number of items of each digit in each warp;
@@ -78,24 +78,41 @@ struct SmallGroupMemory {
     kTallies
   };
 
-  // Return the bytes of shared memory for `threads` threads with `items` items each. It adds up the
-  // sizes of the arrays, in their order, that the constructor lays out: change both together.
+  // Where the arrays begin, and their end, for a block of `size` items and `warps` warps. `Word` is
+  // the type of a position in the memory: a pointer, or a number of words.
+  template <class Word>
+  struct Layout {
+    Word keys, payloads, histograms, totals, bases, warp_scratch, tally, range, end;
+
+    EMB_HD Layout(Word begin, unsigned size, unsigned warps)
+        : keys(begin),
+          payloads(keys + size),
+          histograms(payloads + size),
+          totals(histograms + warps * kDigits),
+          bases(totals + kDigits),
+          warp_scratch(bases + kDigits),
+          tally(warp_scratch + kMaxWarps),
+          range(tally + kTallies),
+          end(range + kRangeWords) {}
+  };
+
+  // Return the bytes of shared memory for `threads` threads with `items` items each.
   static size_t bytes(unsigned threads, int items) {
-    return (2 * size_t{threads} * items + (threads / simt::kWarp) * kDigits + 2 * kDigits +
-            kMaxWarps + kTallies + kRangeWords) *
-           sizeof(uint32_t);
+    return Layout<size_t>(0, threads * items, threads / simt::kWarp).end * sizeof(uint32_t);
   }
 
-  // Lay out the dynamic shared memory of a block of `size` items.
+  // The arrays in the dynamic shared memory of this block of `size` items.
   explicit EMB_DEVICE SmallGroupMemory(unsigned size) {
-    keys = simt::dynamic_shared<uint32_t>();
-    payloads = keys + size;
-    histograms = payloads + size;
-    totals = histograms + blockDim.x / simt::kWarp * kDigits;
-    bases = totals + kDigits;
-    warp_scratch = bases + kDigits;
-    tally = warp_scratch + kMaxWarps;
-    range = reinterpret_cast<int*>(tally + kTallies);
+    const Layout<uint32_t*> layout(simt::dynamic_shared<uint32_t>(), size,
+                                   blockDim.x / simt::kWarp);
+    keys = layout.keys;
+    payloads = layout.payloads;
+    histograms = layout.histograms;
+    totals = layout.totals;
+    bases = layout.bases;
+    warp_scratch = layout.warp_scratch;
+    tally = layout.tally;
+    range = reinterpret_cast<int*>(layout.range);
   }
 };
 

@@ -8,6 +8,8 @@
 // memory of the caller.
 #pragma once
 
+#include <type_traits>
+
 #include "core/row_slice.cuh"
 #include "core/search.cuh"
 #include "core/simt.cuh"
@@ -263,6 +265,23 @@ EMB_DEVICE TableTally counter_tally(const DeviceIndex& index, HashCounter counte
 // Return a tally for the numbers of keys in the tables.
 EMB_DEVICE TableTally size_tally(const DeviceIndex& index) {
   return {index.tables + static_cast<int>(HashTableColumn::kSize), kHashTableColumns};
+}
+
+// Allocate the scratch arrays of an op in one allocation of `work`. `list(take)` must call
+// `take(array, n)` for each array: the pointer to be set and its number of elements, of at most 16
+// bytes each. Arrays are aligned to 16 bytes and uninitialised. `list` is called twice.
+template <class Work, class List>
+void allocate_arrays(Work& work, const List& list) {
+  const auto padded_bytes = [](size_t element_bytes, int64_t n) {
+    return (n * static_cast<int64_t>(element_bytes) + 15) / 16 * 16;
+  };
+  int64_t bytes = 0;
+  list([&](auto*& array, int64_t n) { bytes += padded_bytes(sizeof(*array), n); });
+  auto* next = work.template scratch<uint8_t>(bytes);
+  list([&](auto*& array, int64_t n) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
+    next += padded_bytes(sizeof(*array), n);
+  });
 }
 
 // Return the number of blocks for a grid loop over n keys, one thread per key.

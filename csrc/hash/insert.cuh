@@ -38,7 +38,8 @@ struct ChosenSlot {
 };
 
 // The arguments of the kernels. n is the number of positions of the batch. Arrays by miss have n
-// entries; only entries of existing misses are used.
+// entries; only entries of existing misses are used, but all entries of `slots` and `status` are
+// written.
 struct Insertion {
   DeviceIndex index;
   HashOrder order;
@@ -704,23 +705,23 @@ inline int wide_rounds(int64_t n, int64_t buckets) {
 }
 
 // Launch `hash_insert_` for a batch of n positions. `buckets` is the number of buckets in the
-// memory of the index. This allocates the scratch of `insertion` at once: its size must be the sum
-// of the sizes of the arrays below.
+// memory of the index. This allocates the scratch of `insertion`.
 template <class Work>
 void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
                    int64_t buckets) {
   if (n == 0) return;
   const auto& launcher = work.launcher();
   const int num_tables = insertion.index.num_tables;
-  insertion.last_in_chain =
-      work.template scratch<int32_t>(buckets + 3 * n + num_tables + 2 + (n + 3) / 4);
-  insertion.previous_in_chain = insertion.last_in_chain + buckets;
-  insertion.chosen_bucket = insertion.previous_in_chain + n;
-  insertion.pending = insertion.chosen_bucket + n;
-  insertion.num_pending = insertion.pending + n;
-  insertion.begun_blocks = insertion.num_pending + num_tables;
-  insertion.done_blocks = insertion.begun_blocks + 1;
-  insertion.chosen_slot = reinterpret_cast<ChosenSlot*>(insertion.done_blocks + 1);
+  allocate_arrays(work, [&](const auto& take) {
+    take(insertion.last_in_chain, buckets);
+    take(insertion.previous_in_chain, n);
+    take(insertion.chosen_bucket, n);
+    take(insertion.pending, n);
+    take(insertion.num_pending, num_tables);
+    take(insertion.begun_blocks, 1);
+    take(insertion.done_blocks, 1);
+    take(insertion.chosen_slot, n);
+  });
   const unsigned blocks = key_blocks(launcher, n);
   const bool clears_all = buckets <= kSparseBucketsPerKey * n;
   launcher(hash_begin_kernel, key_blocks(launcher, clears_all ? n + buckets : n), kTileThreads,

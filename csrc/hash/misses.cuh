@@ -306,19 +306,18 @@ KeyCells key_cells(Work& work, int64_t n) {
 }
 
 // Return a plan for a batch in `parts` parts, in scratch memory of `work`; it is not written yet.
-// All arrays share one allocation: its size must be the sum of their sizes below.
 template <class Work>
 BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
-  const int64_t longs = batch.segments + 1 + int64_t{num_tables};
-  const int64_t ints = batch.segments + num_tables + 1 + int64_t{parts} + 2;
   BatchPlan plan{};
-  plan.starts = work.template scratch<int64_t>(longs + (ints + 1) / 2);
-  plan.misses = plan.starts + batch.segments + 1;
-  plan.segments = reinterpret_cast<int32_t*>(plan.starts + longs);
-  plan.next = plan.segments + batch.segments;
-  plan.part_firsts = plan.next + num_tables + 1;
-  plan.taken_parts = plan.part_firsts + parts;
-  plan.is_valid = plan.taken_parts + 1;
+  allocate_arrays(work, [&](const auto& take) {
+    take(plan.segments, batch.segments);
+    take(plan.starts, int64_t{batch.segments} + 1);
+    take(plan.next, int64_t{num_tables} + 1);
+    take(plan.misses, num_tables);
+    take(plan.part_firsts, parts);
+    take(plan.taken_parts, 1);
+    take(plan.is_valid, 1);
+  });
   return plan;
 }
 

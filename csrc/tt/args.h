@@ -306,11 +306,29 @@ struct TtTable {
   void (*reverse)(const TtReverseArgs&, int64_t begin, int64_t end);
 };
 
+// The scratch of a kernel on one thread: the floats at which its arrays begin, and their end.
+struct TtScratchLayout {
+  int64_t packed = 0;  // outer rows of a block
+  int64_t values;      // values of a block
+  int64_t permuted;    // these values with columns in another order
+  int64_t inner;       // an inner row
+  int64_t value;       // a value
+  int64_t row;         // a row of `dim` columns
+  int64_t end;
+
+  EMB_HD TtScratchLayout(const TtHalf& half, int64_t dim)
+      : values(packed + kTtBlock * half.outer_size()),
+        permuted(values + kTtBlock * half.value_size()),
+        inner(permuted + kTtBlock * half.value_size()),
+        value(inner + half.inner_size()),
+        row(value + half.value_size()),
+        end(row + dim) {}
+};
+
 // Return the floats of scratch that any kernel above needs on one thread, for rows of `dim`
-// columns. BlockScratch (tt_kernels.cpp) divides them: the two must agree.
+// columns.
 inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
-  return kTtBlock * (2 * half.value_size() + half.outer_size()) + half.inner_size() +
-         half.value_size() + dim;
+  return TtScratchLayout(half, dim).end;
 }
 
 }  // namespace emb

@@ -17,18 +17,20 @@ EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
 
-// The scratch of one call, of tt_scratch_size floats, which must agree: outer rows of a block, its
-// values, its values with columns in another order, an inner row, a value, a row.
+// The scratch of one call, tt_scratch_size floats from `p` on; TtScratchLayout has its arrays.
 struct BlockScratch {
   float *packed, *values, *permuted, *inner, *value, *row;
 
-  BlockScratch(const TtHalf& half, float* p)
-      : packed(p),
-        values(packed + kTtBlock * half.outer_size()),
-        permuted(values + kTtBlock * half.value_size()),
-        inner(permuted + kTtBlock * half.value_size()),
-        value(inner + half.inner_size()),
-        row(value + half.value_size()) {}
+  BlockScratch(const TtHalf& half, float* p) : BlockScratch(TtScratchLayout(half, 0), p) {}
+
+ private:
+  BlockScratch(const TtScratchLayout& at, float* p)
+      : packed(p + at.packed),
+        values(p + at.values),
+        permuted(p + at.permuted),
+        inner(p + at.inner),
+        value(p + at.value),
+        row(p + at.row) {}
 };
 
 // Return the end of the block that begins with half u: the same inner row, at most kTtBlock halves.
