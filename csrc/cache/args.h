@@ -275,7 +275,8 @@ struct CacheMoves {
 // once.
 struct PostponedFetches {
   const int64_t* clock = nullptr;  // [2], see CacheClock
-  int64_t* conflicts = nullptr;    // [sets] last batch with a row without a way; may be null
+  // [sets] last batch with a row without a way; null: nothing is recorded, and `count` is null too
+  int64_t* conflicts = nullptr;
   int64_t sets = 0;
   int64_t* rows = nullptr;   // [U], an output
   int32_t* slots = nullptr;  // [U], an output

@@ -151,10 +151,10 @@ inline void check_tables(const char* op, const Tensor& tables) {
 }
 
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
-// rows, and return them. `states` are tier-major: all states of tier 0, then all of tier
-// 1, and so on. A state has one entry per row or one per element: the kind follows from its size in
-// the cache tier, whose rows have at least four elements. On a GPU `hyper` may be empty, which
-// makes memory.hyper null. It is not checked that tables lie inside the tensors.
+// rows, and return them. `states` are tier-major: all states of tier 0, then all of tier 1, and so
+// on. A state has one entry per row or one per element: the kind follows from its size in the cache
+// tier, whose rows have at least four elements. On a GPU `hyper` may be empty, which makes
+// memory.hyper null. Neither devices are checked, nor that tables lie inside the tensors.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {

@@ -26,7 +26,9 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
     const Feature& x = memory.tables[t];
     if (x.cache_stride == 0) continue;
     STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.weight_offset >= 0 && x.state_base >= 0,
-                    op, ": table ", t, " must name a memory tier of 0 to 2 and a place there");
+                    op, ": table ", t, " must have a tier of 0 to 2, and a weight_offset and a ",
+                    "state_base of 0 or more, got ", x.tier, ", ", x.weight_offset, " and ",
+                    x.state_base);
     for (int k = 0; k < memory.num_tensors; ++k) {
       const Tensor& tensor =
           k == 0 ? weights[x.tier] : states[x.tier * (memory.num_tensors - 1) + k - 1];
@@ -65,9 +67,8 @@ namespace {
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
-//   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
-//   rows
-//                        with one slot would be a data race, which is not checked
+//   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. That no
+//                        two rows have one slot, a data race, is not checked
 //   later                empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,

@@ -178,9 +178,10 @@ inline void check_layout(const char* op, const Tensor& features, const TierSizes
     STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.state_base >= 0 &&
                         x.state_base <= kUnlimited &&
                         (x.cache_stride == 0 || x.cache_stride >= x.dim),
-                    op, ": feature ", f,
-                    " must name a memory tier of 0 to 2 and rows of the cache that hold its own; "
-                    "features must come from the module that owns the weights");
+                    op, ": feature ", f, " must have a tier of 0 to 2, got ", x.tier,
+                    ", a state_base in [0, 2^62], got ", x.state_base,
+                    ", and a cache_stride of 0 or at least its dim ", x.dim, ", got ",
+                    x.cache_stride, "; features must come from the module that owns the weights");
     const int64_t num_weights = sizes.elements[x.tier];
     STD_TORCH_CHECK(
         x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
@@ -229,8 +230,8 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
   check_index_vector(op, "offsets", offsets);
   check_same_device(op, "offsets", offsets, indices);
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                  ": at most 2^31 - 1 lookups and bags per call, got ", indices.numel(), " and ",
-                  offsets.numel() - 1, "; split the batch");
+                  ": at most 2^31 - 1 lookups and offsets per call, got ", indices.numel(), " and ",
+                  offsets.numel(), "; split the batch");
   STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0, op, ": ", indices.numel(),
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }

@@ -7,8 +7,8 @@
 // another. So tests run every kernel without a GPU (tests/simt).
 //
 // Host code starts kernels through a launcher object: CudaLauncher (core/launch.h), or
-// simt::HostLauncher in the emulation. Both have the same functions; the usual one is
-// `launcher(kernel, grid, block, args...)`.
+// simt::HostLauncher in the emulation. Both have the same functions, except `stream`, which only
+// CudaLauncher has; the usual one is `launcher(kernel, grid, block, args...)`.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@
 #endif
 
 // Kernels must keep to this contract. The emulation ends the launch with a report where a GPU would
-// hang; where a GPU could read garbage, it reports or lets the kernel read NaN:
+// hang. Where a GPU could read garbage, it reports, or dynamic shared memory that no thread has
+// written reads as NaN:
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,

@@ -547,9 +547,8 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
                     });
 }
 
-// Starts kernels on the emulated machine. It has the functions of CudaLauncher that kernels need,
-// all but `stream`. A launch returns when
-// the kernel has run.
+// Starts kernels on the emulated machine. It has all functions of CudaLauncher except `stream`. A
+// launch returns when the kernel has run. Throws std::runtime_error as Machine::run does.
 struct HostLauncher {
   unsigned max_cluster_size = 8;  // 1 for a device without clusters
 

@@ -56,12 +56,14 @@ EMB_DEVICE int count_update_step(const StepCount& count, int num_groups) {
   return num_groups;
 }
 
-// The arrays that a grouping writes, as `group` returns them (group_cpu.cpp), and the step counter
-// that it increments.
+// The arrays that a grouping writes, as `group` returns them, and the step counter that it
+// increments.
 struct DeviceGroupOutput {
-  void* unique;  // [n] int32 or int64
+  void* unique;  // [n] int32 or int64: the key of each group, ascending, then 0
   bool unique_is_int64;
-  int32_t *segments, *num_groups;  // [n + 1], [1]
+  int32_t* segments;    // [n + 1]: group g has the sorted keys [segments[g], segments[g + 1]);
+                        // entries after the last group repeat the number of keys in groups
+  int32_t* num_groups;  // [1]
   // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
   // except for `tbe_group`. small_group.cuh finds the bags itself and does not read bag_of.
   const int32_t* bag_of = nullptr;

@@ -31,6 +31,7 @@ inline constexpr uint8_t kEmptyTag = 0;
 // than this. Source: simulated, reports/LOG.md, "Dynamic tables".
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
+inline constexpr int64_t kLoadUnits = 1024;  // HashTableColumn::kMaxLoad of a table that is full
 // The number of misses per bucket that may choose in round 0 of an insertion, see max_choosers.
 // Source: hit rates of emulated streams, reports/LOG.md, "Gradients that are views, and the rest of
 // the list for CUDA kernels".
@@ -43,7 +44,7 @@ enum class HashTableColumn : int {
   kBuckets,      // buckets in use
   kMaxBuckets,   // buckets for which the table has memory
   kSize,         // keys in the table
-  kMaxLoad,      // fraction of occupied slots above which the table grows, in 1024ths
+  kMaxLoad,      // fraction of occupied slots above which the table grows, 1 to kLoadUnits
   kHashKey       // random number that the hash of the table's keys depends on
 };
 
@@ -155,7 +156,7 @@ EMB_HD int64_t max_choosers(int64_t buckets, int round) {
 EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 
 // Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
-// `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad, in 1024ths.
+// `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad.
 //
 // A bucket that is not split yet receives twice as many keys as a split bucket. If buckets were
 // added at the rate of keys, the unsplit buckets would be full long before the table is. So tables
@@ -163,11 +164,12 @@ EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 // of them are split while the keys grow by a quarter. Then no bucket is split until the next level,
 // twice as many buckets, is filled to `load`. The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
-  const int64_t per_bucket = kBucketSlots * load;  // keys per bucket at this load, in 1024ths
+  // Numbers of keys times kLoadUnits: keys per bucket at this load, and keys above the load.
+  const int64_t per_bucket = kBucketSlots * load;
   int64_t level = 1;
-  while (4 * level <= max_buckets && 2 * level * per_bucket < keys * 1024) level *= 2;
+  while (4 * level <= max_buckets && 2 * level * per_bucket < keys * kLoadUnits) level *= 2;
   const int64_t limit = 4 * level <= max_buckets ? 2 * level : max_buckets;
-  const int64_t excess = keys * 1024 - level * per_bucket;  // keys above the load, in 1024ths
+  const int64_t excess = keys * kLoadUnits - level * per_bucket;
   const int64_t wanted = level + (excess > 0 ? (4 * excess + per_bucket - 1) / per_bucket : 0);
   const int64_t allowed = wanted < limit ? wanted : limit;
   return allowed < buckets ? buckets : allowed;

@@ -104,7 +104,8 @@ struct HashIndex {
   }
 
   // Check that the buckets of every table lie inside the memory of the index, so that an op cannot
-  // access other memory, whatever `tables` contains, and that load and size are possible.
+  // access other memory, whatever `tables` contains. Also check that kMaxLoad is in [1, kLoadUnits]
+  // and that the buckets in use have kSize slots. It is not checked that tables do not overlap.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, HashTableColumn::kFirstBucket),
@@ -114,10 +115,13 @@ struct HashIndex {
       const int64_t size = field(t, HashTableColumn::kSize);
       STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= max_buckets &&
                           max_buckets <= INT32_MAX &&
-                          first <= num_slots / kBucketSlots - max_buckets && load >= 1 &&
-                          load <= 1024 && size >= 0 && size <= buckets * kBucketSlots,
+                          first <= num_slots / kBucketSlots - max_buckets,
                       op, ": table ", t, " lies outside the memory of the index; `tables` must ",
                       "come from the module that owns it");
+      STD_TORCH_CHECK(load >= 1 && load <= kLoadUnits, op, ": the maximum load of table ", t,
+                      " must be in [1, ", kLoadUnits, "], got ", load);
+      STD_TORCH_CHECK(size >= 0 && size <= buckets * kBucketSlots, op, ": table ", t,
+                      " must have 0 to ", buckets * kBucketSlots, " keys, got ", size);
     }
   }
 };
@@ -660,9 +664,9 @@ struct AddRowsCall : WriteRowsCall {
 };
 
 // The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
-// evicted, in the order of misses. It takes the results of `hash_insert_` and must run before the
-// rows of the new keys are written. All matrices, such as weights and optimizer states, are by
-// slot.
+// evicted, in the order of misses. The CPU op also fills the rest of the results with 0. It takes
+// the results of `hash_insert_` and must run before the rows of the new keys are written. All
+// matrices, such as weights and optimizer states, are by slot.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices

@@ -18,12 +18,14 @@
 
 namespace emb {
 
+// hash_find_kernels() returns the kernels of find_kernels.cpp for this processor.
 EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 
 inline constexpr int64_t kKeyGrain = 2048;  // grain of parallel_balanced for lookups of keys
 
 // Call `body(segment, begin, end)` for ranges of positions that together are the whole batch. Each
-// is a non-empty range of one segment. Several threads call `body` at once, so it must not throw.
+// is a non-empty range of one segment. HashBatch::check_segments must have accepted the batch.
+// Several threads call `body` at once, so it must not throw.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
   parallel_balanced(batch.n, kKeyGrain, kUnitCost, [&](int64_t begin, int64_t end) {

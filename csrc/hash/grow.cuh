@@ -96,7 +96,8 @@ EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-// Copy a row of `bytes` bytes by the whole warp, in units as wide as the alignment allows.
+// Copy a row of `bytes` bytes by the whole warp, in units of 16, 4 or 1 bytes: the widest that
+// divide `bytes` and both addresses.
 EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);

@@ -17,7 +17,8 @@ struct TierMemory {
   Dtype weight_type = Dtype::kFloat;
   Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // elements of the weights
-  // Entries of the row-wise states, kUnlimited if there are none; 0 for an unused tier.
+  // Entries of the shortest row-wise state, kUnlimited if the optimizer has none; 0 for a tier
+  // that is not in the list of weights.
   int64_t rows = 0;
 
   // Return whether weights and element-wise states start at a multiple of `columns` elements.

@@ -1,7 +1,7 @@
 // Checks of the state tensors and the `hyper` vector of an optimizer against the declarations of
 // its functor, shared by all ops that update weights, on the CPU and on the GPU. They also sort
-// weights and states by memory tier. A failed check throws with the name
-// `op`.
+// weights and states by memory tier. A failed check throws; `op` is the name of the op, for the
+// message. Devices are not checked here.
 #pragma once
 
 #include <vector>
@@ -76,17 +76,18 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
       op, ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
-// Check the states of one tier and set them in `tier`: element-wise ones need as many entries as
-// the weights have elements, row-wise ones at least `rows`. `states` has shape.states() tensors;
-// `tier` has the number of elements.
+// Check the states of one tier and set them in `tier`: element-wise ones need at least as many
+// entries as the weights have elements, row-wise ones at least `rows`. Row-wise states must be
+// float32, element-wise ones may be 16 bits. `states` has shape.states() tensors; tier->elements
+// and tier->rows must be set.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
                               int64_t rows, TierMemory* tier) {
   for (int i = 0; i < shape.states(); ++i) {
     const bool by_row = i >= shape.element_states;  // element-wise states come first
     const int64_t entries = by_row ? rows : tier->elements;
     STD_TORCH_CHECK(states[i].is_contiguous() && states[i].numel() >= entries, op, ": state ", i,
-                    " of ", shape.name, " must be contiguous with ", entries, " entries, has ",
-                    states[i].numel());
+                    " of ", shape.name, " must be contiguous with at least ", entries,
+                    " entries, has ", states[i].numel());
     if (by_row) {
       check_dtype(op, "an optimizer state of one number per row", states[i], ScalarType::Float,
                   "float32");

@@ -23,9 +23,10 @@ namespace emb {
 //   kNumHyper             the number of its arguments in `hyper`, after the common entries
 //   kElementStates        the number of states with one entry per element; they come first in the
 //                         list of states
-//   kSteppedStates        how many of these, from the first on, `step` updates; it leaves the
-//   others kRowStates            the number of states of one float per row kNumRowSums the number
-//   of sums over a row kSumsNeedGradientOnly whether the sums depend on the gradient only
+//   kSteppedStates        how many of these, from the first on, `step` updates; not the others
+//   kRowStates            the number of states of one float per row
+//   kNumRowSums           the number of sums over a row
+//   kSumsNeedGradientOnly whether there are no sums, or only sums[0], the sum of g * g
 //   kCountsSteps          whether `hyper` must hold the number of the step, from 1
 //   add_sums<Math>(w, g, m, v, sums)     w weight, g gradient (with the L2 penalty), m and v the
 //                                        element-wise states before the step; floats or vectors

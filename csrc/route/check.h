@@ -27,7 +27,7 @@ inline void check_int64_rows(const char* op, const char* name, const Tensor& ten
 // The ids, bags and layout of a routing op. The object keeps contiguous ids and offsets; `routing`
 // points into tensors of the op's caller.
 struct RouteInputs {
-  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1]
+  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1], at most 2^31 - 1 entries each
   Routing routing;
 
   RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
@@ -38,8 +38,8 @@ struct RouteInputs {
     check_index_vector(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
     STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                    ": at most 2^31 - 1 lookups and bags per call, got ", ids.numel(), " and ",
-                    offsets.numel() - 1, "; split the batch");
+                    ": at most 2^31 - 1 ids and offsets per call, got ", ids.numel(), " and ",
+                    offsets.numel(), "; split the batch");
     check_int64_rows(op, "first_bags", first_bags, 1, ids);
     check_int64_rows(op, "features", features, kRouteFeatureColumns, ids);
     check_int64_rows(op, "blocks", blocks, kRouteBlockColumns, ids);
@@ -119,7 +119,7 @@ struct SegmentInputs {
 // and `pieces` point into tensors of the op's caller.
 struct CombineInputs {
   Tensor flat;                          // the source, or the gradient of the output
-  std::optional<Tensor> rows, lengths;  // int32, int32 or int64
+  std::optional<Tensor> rows, lengths;  // int32; int32 or int64; see SourcePiece and Target
   const Target* targets;                // [num_targets]
   const SourcePiece* pieces;            // [num_pieces]
   int64_t num_targets, num_pieces;
@@ -161,7 +161,8 @@ struct CombineInputs {
                     ": local must be flat and contiguous, got ", tensor->dim(),
                     " dimensions; use .view(-1)");
     STD_TORCH_CHECK(tensor->scalar_type() == dtype, op,
-                    ": local must have the dtype of the source");
+                    ": local must have the dtype of the source, ", dtype_name(dtype), ", got ",
+                    dtype_name(tensor->scalar_type()));
     check_same_device(op, "local", *tensor, flat);
     STD_TORCH_CHECK(begin >= 0 && begin <= num_outside, op, ": local_begin must lie in [0, ",
                     num_outside, "], the elements of the source outside of local, got ", begin);

@@ -146,11 +146,11 @@ struct LookupInputs {
   FeatureBags feature_bags;
   Bags bags;
 
-  // Throws unless everything holds that a kernel relies on: shapes, dtypes, that each
-  // feature lies within its tier of the weights, and that the output rows lie within `columns`.
-  // That is the number of columns of a row of the output or its gradient; in a variable batch it is
-  // the number of elements of all rows together. Indices, offsets and slots are not checked:
-  // kernels repair them as they read them.
+  // Throws unless everything holds that a kernel relies on: shapes, dtypes, that each feature lies
+  // within its tier of the weights, and that the output rows lie within `columns`. That is the
+  // number of columns of a row of the output or its gradient; in a variable batch it is the number
+  // of elements of all rows together. Indices, offsets and slots are not checked: kernels repair
+  // them as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,

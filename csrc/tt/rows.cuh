@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
     int row = args.plan.left_segments[u];  // row of the first column
     int offset = 0;                        // offset of the first column within its row
     while (row < end) {
-      // A column is `i` columns after the first; return its row, and its number
-      // within that row in `i`.
+      // A column is `i` columns after the first; return its row, and write its number within that
+      // row to `i`.
       const auto row_of = [&](int* i) {
         const auto n = static_cast<unsigned>(offset + *i);
         const unsigned rows_ahead = n / static_cast<unsigned>(right_columns);

@@ -100,11 +100,11 @@ def _wrong_index(index: list[torch.Tensor]) -> list[tuple[list[torch.Tensor], st
         ([tags, entries, _changed(tables, BUCKETS, 0), *rest], outside),
         ([tags, entries, _changed(tables, BUCKETS, 3), *rest], outside),
         ([tags, entries, _changed(tables, MOST, 2**40), *rest], outside),
-        ([tags, entries, _changed(tables, SIZE, -1), *rest], outside),
-        ([tags, entries, _changed(tables, SIZE, 33), *rest], outside),
-        ([tags, entries, _changed(tables, SIZE, 2**62), *rest], outside),
-        ([tags, entries, _changed(tables, LOAD, 0), *rest], outside),
-        ([tags, entries, _changed(tables, LOAD, 1025), *rest], outside),
+        ([tags, entries, _changed(tables, SIZE, -1), *rest], "must have 0 to 32 keys, got -1"),
+        ([tags, entries, _changed(tables, SIZE, 33), *rest], "must have 0 to 32 keys, got 33"),
+        ([tags, entries, _changed(tables, SIZE, 2**62), *rest], "table 0 must have 0 to 32 keys"),
+        ([tags, entries, _changed(tables, LOAD, 0), *rest], r"must be in \[1, 1024\], got 0"),
+        ([tags, entries, _changed(tables, LOAD, 1025), *rest], "maximum load of table 0 must be"),
     ]
 
 

@@ -278,11 +278,11 @@ def _layout(bag: int, feature: int, element: int) -> Tensor:
         ({"weights": [torch.zeros(40, 2)[:, 0]]}, "weights must be contiguous"),
         (
             {"features": torch.tensor([[0, 0, 2, 4, 0, 3, 0, 0]] * 2)},
-            "feature 0 must name a memory tier of 0 to 2",
+            "feature 0 must have a tier of 0 to 2",
         ),
         (
             {"features": torch.tensor([[0, 0, 2, 4, 0, 0, 0, 3]] * 2)},
-            "rows of the cache that hold its own",
+            "a cache_stride of 0 or at least its dim 4, got",
         ),
         ({"slots": torch.zeros(6)}, "slots must be int32, got float32"),
         ({"slots": torch.zeros(5, dtype=torch.int32)}, "one entry per lookup = 6, got 5"),

@@ -74,7 +74,7 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
     [
         ({"optimizer": len(OPTIMIZER)}, "optimizer must be one of 0 .sgd., 1 .adagrad.*, got"),
         ({"states": []}, "keeps 1 state tensors for each of 2 tensors of weights, got 0"),
-        ({"states": [torch.zeros(3)] * 2}, "must be contiguous with 43 entries, has 3"),
+        ({"states": [torch.zeros(3)] * 2}, "must be contiguous with at least 43 entries, has 3"),
         ({"states": [torch.zeros(80).half()] * 2}, "one number per row must be float32"),
         ({"hyper": torch.zeros(2, dtype=torch.float64)}, "hyper vector of 6 entries"),
         ({"hyper": torch.zeros(6)}, "hyper must be float64"),
@@ -131,7 +131,7 @@ def test_features_that_are_not_the_modules_are_refused() -> None:
     for column, value in ((5, 3), (5, -1), (6, -1), (6, 2**63 - 1), (7, 2)):
         other = replace(problem)
         other.features[0, column] = value
-        with pytest.raises(RuntimeError, match="must name a memory tier"):
+        with pytest.raises(RuntimeError, match="must have a tier of 0 to 2"):
             run(other)
 
 
