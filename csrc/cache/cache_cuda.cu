@@ -1,7 +1,7 @@
 // The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
 // flush, and a whole prefetch; `cache_evictions` has no GPU version. Nothing waits for the device.
-// The contracts are those of the CPU (plan_cpu.cpp, move_cpu.cpp, prefetch_cpu.cpp), except that
-// contents of tensors are trusted, and for the additions at cache_move_ and cache_prefetch_.
+// The results are those of the CPU (plan_cpu.cpp, move_cpu.cpp and prefetch_cpu.cpp describe the
+// arguments), but contents of tensors are trusted, and cache_move_ and cache_prefetch_ do more.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -67,6 +67,8 @@ struct DevicePlan {
   }
 };
 
+// Plan a batch: assign slots to its rows, and update tags, stamps, counts and counters in place.
+// Return (row_slots, evicted), int32 [L] and int64 [L]: see DevicePlanArgs. No row moves.
 std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                                        const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
@@ -78,6 +80,8 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return {plan.row_slots, plan.evicted};
 }
 
+// Return the slot of each distinct row of a batch, int32 [L], -1 for one that is not in the cache
+// and after the last row; nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
@@ -99,6 +103,8 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   return row_slots;
 }
 
+// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from a
+// plan; segments [L + 1], lookups [L] and count [1] come from tbe_group.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count) {
   const char* op = "cache_lookup_slots";
@@ -236,6 +242,9 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   return results;
 }
 
+// Write the rows in `tags`, int64 [sets, kWays], back to their tables, with their states. They stay
+// in the cache. Empty ways, and tags that are no cacheable row, are skipped. Unlike that of
+// cache_move_, `hyper` must not be empty.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";

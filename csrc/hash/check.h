@@ -664,9 +664,9 @@ struct AddRowsCall : WriteRowsCall {
 };
 
 // The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
-// evicted, in the order of misses. The CPU op also fills the rest of the results with 0. It takes
-// the results of `hash_insert_` and must run before the rows of the new keys are written. All
-// matrices, such as weights and optimizer states, are by slot.
+// evicted, in the order of misses. It takes the results of `hash_insert_` and must run before the
+// rows of the new keys are written. All matrices, such as weights and optimizer states, are by
+// slot. The CPU also fills the rest of the results with 0; a GPU needs at least one matrix.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices

@@ -1,7 +1,8 @@
-// The ops of the hash index on the GPU: checks and launches. hash_cpu.cpp and initial_cpu.cpp say
-// what each op does, check.h describes arguments and results, and the `*.cuh` files have the
-// kernels. The contents of tensors stay on the device and are not checked: `tables` and segments
-// must come from the module that owns the index. Nothing here waits for the device.
+// The ops of the hash index on the GPU: checks and launches. check.h describes arguments and
+// results, by which the comments below name them, and the `*.cuh` files have the kernels. The
+// results are those of the CPU. The contents of tensors stay on the device and are not checked:
+// `tables` and segments must come from the module that owns the index. Nothing here waits for the
+// device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -54,6 +55,7 @@ inline KeyBatch key_batch(const HashCall& call) { return key_batch(call.op, call
 
 namespace {
 
+// Return the slot of each key, int64 [n], -1 for a missing key. Changes nothing.
 Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables) {
   const HashCall call("hash_find", tensors, ids, starts, tables);
@@ -63,6 +65,8 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
+// Begin a training step: advance the clock, find the keys, update the entries of hits, count
+// lookups and hits, and list the misses. Return TouchCall::results().
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
@@ -92,6 +96,9 @@ DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers
   return buffers;
 }
 
+// Split as many buckets of every table as it needs for its keys and its admitted misses
+// (wanted_buckets), move rows with their entries, and correct the `slots` of the batch's positions.
+// At most kMaxRowBuffers row buffers, on the device or in pinned host memory; see GrowCall.
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                 const Tensor& row_layout, const Tensor& ids, const Tensor& starts,
                 const Tensor& tables, Tensor slots, const Tensor& offsets,
@@ -106,6 +113,8 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   launch_grow(work, growth, key_batch(call), call.slots, call.index.num_slots / kBucketSlots);
 }
 
+// Insert the admitted misses of a batch. A miss gets an empty slot or the slot of an entry that the
+// batch does not use, which is evicted; otherwise it is refused. Return InsertCall::results().
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
@@ -133,6 +142,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   return call.results();
 }
 
+// Remove keys. Return the slot that each position emptied, int64 [n], or -1 if its key is missing
+// or an earlier position removed it.
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
@@ -142,6 +153,9 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
+// Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
+// first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these buckets were
+// emptied.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -156,6 +170,9 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
+// Write row slots[i] of each row buffer, at most kMaxInitialBuffers, for every miss i, unless the
+// slot has no row, such as -1. InitialInputs describes the tensors; `seed` selects the random
+// numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {
@@ -180,6 +197,7 @@ void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, c
   launch_initial_rows(CudaLauncher(ids), rows, first.numel());
 }
 
+// Find keys and read their rows. Return `rows` and `found` of FindRowsCall.
 std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
                                           const Tensor& starts, const Tensor& tables,
                                           const Tensor& values, double default_value) {
@@ -191,6 +209,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   return {call.rows, call.found};
 }
 
+// Return the row in each slot, see ReadRowsCall.
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   void* out = call.rows.mutable_data_ptr();
@@ -199,6 +218,8 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   return call.rows;
 }
 
+// Write the starting rows of new keys, see StartRowsCall. Return the row of every position if
+// `returns_rows`, else [0, dim].
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
                         bool returns_rows) {
@@ -209,12 +230,16 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   return call.rows;
 }
 
+// Write a row to each slot. If a slot is repeated, its last row remains. Slots outside the matrix
+// are skipped.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   DeviceWork work(values);
   launch_write_rows(work, call.matrix.as_bytes({call.rows}), call.slots, call.n, call.rows);
 }
 
+// Add rows to the rows in slots, in the order of positions, and round every sum to the dtype of the
+// matrix. AddRowsCall describes the arguments.
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
@@ -222,6 +247,9 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                   {call.slots, call.segments, call.permutation, call.count, call.n}, call.rows);
 }
 
+// Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
+// Unlike on the CPU, entries after the last evicted key are unspecified. Without a matrix nothing
+// is gathered.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   const EvictedRowsCall call(values, slots, status, evicted);

@@ -16,6 +16,8 @@
 namespace emb::cuda {
 namespace {
 
+// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
+// uint8 [R, row_bytes(D, format)].
 void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const QuantizeRows args{weights.const_data_ptr(),
@@ -54,6 +56,8 @@ Tensor new_output(const char* op, const QuantCall& call) {
   return allocate(call.indices, call.output_sizes(), call.output_dtype);
 }
 
+// Pool the rows of every bag. Return [B, columns], in a variable batch [columns], without pooling
+// [L, columns], of output_dtype. QuantCall and QuantArgs describe the arguments.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,

@@ -1,8 +1,7 @@
 // The routing ops on the GPU: check dtypes and shapes, allocate, launch. Nothing waits for the
-// device. The contracts are those of the CPU (route_cpu.cpp, segments_cpu.cpp, combine_cpu.cpp),
-// except that contents of layouts are not checked: entries that lie outside the tensors are
-// skipped, and output elements that nothing writes are unspecified (or 0, where a function clears
-// its output first).
+// device. The results are those of the CPU, but contents of layouts are not checked: entries that
+// lie outside the tensors are skipped, and output elements that nothing writes are unspecified (or
+// 0, where a function clears its output first).
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -26,6 +25,9 @@ DeviceRoute device_route(const RouteInputs& in, int64_t out_bags) {
   return route;
 }
 
+// Return the number of ids in each output bag, [num_bags] of the dtype of `ids`, 0 for bags that
+// the layout does not reach. `ids` is int32 or int64 [L], `offsets` int32 or int64 [bags + 1]; the
+// next five tensors are the Routing. num_bags should be the last entry of `units`.
 Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& first_bags,
                      const Tensor& features, const Tensor& blocks, const Tensor& copies,
                      const Tensor& units, int64_t num_bags) {
@@ -41,6 +43,11 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
   return out;
 }
 
+// Return the ids of all units, unit by unit and bag by bag: (ids [total], positions int64 [total],
+// weights float32 [total]). Output i is the id at position positions[i] of `ids`, in the numbering
+// of its rank. The argument `weights` is float32 [L] or null; if it is null, the returned weights
+// are empty. `starts`, [output bags + 1], should be the sums of the lengths that route_lengths
+// returned, and `total` the last of them.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,
@@ -72,6 +79,10 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   return {out, positions, out_weights};
 }
 
+// Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
+// [total, ..] of the dtype of `values`, which may be any. `values` is [N, ..], `starts` int32 or
+// int64 [segments + 1], `order` int64 [M]. `total` should be the number of rows of these segments:
+// further rows are left out, missing ones are 0.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";
@@ -109,6 +120,13 @@ DeviceCombine device_combine(const CombineInputs& in, Tensor& out, double scale)
           0};
 }
 
+// Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`,
+// divided by lengths if it has a first_bag, times `scale`.
+//   source              flat; float32, float16 or bfloat16, as `dtype`
+//   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
+//   rows, lengths       int32, and int32 or int64; null if no piece or target names them
+//   local, local_begin  the elements of the source in a separate tensor and the position of the
+//                       first of them, see LocalPart; null and 0 if there are none
 Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
                std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
                ScalarType dtype, double scale, std::optional<Tensor> local, int64_t local_begin) {
@@ -127,7 +145,9 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-// Do what `spread` of combine_cpu.cpp does.
+// Compute the gradient of the source of `combine` from the gradient of its output, in.flat. Return
+// the elements outside of `local`, of `dtype`; write the elements inside to `local`, if there is
+// one. Elements of the source in no piece get 0. Pieces must not overlap; this is not checked.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
@@ -144,6 +164,8 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   return out;
 }
 
+// Return the gradient of a source without local part, [source_numel] of `dtype`; the other
+// arguments are as in `combine`.
 Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
                         int64_t source_numel, ScalarType dtype, double scale) {
@@ -152,6 +174,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
   return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
+// Write the gradient of the local part of a source of source_numel elements in all to `local`, and
+// return the gradient of the other elements, of the dtype of `local`.
 Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                          std::optional<Tensor> rows, std::optional<Tensor> lengths,
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {

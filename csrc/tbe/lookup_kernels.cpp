@@ -2,10 +2,12 @@
 // so it must keep enough of them in flight: rows are prefetched a number of lookups ahead that
 // depends on their size, across bags.
 //
-// Two paths give the same bits. If all indices of a range of bags are rows of the table and there
-// is no cache, as is usual, `pool_valid` needs few instructions per lookup, since no index is
-// repaired and whole rows are prefetched. More cache misses then overlap. Otherwise `pool`, which
-// uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
+// Two paths give the same bits, for offsets that do not decrease. If all indices of a range of bags
+// are rows of the table and there is no cache, as is usual, `pool_valid` needs few instructions per
+// lookup, since no index is repaired and whole rows are prefetched. More cache misses then overlap.
+// Otherwise `pool`, which uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
+// For offsets that decrease, `pool_valid` lets a bag begin where the bag before it ends, `pool`
+// where its offset says.
 #include <type_traits>
 
 #include "core/pool_bag.h"

@@ -172,6 +172,13 @@ class BackwardCall {
   int64_t mean_dim_ = 0;
 };
 
+// Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
+// optimizer to it.
+//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; changed
+//   hyper            float64 [..], read only: the caller has counted the step
+//   rows..count      the grouping that tbe_group returned for these features and offsets
+//   row_slots        int32 [L] cache slot of each unique row; null: nothing is cached
+//   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -187,8 +194,10 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   backward.run_alone(CudaLauncher(grad), step);
 }
 
-// Everything is checked and allocated before the kernel that counts the step is launched, so that a
-// call that throws counts none.
+// Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
+// `located`, see check_located. Then do what tbe_update_ does. If `is_finite`, bool [1] or null, is
+// false, nothing is counted or updated. Everything is checked and allocated before the kernel that
+// counts the step is launched, so that a call that throws counts none.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
@@ -247,6 +256,7 @@ void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, floa
   backward->run_alone(CudaLauncher(grad), step);
 }
 
+// Return the gradient of each unique row, float32 [L, dim]; rows and columns that have none are 0.
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,

@@ -11,6 +11,8 @@
 namespace emb::cuda {
 namespace {
 
+// Return (cold, rows, counted), int64 [n] each, see TtStoredArgs; `cold` and `rows` are empty if
+// `slots` is null.
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -20,6 +22,8 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
   return {stored.cold, stored.rows, stored.counted};
 }
 
+// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `rows` is
+// int64 [n], or empty if no rows are stored; TtCountArgs describes the other arguments.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);

@@ -99,6 +99,7 @@ void make_keys(const char* op, const CudaLauncher& launcher, const Tensor& indic
                             bag_map(op, features, input_offsets, bag_layout, 0), keys});
 }
 
+// Return the key of each lookup within its table, int64 [L]: see emb::tt_keys in tt/entries.h.
 Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
                const Tensor& feature_tables) {
   const char* op = "tt_keys";
@@ -215,6 +216,9 @@ TtDeviceBatch make_batch(const char* op, const TtTables& tables, const std::vect
   return {tables.shapes, data, tables.type, plan, precision};
 }
 
+// Return the distinct rows of a plan, float32 [L, widest dim], and the values of its first
+// num_saved left halves, float32 [num_saved, value_size]; only existing rows and halves are
+// written.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -342,6 +346,8 @@ void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const T
   if (!steps.empty()) arrays.update(launcher, steps[0]);
 }
 
+// Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L, dim], the
+// gradients of the rows of the plan. `prefixes` are the values that tt_rows returned.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
@@ -390,6 +396,9 @@ std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tens
   return steps;
 }
 
+// Apply the optimizer to the core rows whose gradient is not zero throughout, in place in `cores`
+// and `states` (see core_steps); the other arguments are those of tt_core_grads. Does not count the
+// step.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,
