@@ -19,8 +19,9 @@ T = TypeVar("T")
 class Awaitable(Generic[T]):
     """A result that `wait()` returns.
 
-    A subclass defines `_wait_impl`, which is called once. If it raises, every `wait` raises the
-    same error: an operation in flight cannot be retried.
+    A subclass defines `_wait_impl`, which is called once. If it or a callback raises, every further
+    `wait` raises the same error, or RuntimeError after e.g. a KeyboardInterrupt: an operation in
+    flight cannot be retried.
     """
 
     def __init__(self) -> None:
@@ -32,8 +33,8 @@ class Awaitable(Generic[T]):
         if self._result is _PENDING:
             try:
                 self._result = self._finish()
-            except Exception as error:
-                self._result = _Failure(error)
+            except BaseException as error:
+                self._result = _Failure.of(error)
                 raise
         elif type(self._result) is _Failure:
             raise self._result.error
@@ -43,7 +44,7 @@ class Awaitable(Generic[T]):
         """Replace the result by `callback(result)` when it is waited for; return this awaitable.
 
         Callbacks run once, in the order in which they were added. After the first `wait` a callback
-        runs immediately.
+        runs immediately; if that `wait` has failed, `then` raises its error.
         """
         if self._result is _PENDING:
             self._callbacks.append(callback)
@@ -98,7 +99,8 @@ class LazyAwaitable(Awaitable[T]):
     """An awaitable that can be used in place of its result: the first use waits.
 
     Attributes, items, iteration, operators and torch functions wait and then act on the result.
-    Only `isinstance` tells an awaitable from its result; `wait()` returns the result itself.
+    `isinstance`, `hash`, `repr`, and attributes with a leading underscore see the awaitable;
+    `wait()` returns the result itself.
     """
 
     # Declared here so that type checkers do not resolve them by __getattr__, which waits.
@@ -194,6 +196,14 @@ class _Failure:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        """Return the failure of a wait that ended with an error."""
+        if isinstance(error, Exception):
+            return cls(error)
+        name = type(error).__name__
+        return cls(RuntimeError(f"{name} ended the wait for this result, which cannot be retried"))
 
 
 _PENDING = object()  # no result yet; None may be a result

@@ -62,6 +62,19 @@ def test_an_error_stays() -> None:
         Awaitable().wait()
 
 
+def test_an_interrupted_wait_says_so() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    under_way = LazyDeferredAwaitable(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        under_way.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt ended the wait"):
+        under_way.then(lambda value: value)
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt ended the wait"):
+        _ = under_way.shape
+
+
 def test_what_the_function_held_is_free() -> None:
     class Big:
         alive = True
