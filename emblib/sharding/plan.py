@@ -78,7 +78,7 @@ class ShardingPlan:
         return ShardingPlan, ({path: dict(plan) for path, plan in self.modules.items()}, self.world)
 
     def to_json(self) -> str:
-        """Return the plan as JSON; equal plans give equal text.
+        """Return the plan as JSON, with modules and tables in their order in the plan.
 
         Raises:
             ValueError: a storage that plans cannot have.
@@ -115,7 +115,12 @@ class ShardingPlan:
             raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON with a checksum, atomically."""
+        """Write the plan as JSON with a checksum, atomically.
+
+        Raises:
+            OSError: the file could not be written; `path` keeps its content.
+            ValueError: a storage that plans cannot have.
+        """
         save_json(path, self.to_json())
 
     @classmethod
@@ -123,7 +128,8 @@ class ShardingPlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: the file is damaged, or is no plan.
+            OSError: the file cannot be read.
+            ValueError: it is damaged, or is no plan.
         """
         return cls.from_json(load_json(path))
 
@@ -185,6 +191,7 @@ def construct_plan(
 
     Raises:
         ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
+        TypeError: a rule returned something that is no ParameterSharding.
     """
     missing_tables, unknown_tables = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing_tables or unknown_tables:

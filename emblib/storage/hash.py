@@ -187,8 +187,8 @@ class Hash(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module.
 
-        A table never shares one if it has admission, a backing store, a time to live or assigned
-        scores, or if its optimizer leaves gradients.
+        A table never shares one if it has admission, a backing store, a time to live that is a
+        `timedelta`, or assigned scores, or if its optimizer leaves gradients.
         """
         dim = table_slice.dim if pooling is Pooling.NONE else 0
         # A module has one admission counter, store, clock and set of assigned scores, and an
