@@ -184,8 +184,11 @@ def test_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="storages must be TensorTrain"):
         TableConstraints(storages=(TensorTrain,))  # type: ignore[arg-type]
     assert TableConstraints(storages=TensorTrain((4, 4))).storages == (TensorTrain((4, 4)),)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
-        Topology(2, device="tpu")
+    for make in (Topology, Topology.detect):
+        with pytest.raises(ValueError, match="'cpu' or 'cuda'"):
+            make(2, device="tpu")
+        with pytest.raises(ValueError, match="world_size must be >= 1"):
+            make(0)
     with pytest.raises(ValueError, match="not there: \\['nope'\\]"):
         Planner(Topology(2), 16, {"nope": TableConstraints()}).plan(_model())
     with pytest.raises(ValueError, match="nothing to plan"):

@@ -70,6 +70,7 @@ class Topology:
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
+        TypeError: a count is no integer.
         ValueError: a count is below 1 (`host_memory` and `disk`: below 0), nodes are not equal,
             `memory` has another length than there are ranks, or the device is unknown.
     """
@@ -171,10 +172,20 @@ class Topology:
         host, or the limit of its container, divided by the ranks per node. Ranks on a CPU compute
         at the same time if each has cores for all its threads. Disk is 0: set `disk=` with
         `dataclasses.replace` to use it.
+
+        Args:
+            world_size: number of ranks.
+            local_world_size: ranks per node; 0 for all of them.
+            device: "cpu" or "cuda"; by default "cuda" if there is a GPU.
+            calibration: constants of the cost model, as in the class.
+
+        Raises:
+            TypeError, ValueError: see the class.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        local = local_world_size or world_size
+        check_count("world_size", world_size)
+        local = check_count("local_world_size", local_world_size or world_size)
         host = host_bytes() // local
         if device == "cuda":
             memory = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
@@ -190,7 +201,14 @@ class Topology:
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         )
         processors = max(1, (num_cores or 1) // torch.get_num_threads())
-        return cls(world_size, local, memory=host, processors=processors, calibration=calibration)
+        return cls(
+            world_size,
+            local,
+            memory=host,
+            device=device,
+            processors=processors,
+            calibration=calibration,
+        )
 
 
 def host_bytes() -> int:
