@@ -18,7 +18,7 @@ from experiments.kinds import base
 from experiments.results import metrics
 from experiments.results.store import Record
 from experiments.timing import statistics
-from experiments.timing.latencies import CLOSED, counts_of, percentile, phase_of
+from experiments.timing.latencies import CLOSED, counts_of, latency_quantile_s, phase_of
 
 MIN_TAIL = 200  # requests from which a p99 is given: two are beyond it
 
@@ -74,7 +74,7 @@ class Serving(base.Kind):
 
 def _last_p99(record: Record) -> float:
     closed = [p for p in record["points"] if p["load"] == CLOSED]
-    return percentile(counts_of(closed[-1:]), 0.99)
+    return latency_quantile_s(counts_of(closed[-1:]), 0.99)
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
@@ -120,7 +120,7 @@ def _row(
     ]
     counts = counts_of(points)
     requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
-    by_process = [percentile(counts_of([point]), 0.99) for point in points]
+    by_process = [latency_quantile_s(counts_of([point]), 0.99) for point in points]
     is_tail = requests >= MIN_TAIL
     per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
     effect = metrics.ratio(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
@@ -129,8 +129,8 @@ def _row(
         "load": load,
         "requests": requests,
         "processes": len(points),
-        "p50_s": percentile(counts, 0.5),
-        "p99_s": percentile(counts, 0.99) if is_tail else math.nan,
+        "p50_s": latency_quantile_s(counts, 0.5),
+        "p99_s": latency_quantile_s(counts, 0.99) if is_tail else math.nan,
         "p99_lo_s": min(by_process) if is_tail else math.nan,
         "p99_hi_s": max(by_process) if is_tail else math.nan,
         "requests_per_s": per_second,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +47,6 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     Raises:
         TraceError: the trace has too few batches.
     """
-    gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     num_batches = cell.cache.warm_batches + cell.cache.batches
     pool = make_pool(cell.workload, shapes, num_batches, session.config.seed)

@@ -30,7 +30,7 @@ from experiments.results.store import Record
 from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
-FILLED_SHARE = 0.75  # keys ÷ slots after the last call
+FILLED_LOAD = 0.75  # keys ÷ slots after the last call
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
@@ -39,10 +39,8 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     The arms take turns at each call, in random order. `seconds` is not used, because only a filled
     table has shown its longest pause.
     """
-    gc.collect()
-    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     space = KeySpace(cell.workload.order, session.seed)
-    tables = build_arms(cell, outcomes, session, lambda arm: _build_table(cell, arm, session))
+    outcomes, tables = build_arms(cell, session, lambda arm: _build_table(cell, arm, session))
     with telemetry_for(session.device) as telemetry:
         _fill_in_turns(cell, session, outcomes, tables, space)
     records = []
@@ -51,7 +49,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     for arm in cell.arms:
         outcome = outcomes[arm.key]
         outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
-        record: Record = {"keys_there": call_sizes(cell)[1], "threads": torch.get_num_threads()}
+        record: Record = {"keys_there": call_sizes(cell)[1]}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
             record |= _measure_memory(cell, arm, session, space)
@@ -64,7 +62,7 @@ def call_sizes(cell: Cell) -> tuple[int, int]:
     """Return the number of keys per call, and of all calls, at least one, together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
-    return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
+    return size, max(1, int(FILLED_LOAD * shape.rows) // size) * size
 
 
 def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:

@@ -7,11 +7,9 @@ then its operations are the phases of one race.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from experiments.config.sweep import Arm, Cell
@@ -88,9 +86,7 @@ class Operation(TimedCall):
 
 def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm and mode; `seconds` is the budget for timing them all."""
-    gc.collect()
-    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
-    filled = _build(cell, outcomes, session)
+    outcomes, filled = _build(cell, session)
     phases = {key: _operations(cell, table, session) for key, table in filled.items()}
     clock_for = partial(CallClock, session.device)
     modes = race_modes(session, seconds, session.config.timing, outcomes, phases, clock_for)
@@ -113,8 +109,8 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
     return KeyTask(shape.rows, shape.dim, session.device, resident)
 
 
-def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, FilledTable]:
-    """Build, fill and check the tables in random order; an error becomes the arm's outcome."""
+def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, FilledTable]]:
+    """Build, fill and check the tables, see `build_arms`."""
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
 
     def build_filled(arm: Arm) -> FilledTable:
@@ -129,7 +125,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
         table.reset_after_checks()
         return FilledTable(table, calls)
 
-    return build_arms(cell, outcomes, session, build_filled)
+    return build_arms(cell, session, build_filled)
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
@@ -160,7 +156,6 @@ def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable 
     record = describe(cell, outcome, session) | {
         "load": outcome.arm.load,
         "hits": cell.keys.hits,
-        "threads": torch.get_num_threads(),
     }
     if filled is not None:
         record |= {

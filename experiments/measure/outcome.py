@@ -30,9 +30,8 @@ from experiments.timing.race import Measured
 from experiments.workloads.workload import Batch, Pool, dense_bytes, table_shapes
 
 Built = TypeVar("Built")  # what is measured of an arm: a contender, a table
-MAX_ERROR = (
-    1e-3  # tolerance ÷ largest element, for float32 sums of thousands of terms in another order
-)
+# Tolerance ÷ largest element, for float32 sums of thousands of terms in another order.
+MAX_ERROR = 1e-3
 ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weight
 
 
@@ -119,18 +118,20 @@ class Outcome:
 
 
 def build_arms(
-    cell: Cell, outcomes: Mapping[str, Outcome], session: Session, build: Callable[[Arm], Built]
-) -> dict[str, Built]:
-    """Build the arms of a cell; return what was built by key, without arms that failed.
+    cell: Cell, session: Session, build: Callable[[Arm], Built]
+) -> tuple[dict[str, Outcome], dict[str, Built]]:
+    """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
 
-    The order is random, because memory that is allocated first can be better.
+    An error of `build` becomes the arm's outcome; nothing was built then. The order is random,
+    because memory that is allocated first can be better.
     """
+    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built: dict[str, Built] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
             built[arm.key] = build(arm)
-    return built
+    return outcomes, built
 
 
 def status_of(error: Exception) -> str:

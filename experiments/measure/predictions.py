@@ -82,7 +82,7 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
-    return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
+    return [describe(cell, outcome, session) | record]
 
 
 class _Experiment:

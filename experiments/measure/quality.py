@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import torch
 
 from experiments.config.sweep import PLAIN, Arm, Cell
 from experiments.contenders.registry import Missing
@@ -37,7 +34,6 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
 
     Replicates differ by the seed of initial values and of the order of samples.
     """
-    gc.collect()
     options, plan = cell.options, _plan(cell, session)
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
     try:
@@ -63,7 +59,6 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
         describe(cell, outcomes[arm], session, data_entries)
-        | {"threads": torch.get_num_threads()}
         | (_model_entries(trained_models[arm]) if arm in trained_models else {})
         for arm in cell.arms
     ]

@@ -10,7 +10,6 @@ omission").
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
@@ -63,34 +62,35 @@ class RequestBlock:
 
 
 @dataclass
-class Load:
-    """The requests to one contender with a number of clients and a rate, over all blocks.
+class LoadPoint:
+    """The requests to one contender with a number of clients and a load, over all blocks.
 
     Attributes:
         request: function that makes the request of a number.
         clients: number of threads.
-        share: rate of arrival ÷ rate of the last closed block; CLOSED for closed blocks.
+        load: rate of arrival ÷ rate of the last closed block; CLOSED for closed blocks.
         blocks: blocks of requests.
         offered: rate of arrival per second that was aimed at, by block; empty for closed blocks.
     """
 
     request: Request
     clients: int
-    share: float
+    load: float
     blocks: list[RequestBlock] = field(default_factory=list)
     offered: list[float] = field(default_factory=list)
 
     def send(
-        self, threads: ThreadPoolExecutor, seconds: float, rng: random.Random, capacity: Load
+        self, threads: ThreadPoolExecutor, seconds: float, rng: random.Random, closed: LoadPoint
     ) -> None:
         """Send a block of requests, and add it to `blocks`.
 
-        `capacity` is the load of closed blocks of as many clients; open blocks need one of these.
+        `closed` is the point of as many clients with load CLOSED. An open block needs one of its
+        blocks, whose rate is what the clients can answer.
         """
-        if self.share == CLOSED:
+        if self.load == CLOSED:
             self.blocks.append(closed_block(threads, self.request, self.clients, seconds))
             return
-        rate = self.share * capacity.blocks[-1].per_second
+        rate = self.load * closed.blocks[-1].per_second
         times = arrivals(rate, seconds, rng)
         self.blocks.append(open_block(threads, self.request, self.clients, times))
         self.offered.append(rate)
@@ -104,7 +104,7 @@ class Load:
         counts = Counter(bucket_of(ns) for block in self.blocks for ns in block.latencies_ns)
         return {
             "clients": self.clients,
-            "load": self.share,
+            "load": self.load,
             "offered": statistics.summarise(self.offered).median if self.offered else None,
             "requests": sum(len(block.latencies_ns) for block in self.blocks),
             "seconds": sum(block.seconds for block in self.blocks),
@@ -115,29 +115,27 @@ class Load:
 def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm; `seconds` is the budget for the requests of all arms.
 
-    A record has `points` (`Load.describe`) and `cold_start` (`cold_start`); its samples are the
-    seconds per request of closed blocks.
+    A record has `points` (of `LoadPoint.describe`) and `cold_start` (of that function); its samples
+    are the seconds per request of closed blocks.
     """
-    gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
-    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
-    tables = _build(cell, shapes, pool, outcomes, session)
+    outcomes, tables = _build(cell, shapes, pool, session)
     prepared = {
         key: [served.prepare(batch) for batch in pool.batches] for key, served in tables.items()
     }
     with telemetry_for(session.device) as telemetry:
         requests = {key: _requests(tables[key], prepared[key]) for key in tables}
-        loads = _serve(requests, cell.options, outcomes, session, seconds)
+        points = _serve(requests, cell.options, outcomes, session, seconds)
     records = []
     for arm in cell.arms:
         outcome = outcomes[arm.key]
         outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
-        record: Record = {"threads": torch.get_num_threads(), "points": [], "cold_start": {}}
+        record: Record = {"points": [], "cold_start": {}}
         if outcome.status == "ok":
             session.note(f"{arm.key}|starting from its file")
             outcome.nbytes = {"weights": tables[arm.key].nbytes()}
-            record["points"] = [load.describe() for load in loads[arm.key]]
+            record["points"] = [point.describe() for point in points[arm.key]]
             record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
         records.append(describe(cell, outcome, session, facts(pool)) | record)
     return records
@@ -147,13 +145,9 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def _build(
-    cell: Cell,
-    shapes: Sequence[TableShape],
-    pool: Pool,
-    outcomes: Mapping[str, Outcome],
-    session: Session,
-) -> dict[str, Served]:
-    """Build, fill and check the tables, in random order; an error becomes the arm's outcome."""
+    cell: Cell, shapes: Sequence[TableShape], pool: Pool, session: Session
+) -> tuple[dict[str, Outcome], dict[str, Served]]:
+    """Build, fill and check the tables, see `build_arms`."""
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
 
     def build_filled(arm: Arm) -> Served:
@@ -163,7 +157,7 @@ def _build(
         verify_served(served, weights, pool.batches[0])
         return served
 
-    return build_arms(cell, outcomes, session, build_filled)
+    return build_arms(cell, session, build_filled)
 
 
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
@@ -210,28 +204,26 @@ def _serve(
     outcomes: Mapping[str, Outcome],
     session: Session,
     seconds: float,
-) -> dict[str, list[Load]]:
-    """Send all requests, the arms in turns; return the loads of each arm.
+) -> dict[str, list[LoadPoint]]:
+    """Send all requests, the arms in turns; return the points of each arm.
 
     Samples are the seconds per request of closed blocks.
     """
-    shares = (CLOSED, *options["loads"])
-    kinds = [(clients, share) for clients in options["clients"] for share in shares]
-    loads = {key: {kind: Load(call, *kind) for kind in kinds} for key, call in requests.items()}
+    loads = (CLOSED, *options["loads"])
+    kinds = [(clients, load) for clients in options["clients"] for load in loads]
+    points = {key: {k: LoadPoint(call, *k) for k in kinds} for key, call in requests.items()}
     block_s = seconds / max(1, options["rounds"] * len(kinds) * len(requests))
     rng = random.Random(session.seed)
     with ThreadPoolExecutor(max(options["clients"])) as threads:
-        for clients, share in kinds * options["rounds"]:
+        for clients, load in kinds * options["rounds"]:
             for key in rng.sample(list(requests), len(requests)):
                 if outcomes[key].status != "ok":
                     continue
-                session.note(f"{key}|{clients} clients, load {share:g}")
-                capacity = loads[key][clients, CLOSED]
-                try:
-                    loads[key][clients, share].send(threads, block_s, rng, capacity)
-                except Exception as error:  # any error becomes the contender's row
-                    outcomes[key].fail(error)
-    for key, by_kind in loads.items():
+                session.note(f"{key}|{clients} clients, load {load:g}")
+                by_kind = points[key]
+                with outcomes[key].catching():
+                    by_kind[clients, load].send(threads, block_s, rng, by_kind[clients, CLOSED])
+    for key, by_kind in points.items():
         outcomes[key].measured.stop_reason = "budget"
         outcomes[key].measured.samples = {
             phase_of(clients): [
@@ -240,7 +232,7 @@ def _serve(
             ]
             for clients in options["clients"]
         }
-    return {key: list(by_kind.values()) for key, by_kind in loads.items()}
+    return {key: list(by_kind.values()) for key, by_kind in points.items()}
 
 
 def closed_block(

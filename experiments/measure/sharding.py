@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from emblib.collections import EmbeddingBagCollection
 from emblib.sharding import ShardingPlan, World, planner
 from emblib.sharding.planner import Calibration
@@ -40,22 +38,16 @@ def calibrate_ranks(session: Session) -> Calibration:
     return calibrate(ranks_of(session.device), sizes)
 
 
-def calibration_entries(calibration: Calibration) -> Record:
-    """Convert a calibration to the JSON object that `Calibration.load` reads."""
-    data: Record = json.loads(calibration.to_json())
-    return data
-
-
 def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record with the constants; `seconds` is not used."""
     outcome = Outcome(cell.arms[0])
     record: Record = {}
     with outcome.catching():
         nodes = ranks_of(session.device).nodes
-        record = {"calibration": calibration_entries(calibrate_ranks(session)), "nodes": nodes}
+        record = {"calibration": json.loads(calibrate_ranks(session).to_json()), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
     session.sync.settle({cell.arms[0].key: outcome})
-    return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
+    return [describe(cell, outcome, session) | record]
 
 
 @dataclass(frozen=True)
@@ -65,53 +57,41 @@ class Predictor:
     Attributes:
         cell: cell of the arms.
         session: run and process.
-        calibration: measured constants; None predicts nothing.
-        cores: number of cores that all ranks together may use.
+        calibration: measured constants.
+        num_cores: number of cores that all ranks together may use.
     """
 
     cell: Cell
     session: Session
-    calibration: planner.Calibration | None
-    cores: int
-
-    @classmethod
-    def calibrated(cls, cell: Cell, session: Session) -> Predictor:
-        """Measure the constants if `sharding.beyond` asks for predictions; a collective.
-
-        Only the first replicate of a cell does, because the model is the same in each.
-        """
-        if not session.config.sharding.beyond or session.replicate:
-            return cls(cell, session, None, 1)
-        return cls(cell, session, calibrate_ranks(session), cores_of(session))
+    calibration: Calibration
+    num_cores: int
 
     def of(self, contender: str) -> Record:
-        """Return the steps predicted for a contender, for the record.
+        """Return `predicted` (of `_step`) and `calibration` (as `Calibration.load` reads it).
 
-        {} without measured constants, and for contenders other than emblib's over ranks. Larger
-        worlds are predicted only if the cell has several ranks with a core each.
+        {} for contenders other than emblib's over ranks. Larger worlds are predicted only if the
+        cell has several ranks with a core each.
         """
-        calibration = self.calibration
-        if calibration is None or not contender.startswith(registry.SHARDED):
+        if not contender.startswith(registry.SHARDED):
             return {}
-        ranks, scaling = self.cell.ranks, self.cell.scaling
-        predicted = [self._step(contender, ranks, scaling, calibration)]
-        if 1 < ranks <= self.cores:  # else ranks waited for cores while links were measured
+        ranks, calibration = self.cell.ranks, self.calibration
+        predicted = [self._step(contender, ranks, calibration)]
+        if 1 < ranks <= self.num_cores:  # else ranks waited for cores while links were measured
             worlds = self.session.config.sharding
             larger_worlds = [world for world in worlds.beyond if world > max(worlds.worlds)]
             links = calibration.link_bytes_per_s  # links between nodes were not measured
             costs = dataclasses.replace(calibration, network_bytes_per_s=links)
-            predicted += [self._step(contender, world, scaling, costs) for world in larger_worlds]
-        return {"predicted": predicted, "calibration": calibration_entries(calibration)}
+            predicted += [self._step(contender, world, costs) for world in larger_worlds]
+        return {"predicted": predicted, "calibration": json.loads(calibration.to_json())}
 
-    def _step(
-        self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
-    ) -> dict[str, Any]:
+    def _step(self, contender: str, ranks: int, costs: Calibration) -> dict[str, Any]:
         """Predict a step. Larger worlds than the measured one have a core per rank.
 
         Returns:
             `ranks`, `scaling`, `batch` (bags per rank and table); in seconds `step_s`, `compute_s`
             and `phases`, as `Planner.predict` defines them.
         """
+        scaling = self.cell.scaling
         # The batch of one rank in a world of one rank.
         bags = self.cell.workload.B * (self.cell.ranks if scaling is Scaling.strong else 1)
         batch = max(1, bags // ranks) if scaling is Scaling.strong else bags
@@ -120,12 +100,12 @@ class Predictor:
         config = self.session.config
         task = Task(shapes, config.optimizer, config.lr, self.session.device)
         world = World(ranks, entry.ranks_per_node(ranks))
-        cores = self.cores if ranks == self.cell.ranks else ranks
+        num_cores = self.num_cores if ranks == self.cell.ranks else ranks
         topology = planner.Topology(
             *world,
             memory=UNLIMITED_BYTES,
             device=self.session.device.type,
-            processors=max(1, cores * world.local_size // ranks),
+            processors=max(1, num_cores * world.local_size // ranks),
             calibration=costs,
         )
         collection = EmbeddingBagCollection(
@@ -145,23 +125,24 @@ class Predictor:
         }
 
 
-def cores_of(session: Session) -> int:
-    """Return the number of cores that all ranks together may use; a collective."""
-    by_rank = session.sync.exchange(usable_cores())
-    return len({core for cores in by_rank for core in cores})
-
-
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm and mode, with the parts of a step and predicted steps.
 
-    The constants of the prediction are measured first, by the same ranks, before anything else uses
-    caches or memory. `seconds` is the budget for timing all arms.
+    If `sharding.beyond` asks for predictions, their constants are measured first: by the same
+    ranks, before anything else uses caches or memory, and in the first replicate only, because the
+    model is the same in each. `seconds` is the budget for timing all arms.
     """
-    session.note("|calibrating")
-    predictor = Predictor.calibrated(cell, session)
-    records = measure_cell(cell, session, seconds, steps_and_parts)
-    cell_entries = {"scaling": cell.scaling.value, "threads": torch.get_num_threads()}
-    return [record | cell_entries | predictor.of(record["contender"]) for record in records]
+    predictor = None
+    if session.config.sharding.beyond and not session.replicate:
+        calibration = calibrate_ranks(session)
+        cores = {core for of_rank in session.sync.exchange(usable_cores()) for core in of_rank}
+        predictor = Predictor(cell, session, calibration, len(cores))
+    return [
+        record
+        | {"scaling": cell.scaling.value}
+        | (predictor.of(record["contender"]) if predictor else {})
+        for record in measure_cell(cell, session, seconds, steps_and_parts)
+    ]
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:

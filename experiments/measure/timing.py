@@ -7,7 +7,6 @@ makes them agree.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -43,15 +42,13 @@ def measure_cell(
         phases_of: function that returns the phases of a contender on a pool of batches, by default
             forward and step. "step" must be among them.
     """
-    gc.collect()  # the traceback of a failed contender keeps its tables alive in a cycle
     timing = session.config.timing
     if any(arm.cache for arm in cell.arms):
         timing = dataclasses.replace(timing, pool=cell.cache.pool)
     session.note("|making batches")
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
-    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
-    contenders = _build(cell, outcomes, session)
+    outcomes, contenders = _build(cell, session)
     sync = session.sync
     sync.settle(outcomes)
     phases_of = phases_of or whole_steps
@@ -142,8 +139,8 @@ def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
     return {phase: sum(c[phase] for c in counts) / len(counts) for phase in counts[0]}
 
 
-def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, Contender]:
-    """Build and check the contenders; an error becomes the arm's outcome."""
+def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, Contender]]:
+    """Build and check the contenders, see `build_arms`."""
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     small_workload = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
     check_batch = make_pool(small_workload, shapes, 1, session.seed + 1).batches[0]
@@ -154,7 +151,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
         verify(contender, check_batch)
         return contender
 
-    return build_arms(cell, outcomes, session, build_checked)
+    return build_arms(cell, session, build_checked)
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:

@@ -39,7 +39,10 @@ class TimedCall(ABC):
 class CallClock(Clock):
     """A clock of the host around the inner calls, between two synchronisations on a GPU.
 
-    The phases must be `TimedCall`s, and adapted; not checked. Other calls would read as 0 seconds.
+    Phases must be `TimedCall`s. A sample that calls none that `adapt` returned reads as 0 seconds.
+
+    Attributes:
+        inside_ns: time in the calls, ÷ `TimedCall.repeats`, since the present sample began.
     """
 
     def __init__(
@@ -51,12 +54,13 @@ class CallClock(Clock):
             )
         self.mode, self.device, self.now = mode, device, now
         self.flush = ColdClock().flush if mode is Mode.cold else lambda: None
-        self.inside = 0.0  # nanoseconds per repeat in the calls since `time` began
+        self.inside_ns = 0.0
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        return self._timed(phase) if isinstance(phase, TimedCall) else phase
+        """Return the phase with its call timed; raise TypeError for one that is no TimedCall."""
+        if not isinstance(phase, TimedCall):
+            raise TypeError(f"CallClock times TimedCalls, got {type(phase).__name__}")
 
-    def _timed(self, phase: TimedCall) -> Phase:
         def run(number: int) -> None:
             ready = phase.before(number)
             self.flush()
@@ -65,21 +69,17 @@ class CallClock(Clock):
             for _ in range(phase.repeats):
                 phase.call(ready)
             self._synchronise()
-            self.inside += (self.now() - start) / phase.repeats
+            self.inside_ns += (self.now() - start) / phase.repeats
 
         return run
-
-    def time(self, call: Callable[[], object]) -> float:
-        self.inside = 0.0
-        call()
-        return self.inside / 1e9
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take samples whose cost includes their preparation."""
         readings = []
         for task in tasks:
-            start = self.now()
-            seconds = self.time(task.call)
+            start, self.inside_ns = self.now(), 0.0
+            task.call()
+            seconds = self.inside_ns / 1e9
             readings.append(Reading(seconds, seconds, (self.now() - start) / 1e9))
         return readings
 

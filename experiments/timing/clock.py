@@ -267,8 +267,8 @@ class CudaClock(Clock):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            raise UnsupportedMode(f"cannot be captured as a CUDA graph: {first}") from error
+            message = str(error).partition("\n")[0]
+            raise UnsupportedMode(f"cannot be captured as a CUDA graph: {message}") from error
         return lambda number: graphs[number]()
 
     def describe(self) -> dict[str, object]:
@@ -285,12 +285,15 @@ class CudaClock(Clock):
 
 
 class TorchGpu:
-    """The current stream of a device and the host's clock, which tests replace by a fake."""
+    """The current stream of a device and the host's clock, which tests replace by a fake.
 
-    def __init__(self, device: torch.device, flush: float = CACHES_FLUSHED) -> None:
+    `flush` writes `size` times the L2 cache, by default twice.
+    """
+
+    def __init__(self, device: torch.device, size: float = CACHES_FLUSHED) -> None:
         self.device = device
         properties = torch.cuda.get_device_properties(device)
-        self.flush_bytes = int(flush * properties.L2_cache_size)
+        self.flush_bytes = int(size * properties.L2_cache_size)
         self._buffer: torch.Tensor | None = None
 
     def now(self) -> float:

@@ -1,7 +1,8 @@
 """Latencies of requests, counted in buckets of 1 %: there are too many to store each.
 
-A record of kind serving has points; a point is a number of clients and a load, with its latencies
-as [bucket, requests] pairs. Adding the counts of several points loses nothing.
+A record of kind serving has points; a point is a number of clients and a load (rate of arrival ÷
+rate that the clients can answer, or CLOSED), with its latencies as [bucket, requests] pairs. Adding
+the counts of several points loses nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-BUCKET = 1.01  # ratio of the ends of a bucket
+BUCKET = 1.01  # end of a bucket ÷ its start
 CLOSED = 0.0  # load of clients that send a request as soon as the last one was answered
 
 
@@ -33,14 +34,14 @@ def counts_of(points: Iterable[Mapping[str, Any]]) -> Counter[int]:
     return total
 
 
-def percentile(counts: Mapping[int, int], share: float) -> float:
-    """Return the seconds that `share` of the counted latencies do not exceed; nan without any.
+def latency_quantile_s(counts: Mapping[int, int], p: float) -> float:
+    """Return the p-quantile of the counted latencies in seconds, p in (0, 1]; nan without any.
 
     It is the middle of a bucket, so within 0.5 % of the latency itself.
     """
-    rank, num_below = share * sum(counts.values()), 0
+    rank, num_counted = p * sum(counts.values()), 0
     for bucket in sorted(counts):
-        num_below += counts[bucket]
-        if num_below >= rank:
+        num_counted += counts[bucket]
+        if num_counted >= rank:
             return BUCKET ** (bucket + 0.5) / 1e9
     return math.nan

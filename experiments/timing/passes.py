@@ -13,7 +13,6 @@ from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 from experiments.timing.clock import Phase
 
-ENERGY_SECONDS = 2.0  # a shorter window has too few of the driver's readings
 RENEWAL_SECONDS = 0.1  # maximum age of a reading of the energy counter
 
 
@@ -32,10 +31,8 @@ def counting_pass(
     return dict(counters())
 
 
-def energy(
-    phase: Phase, pool: int, device: torch.device, seconds: float = ENERGY_SECONDS
-) -> dict[str, Any]:
-    """Measure the energy of a call on a device for `seconds`, see `energy_pass`."""
+def energy(phase: Phase, pool: int, device: torch.device, seconds: float) -> dict[str, Any]:
+    """Measure the energy of a call on a device for `seconds`, see `energy_pass`; {} if unknown."""
     if device.type != "cuda":
         return energy_pass(phase, pool, Cpu().joules, lambda: None, seconds=seconds)
     nvml, finish = Nvml.open(device), partial(torch.cuda.synchronize, device)
@@ -48,7 +45,7 @@ def energy_pass(
     joules: Callable[[], float | None],
     finish: Callable[[], object],
     *,
-    seconds: float = ENERGY_SECONDS,
+    seconds: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Repeat passes over the pool for at least `seconds`; return the energy of a call.

@@ -15,7 +15,8 @@ from enum import Enum
 from functools import cache
 
 CONFIDENCE = 0.95  # probability of every interval
-SETTLED_WINDOW, SETTLED_WITHIN = 32, 0.05  # number of estimates of the noise; range ÷ median
+SETTLED_WINDOW = 32  # number of estimates of the noise that must agree
+SETTLED_WITHIN = 0.05  # their maximum range ÷ their median
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from experiments.contenders.registry import Wrong
 from experiments.contenders.served import Int8
 from experiments.kinds.serving import cold_starts, latencies
 from experiments.measure.serving import (
-    Load,
+    LoadPoint,
     arrivals,
     closed_block,
     cold_start,
@@ -32,7 +32,7 @@ from experiments.measure.serving import (
     verify_served,
 )
 from experiments.results.store import read_records
-from experiments.timing.latencies import CLOSED, bucket_of, counts_of, percentile
+from experiments.timing.latencies import CLOSED, bucket_of, counts_of, latency_quantile_s
 from experiments.workloads.workload import TableShape, make_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -80,8 +80,8 @@ def test_percentiles_of_buckets_are_those_of_the_latencies() -> None:
     point = {"latencies": Counter(bucket_of(int(ns)) for ns in drawn).items()}
     for share in (0.5, 0.99):
         exact = np.quantile(drawn, share) / 1e9
-        assert percentile(counts_of([point]), share) == pytest.approx(exact, rel=0.02)
-    assert np.isnan(percentile({}, 0.5))
+        assert latency_quantile_s(counts_of([point]), share) == pytest.approx(exact, rel=0.02)
+    assert np.isnan(latency_quantile_s({}, 0.5))
 
 
 def test_each_client_of_a_closed_block_waits_for_its_answer() -> None:
@@ -149,8 +149,8 @@ def test_arrivals_have_the_rate_and_do_not_depend_on_answers() -> None:
 
 def test_open_blocks_have_a_share_of_the_rate_of_the_last_closed_block() -> None:
     with ThreadPoolExecutor(1) as threads:
-        closed = Load(lambda _: time.sleep(0.001), 1, CLOSED)
-        half = Load(closed.request, 1, 0.5)
+        closed = LoadPoint(lambda _: time.sleep(0.001), 1, CLOSED)
+        half = LoadPoint(closed.request, 1, 0.5)
         for load in (closed, half):
             load.send(threads, 0.02, random.Random(0), closed)
     assert half.offered == [0.5 * closed.blocks[0].per_second]

@@ -190,6 +190,8 @@ def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
     (reading,) = clock.read([SampleTask(lambda: [phase(0), phase(1)])])
     assert reading.seconds == pytest.approx(14e-9)
     assert reading.cost == pytest.approx(2014e-9)
+    with pytest.raises(TypeError, match="times TimedCalls, got function"):  # would read as 0 s
+        clock.adapt(lambda number: None, 4)
     with pytest.raises(UnsupportedMode, match="no mode graph"):
         CallClock(CPU, Mode.graph)
 

@@ -40,7 +40,12 @@ def test_energy_of_a_call_with_what_is_uncertain_about_it() -> None:
 def test_no_energy_where_the_counter_stands_still(readings: list[float | None]) -> None:
     joules, time = iter(readings), iter(range(100))
     found = passes.energy_pass(
-        lambda number: None, 1, lambda: next(joules), lambda: None, now=lambda: next(time)
+        lambda number: None,
+        1,
+        lambda: next(joules),
+        lambda: None,
+        seconds=2,
+        now=lambda: next(time),
     )
     assert found == {}
 
@@ -57,4 +62,4 @@ def test_energy_on_a_gpu_is_asked_of_its_driver(monkeypatch: pytest.MonkeyPatch)
     found = passes.energy(lambda number: None, 3, CUDA, seconds=1e-6)
     assert found["joules_per_call"] == pytest.approx(600 / found["calls"])
     monkeypatch.setattr(Nvml, "open", lambda device=None: None)
-    assert passes.energy(lambda number: None, 3, CUDA) == {}
+    assert passes.energy(lambda number: None, 3, CUDA, seconds=0.0) == {}
