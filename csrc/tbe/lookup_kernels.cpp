@@ -2,12 +2,10 @@
 // so it must keep enough of them in flight: rows are prefetched a number of lookups ahead that
 // depends on their size, across bags.
 //
-// Two paths give the same bits, for offsets that do not decrease. If all indices of a range of bags
-// are rows of the table and there is no cache, as is usual, `pool_valid` needs few instructions per
-// lookup, since no index is repaired and whole rows are prefetched. More cache misses then overlap.
+// Two paths give the same bits. If the offsets of a range of bags ascend, all its indices are rows
+// of the table, and there is no cache, as is usual, `pool_valid` needs few instructions per lookup,
+// since no index is repaired and whole rows are prefetched. More cache misses then overlap.
 // Otherwise `pool`, which uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
-// For offsets that decrease, `pool_valid` lets a bag begin where the bag before it ends, `pool`
-// where its offset says.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -224,9 +222,9 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
              : all_have_one_lookup(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
-// Pool bags [first_bag, last_bag); the caller must have checked that their indices are valid. Rows
-// have kVectors vector registers; 0 stands for any length. With kStream, which needs kVectors > 0,
-// the output bypasses the caches.
+// Pool bags [first_bag, last_bag); the caller must have checked that their offsets ascend and that
+// their indices are valid. Rows have kVectors vector registers; 0 stands for any length. With
+// kStream, which needs kVectors > 0, the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
   const BagItems& bags = args.bags;
@@ -312,12 +310,32 @@ bool are_all_rows(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   return static_cast<int64_t>(signs) >= 0;
 }
 
+// Return whether the offsets of bags [first_bag, last_bag) are not negative and never decrease, so
+// that every bag begins where the one before it ends. A violation sets the sign of `signs`.
+template <class Offset>
+bool do_ascend(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
+  using U = std::make_unsigned_t<Offset>;
+  auto signs = static_cast<U>(offsets[first_bag]);
+  for (int64_t bag = first_bag + 1; bag < last_bag; ++bag) {
+    signs |= static_cast<U>(offsets[bag]) |
+             (static_cast<U>(offsets[bag]) - static_cast<U>(offsets[bag - 1]));
+  }
+  return static_cast<Offset>(signs) >= 0;
+}
+
+bool do_ascend(IndexArray offsets, int64_t first_bag, int64_t last_bag) {
+  return offsets.is_int64
+             ? do_ascend(static_cast<const int64_t*>(offsets.data), first_bag, last_bag)
+             : do_ascend(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
+}
+
 // The LookupFn for tables without a cache.
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* indices = static_cast<const I*>(args.rows.indices.data);
   const int64_t first = args.bags.first_lookup(first_bag), last = args.bags.end_lookup(last_bag);
-  if (!are_all_rows(indices, first, last, args.rows.rows)) {
+  if (!do_ascend(args.bags.bags.offsets, first_bag, last_bag) ||
+      !are_all_rows(indices, first, last, args.rows.rows)) {
     return pool<O>(args, PlainRows<W, const I*>(args.rows, indices), first_bag, last_bag);
   }
   if constexpr (std::is_same_v<O, float>) {

@@ -270,6 +270,30 @@ def test_offsets_are_repaired(
     assert_close(module(indices, given_offsets).double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bags_that_overlap_read_no_other_table(dtype: torch.dtype, device: torch.device) -> None:
+    """Offsets that decrease, and were not repaired: an index beyond the table reads row 0."""
+    weights = torch.cat([torch.ones(4 * 16), torch.full((1000 * 16,), 2.0)])
+    features = torch.tensor([[0, 0, 4, 16, 0, 0, 0, 0], [64, 4, 1000, 16, 16, 0, 4, 0]])
+    offsets = torch.tensor([0, 9, 3, 4, 5, 6, 10], dtype=dtype)
+    indices = torch.tensor([0, 1, 2, 3] + 6 * [900], dtype=dtype)
+    out = tbe.tbe_lookup(
+        [weights.to(device)],
+        features.to(device),
+        indices.to(device),
+        offsets.to(device),
+        None,
+        None,
+        None,
+        POOLING["sum"],
+        32,
+        torch.float32,
+    )
+    # The bags of table 0 have the lookups [0, 9), none and [3, 4).
+    assert out[:, 0].tolist() == [9, 0, 1]
+    assert out[:, 16].tolist() == [2, 2, 8]
+
+
 @pytest.mark.parametrize("index", [2**62, -(2**63), 2**63 - 1, 50, -2])
 def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
     module = replace(CASES["plain"], batch=2).module(optim.SGD(0.1), device)
