@@ -19,6 +19,7 @@ from emblib.grad_mode import in_grad_mode
 from emblib.online.records import LogError, Record, RecordKind, TableChange, decode
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
 from emblib.online.sinks import Sink, check_sink
+from emblib.specs import check_count
 
 # A log that is not behind another reads no more while as many records are pending. One poll reads
 # at most as many.
@@ -62,8 +63,9 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: a sharded model, or something else than sinks.
-        ValueError: a pruned table, a table on disk, two tables of one name, or no sink.
+        TypeError: a sharded model, something else than sinks, or a step that is no integer.
+        ValueError: a pruned table, a table on disk, two tables of one name, no sink, or a step
+            below 0.
 
     Example:
         >>> import tempfile
@@ -101,7 +103,7 @@ class LogFollower:
         if not logs:
             raise ValueError("a follower needs the sink of each rank's log, got none")
         self._logs = [_Log(check_sink(source)) for source in logs]
-        self._step = step
+        self._step = None if step is None else check_count("step", step, minimum=0)
         self._key: Key | None = None  # of the last boundary; None if the tables are at none
         self._has_base = step is not None  # whether the tables are at `_step` without a boundary
         self._lock = ReaderLock()
@@ -155,6 +157,7 @@ class LogFollower:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
                 the last boundary.
             OSError: a source cannot be read.
+            RuntimeError: this thread is inside `reading()`, and would wait for itself.
             ValueError: the format of a table does not hold a row; the tables stay at the last
                 boundary.
             Exception: writing a table raised it; the tables are at no boundary until the next
