@@ -12,8 +12,9 @@ tensors that require gradients; a rank without values passes an empty tensor tha
 `comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
 the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the
-columns. Results have the dtype of `values`. Sizes that do not fit together raise ValueError, values
-that are not floating raise TypeError.
+columns. Results have the dtype of `values`. Arguments of a rank that do not fit together raise
+ValueError, values that are not floating raise TypeError. Sizes that differ from those of another
+rank raise RuntimeError in host memory; on a GPU they are not compared.
 """
 
 from __future__ import annotations
@@ -88,8 +89,12 @@ def alltoallv(
     tensor [B[rank], n] for every n of columns[0], columns[1], ... All tensors are of `dtype`, which
     a rank without tables could not know.
     """
+    _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    own_widths = [tensor.size(-1) for tensor in values]
+    _check_floating(dtype)
+    for tensor in values:
+        _check_rows("values", tensor, 2, sum(batch_sizes))
+    own_widths = [tensor.size(1) for tensor in values]
     if own_widths != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
@@ -182,6 +187,9 @@ def reduce_scatter_pooled(
 ) -> Awaitable[Tensor]:
     """Sum over all ranks the rows for this one: `values[r]` [B[r], D] is for rank r."""
     _check_ranks("values", values, ranks)
+    shapes = [list(tensor.shape) for tensor in values]
+    if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ValueError(f"values must be matrices [B[r], D] of one D, got shapes {shapes}")
     sizes = [tensor.size(0) for tensor in values]
     all_values = torch.cat(list(values))
     return reduce_scatter_v_pooled(
@@ -260,8 +268,7 @@ def _start(
 ) -> Awaitable[Tensor]:
     """Start a collective whose backward is the opposite one; sizes are elements per rank."""
     pattern, comm_precision, gradients = options
-    if not values.is_floating_point():
-        raise TypeError(f"values must be floating, got {values.dtype}")
+    _check_floating(values.dtype)
     sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
     directions = (
         _Direction(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
@@ -390,6 +397,11 @@ def _check_ranks(name: str, per_rank: Sequence[Any], ranks: RankGroup) -> None:
         raise ValueError(
             f"{name} must have an entry for each of {ranks.size} ranks: got {per_rank}"
         )
+
+
+def _check_floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"values must be floating, got {dtype}")
 
 
 def _check_rows(name: str, values: Tensor, dims: int, rows: int) -> None:

@@ -309,3 +309,9 @@ def test_wrong_use() -> None:
         collectives.alltoallv([rows], [3], [[1, 1]], ranks)
     with pytest.raises(TypeError, match=r"must all be torch\.float16, got \[torch\.float32\]"):
         collectives.alltoallv([rows], [3], [[2]], ranks, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"2 dimensions and 3 rows.*got \[4, 1\]"):
+        collectives.alltoallv([rows, torch.zeros(4, 1)], [3], [[2, 1]], ranks)
+    with pytest.raises(TypeError, match=r"must be floating, got torch\.int64"):
+        collectives.alltoallv([rows.long()], [3], [[2]], ranks, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"of one D, got shapes \[\[3\]\]"):
+        collectives.reduce_scatter_pooled([rows[:, 0]], ranks)
