@@ -2,8 +2,9 @@
 // calls. The library itself is not part of this repository; docs/peers.md says how to build both.
 //   nvcc -O3 -std=c++17 -arch=native -shared -Xcompiler -fPIC -I HierarchicalKV/include
 //        -o libhierarchicalkv.so experiments/contenders/hierarchicalkv.cu
-// All pointers are of the device, every call goes to the given stream, and keys of a call are
-// distinct.
+// All pointers are of the device, except those to one size, which are of the host. Every call goes
+// to the given stream. Keys of a call may repeat; equal keys then have equal values. Functions that
+// return int return 0, or 1 after an exception, whose message hkv_error returns in this thread.
 
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +20,6 @@ using Table =
 
 thread_local std::string message;
 
-// Returns 0, or 1 after an exception, whose message hkv_error returns.
 template <typename Work>
 int guarded(Work work) {
   try {
@@ -95,7 +95,7 @@ int hkv_find_or_insert_rows(void* table, std::size_t n, const std::uint64_t* key
       [&] { static_cast<Table*>(table)->find_or_insert(n, keys, rows, found, nullptr, stream); });
 }
 
-// `evicted`, `evicted_values` and `evicted_scores` have room for n entries; `count` is of the host.
+// `evicted`, `evicted_values` and `evicted_scores` have room for n entries; `count` are written.
 int hkv_insert_and_evict(void* table, std::size_t n, const std::uint64_t* keys, const float* values,
                          std::uint64_t* evicted, float* evicted_values,
                          std::uint64_t* evicted_scores, std::size_t* count, cudaStream_t stream) {

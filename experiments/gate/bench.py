@@ -21,7 +21,7 @@ from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
-from experiments.measure.timing import VERIFY_BATCH, task_of, whole_steps
+from experiments.measure.timing import check_batch, task_of, whole_steps
 from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
@@ -74,12 +74,9 @@ class Bench:
         """Build a point, check it against the reference if the setup asks, prepare its batches."""
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
         session = Session(config, self.device, "gate")
-        work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed
-        shapes = table_shapes(work, scale=scale)
         contender = build(point.arm.contender, task_of(point.cell, point.arm, session))
         if self.setup.check:
-            small_workload = dataclasses.replace(work, B=min(VERIFY_BATCH, work.B))
-            verify(contender, make_pool(small_workload, shapes, 1, seed + 1).batches[0])
+            verify(contender, check_batch(point.cell, self.setup.seed))
         pool = self._pool(point.cell)
         phases = whole_steps(contender, pool)
         clock = clock_for(self.device, config.timing.modes[0])

@@ -75,7 +75,8 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
             else:
                 samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
         records.append(
-            describe(cell, outcome, session, facts(pool))
+            describe(cell, outcome, session)
+            | facts(pool)
             | {"samples": samples, **extra}
             | {"cache_rows": size, "batches": cell.cache.batches}
         )

@@ -56,7 +56,8 @@ class Operation(TimedCall):
     """An operation of an arm.
 
     A call that inserts absent keys gets new keys each time; other calls use `pool` prepared ones.
-    Inserted keys are erased before the next call, unless the table cannot erase or is full.
+    Inserted keys are erased before the next call, unless the table cannot erase, or has too few
+    free slots for them, so that it evicts others.
     """
 
     def __init__(self, filled: FilledTable, name: str, pool: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -158,16 +158,10 @@ def facts(pool: Pool) -> dict[str, Any]:
     }
 
 
-def describe(
-    cell: Cell, outcome: Outcome, session: Session, known: Mapping[str, Any] | None = None
-) -> Record:
-    """Return the record of an outcome. It needs no contender, whose process may have died.
+def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
+    """Return the record of an arm's outcome, to which callers add what they know (`facts`).
 
-    Args:
-        cell: cell of the arm.
-        outcome: outcome of the arm.
-        session: run and process.
-        known: facts about the batches and the like, which replace defaults.
+    It needs no contender, whose process may have died.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     arm, measured, work = outcome.arm, outcome.measured, cell.workload
@@ -207,7 +201,6 @@ def describe(
         "lookups": len(shapes) * work.B * work.L,
         "unique_rows": None,
         "pool_sha256": None,
-        **(known or {}),
         "dense_bytes": dense_bytes(shapes),
         "weights_bytes": outcome.nbytes.get("weights"),
         "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),

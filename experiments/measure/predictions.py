@@ -131,9 +131,9 @@ class _Experiment:
                     self.steps.append(self._steps(order, module, num_cached, batches, point))
 
     def _module(self, order: str, share: float) -> tuple[Any, int]:
-        """Return trains that cache `share` of their rows, the most frequent, and the cached rows.
+        """Return trains that cache `share` of their rows, the first ones, and the number of these.
 
-        The latter is a number. Raises Wrong if other rows are cached.
+        Raises Wrong if other rows are cached.
         """
         if not share:
             return self.trains[order], 0
@@ -149,9 +149,9 @@ class _Experiment:
         return bags, num_cached
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw `lookups` ids among `ids` different ones: usually [0, ids), the most frequent one 0.
+        """Draw `lookups` ids among `ids` different ones: [0, ids), of which 0 is the most frequent.
 
-        With `spread`, these are a random selection of all rows.
+        With `spread`, the different ones are a random selection of all rows instead.
         """
         ids_drawn = distributions.zipf_ranks(self.draw, lookups, ids, skew) - 1
         if spread and ids < self.work.E:

@@ -1,8 +1,8 @@
 """Fresh child processes with a pipe: a crash of a child cannot end the run.
 
 A fork server that has torch loaded starts a child in about 0.1 s. Children share no allocator
-state, threads or CUDA context. After a CUDA error or a lack of memory, a process gives no
-trustworthy measurements; so such a child ends, and another child measures the remaining arms.
+state, threads or CUDA context. The parent gets `Died` from a child that crashed, was killed, or
+raised an error, and may start another one for the rest of the work.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     options, plan = cell.options, _plan(cell, session)
     outcomes = {arm: Outcome(arm) for arm in cell.arms}
     try:
-        session.note("reading the samples")
+        session.note("|reading the samples")
         data = load(_source(cell, session)).to(session.device)
     except (Missing, Unreadable) as error:
         for outcome in outcomes.values():
@@ -46,7 +46,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     sized_workload = dataclasses.replace(cell.workload, sizes=list(data.rows))
     cell = dataclasses.replace(cell, workload=sized_workload)
     trained_models = _train_all(cell, session, data, plan, outcomes)
-    session.note("timing steps")
+    session.note("|timing steps")
     step_times = step_samples(
         [trained.model for trained in trained_models.values()],
         data,
@@ -58,7 +58,8 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         outcomes[arm].measured.samples = {"step": samples}
     data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
-        describe(cell, outcomes[arm], session, data_entries)
+        describe(cell, outcomes[arm], session)
+        | data_entries
         | (_model_entries(trained_models[arm]) if arm in trained_models else {})
         for arm in cell.arms
     ]

@@ -137,7 +137,7 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             outcome.nbytes = {"weights": tables[arm.key].nbytes()}
             record["points"] = [point.describe() for point in points[arm.key]]
             record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
-        records.append(describe(cell, outcome, session, facts(pool)) | record)
+        records.append(describe(cell, outcome, session) | facts(pool) | record)
     return records
 
 

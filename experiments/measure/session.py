@@ -47,8 +47,6 @@ class RankSync:
         """Mark an arm as failed on all ranks if it failed on one."""
 
 
-ALONE = RankSync()
-
 SEED_STEP = 7919  # seed difference of replicates; a prime, so that runs with seeds n, n + 1 differ
 RANK_STEP = 104_729  # seed difference of ranks; larger than the differences of 13 replicates
 
@@ -79,7 +77,7 @@ class Session:
     order: int = 0
     identity: Mapping[str, Any] = field(default_factory=dict)
     note: Callable[[str], object] = ignore_message
-    sync: RankSync = ALONE
+    sync: RankSync = field(default_factory=RankSync)
 
     def over_ranks_of(self, cell: Cell) -> Session:
         """Return the session with device.ranks set to the ranks of a cell, if it has some."""

@@ -24,10 +24,10 @@ from experiments.results.store import Record
 from experiments.timing.clock import Clock, clock_for
 from experiments.timing.passes import counting_pass, energy
 from experiments.timing.race import Phase, Race
-from experiments.workloads.workload import Pool, make_pool, table_shapes
+from experiments.workloads.workload import Batch, Pool, make_pool, table_shapes
 
 PhasesOf = Callable[[Contender, Pool], dict[str, Phase]]
-VERIFY_BATCH = 32  # bags per table in the check: the reference of trains needs much memory per bag
+CHECKED_BATCH = 32  # bags per table in a check: the reference of trains needs much memory per bag
 
 
 def measure_cell(
@@ -67,14 +67,14 @@ def measure_cell(
         warmed=lambda key: contenders[key].reset_counters(),
         counters=lambda key: sync.total(contenders[key].counters()),
     )
-    records, batches = [], facts(pool)
+    records = []
     for in_mode in modes:
         for key in phases:
             if in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
                 _measure_sizes(in_mode[key], contenders[key], phases[key], timing)
                 in_mode[key].flops = _flops(contenders[key], pool)
-        records += [describe(cell, o, session, batches) for o in in_mode.values()]
+        records += [describe(cell, o, session) | facts(pool) for o in in_mode.values()]
     return records
 
 
@@ -141,17 +141,22 @@ def _flops(contender: Contender, pool: Pool) -> dict[str, float]:
 
 def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, Contender]]:
     """Build and check the contenders, see `build_arms`."""
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    small_workload = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
-    check_batch = make_pool(small_workload, shapes, 1, session.seed + 1).batches[0]
+    batch = check_batch(cell, session.seed)
 
     def build_checked(arm: Arm) -> Contender:
         contender: Contender = build(arm.contender, task_of(cell, arm, session))
         session.note(f"{arm.key}|checking")
-        verify(contender, check_batch)
+        verify(contender, batch)
         return contender
 
     return build_arms(cell, session, build_checked)
+
+
+def check_batch(cell: Cell, seed: int) -> Batch:
+    """Return the batch, other than the timed ones, on which contenders are checked."""
+    workload = dataclasses.replace(cell.workload, B=min(CHECKED_BATCH, cell.workload.B))
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    return make_pool(workload, shapes, 1, seed + 1).batches[0]
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:

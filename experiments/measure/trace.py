@@ -19,7 +19,7 @@ from experiments.results.store import Record
 from experiments.workloads import production, trace_analysis
 from experiments.workloads.trace_analysis import Lookups
 from experiments.workloads.trace_files import TraceError
-from experiments.workloads.workload import Pool, make_pool, table_rows, table_shapes
+from experiments.workloads.workload import make_pool, table_rows, table_shapes
 
 MIN_BATCHES = 4  # two halves for the fit, and batches before and after the warm-up of caches
 
@@ -46,14 +46,17 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     rows = [s.rows if r else 0 for s, r in zip(shapes, stated_rows, strict=True)]
     warm = _warm_batches(cell, len(pool.batches))
     names = cell.workload.columns or [f"table {f}" for f in range(len(shapes))]
-    by_table, tables = [lookups_of(pool, f) for f in range(len(shapes))], []
-    for f, lookups in enumerate(by_table):
-        lengths = np.concatenate([b.feature(f)[1].diff().numpy() for b in pool.batches])
+    by_table, tables = [], []
+    for f in range(len(shapes)):
+        features = [batch.feature(f) for batch in pool.batches]
+        lookups = Lookups([ids.numpy() for ids, _ in features])
+        lengths = np.concatenate([offsets.diff().numpy() for _, offsets in features])
+        by_table.append(lookups)
         tables.append(
             trace_analysis.analyse_table(lookups, lengths, name=names[f], rows=rows[f], warm=warm)
         )
     analysis = analyse_together(by_table, cell.cache.fractions, warm)
-    record = describe(cell, Outcome(arm), session, facts(pool))
+    record = describe(cell, Outcome(arm), session) | facts(pool)
     record |= {
         "rows": sum(table["rows"] for table in tables),
         "batches": len(pool.batches),
@@ -65,11 +68,6 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     if cell.workload.distribution is Distribution.production:
         record["published_window"] = sum(production.published_lookups(r) for r in rows)
     return [record]
-
-
-def lookups_of(pool: Pool, feature: int) -> Lookups:
-    """Return the lookups of one table."""
-    return Lookups([b.feature(feature)[0].numpy() for b in pool.batches])
 
 
 def _warm_batches(cell: Cell, batches: int) -> int:

@@ -52,7 +52,7 @@ class Locality(Kind):
         pool = make_pool(cell.workload, shapes, session.config.options["batches"], session.seed)
         rows = [set(batch.indices.tolist()) for batch in pool.batches]
         share = sum(len(a & b) / len(b) for a, b in zip(rows, rows[1:])) / (len(rows) - 1)
-        record = describe(cell, Outcome(cell.arms[0]), session, facts(pool))
+        record = describe(cell, Outcome(cell.arms[0]), session) | facts(pool)
         return [record | {"repeated": share}]
 
     def progress(self, records):
