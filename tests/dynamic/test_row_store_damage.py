@@ -1,9 +1,11 @@
 """Stores after power failures, failed syncs and flipped bits: the last flush, or a refusal."""
 
 import errno
+import gc
 import json
 import os
 import sqlite3
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -269,6 +271,18 @@ def test_a_store_without_checksums_gets_them_when_asked_to(tmp_path: Path) -> No
     store.flush([[], []], "checked")
     store.close()
     assert read_all(DiskRows(tmp_path, Verify.OPEN)) == table
+
+
+@pytest.mark.parametrize("kind", [DiskRows, SqliteRows])
+def test_a_store_that_was_not_made_is_not_closed(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: ignored.append(args.exc_value))
+    with pytest.raises(ValueError, match="Verify must be one of"):
+        kind(tmp_path / "rows", verify="always")
+    gc.collect()
+    assert not ignored
 
 
 def test_a_header_of_an_earlier_start_without_records(

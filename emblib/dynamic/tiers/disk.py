@@ -748,7 +748,8 @@ class DiskRows:
         self._row_files, self._lock, self._process = [], None, -1
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_process"):  # else the constructor has raised
+            self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

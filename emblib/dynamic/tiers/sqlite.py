@@ -434,7 +434,8 @@ class SqliteRows:
         self._connection = None
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_process"):  # else the constructor has raised
+            self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
