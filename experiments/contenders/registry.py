@@ -197,11 +197,6 @@ def identity(name: str) -> dict[str, str]:
     return facts
 
 
-def names_with_cache() -> tuple[str, ...]:
-    """Return the names of the contenders with a cache."""
-    return tuple(name for name, entry in entries().items() if entry.variants == "cache")
-
-
 @functools.cache
 def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
     """Read the entries of all folders.

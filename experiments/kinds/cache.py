@@ -35,7 +35,8 @@ class Cache(base.Kind):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        cached = (*registry.names_with_cache(), *EXACT)
+        entries = registry.entries().items()
+        cached = (*(name for name, entry in entries if entry.variants == "cache"), *EXACT)
         if not set(config.contenders) <= set(cached):
             raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
 

@@ -146,16 +146,9 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return forward, step, and the parts of a step of a contender as phases.
-
-    If its `parts` raises an error, every phase raises it.
-    """
-    phases = whole_steps(contender, pool)
-    try:
-        parts_by_batch = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
-    except Exception as error:
-        return dict.fromkeys(phases, partial(_fail, error))
-    return phases | {
+    """Return forward, step, and the parts of a step of a contender as phases; a collective."""
+    parts_by_batch = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
+    return whole_steps(contender, pool) | {
         name: partial(_run_nth, [parts[name] for parts in parts_by_batch])
         for name in parts_by_batch[0]
     }
@@ -163,7 +156,3 @@ def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
 
 def _run_nth(calls: list[Callable[[], object]], number: int) -> object:
     return calls[number]()
-
-
-def _fail(error: Exception, number: int) -> object:
-    raise error

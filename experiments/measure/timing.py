@@ -40,7 +40,7 @@ def measure_cell(
         session: run and process.
         seconds: budget for timing all arms in all modes.
         phases_of: function that returns the phases of a contender on a pool of batches, by default
-            forward and step. "step" must be among them.
+            forward and step. "step" must be among them. An error becomes the arm's outcome.
     """
     timing = session.config.timing
     if any(arm.cache for arm in cell.arms):
@@ -51,12 +51,12 @@ def measure_cell(
     outcomes, contenders = _build(cell, session)
     sync = session.sync
     sync.settle(outcomes)
-    phases_of = phases_of or whole_steps
-    phases = {
-        key: sync.phases(key, phases_of(contender, pool))
-        for key, contender in contenders.items()
-        if outcomes[key].status == "ok"
-    }
+    phases_of, phases = phases_of or whole_steps, {}
+    for key, contender in contenders.items():
+        if outcomes[key].status == "ok":
+            with outcomes[key].catching():
+                phases[key] = sync.phases(key, phases_of(contender, pool))
+    sync.settle(outcomes)
     modes = race_modes(
         session,
         seconds,

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     Raises:
         TraceError: the trace has fewer than MIN_BATCHES batches.
     """
-    started = time.monotonic()
     arm = cell.arms[0]
     session.note(f"{arm.key}|reading")
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
@@ -63,7 +61,6 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         "tables": tables,
         "analysis": analysis,
         "samples": analysis.pop("samples"),
-        "analysis_s": round(time.monotonic() - started, 2),
     }
     if cell.workload.distribution is Distribution.production:
         record["published_window"] = sum(production.published_lookups(r) for r in rows)

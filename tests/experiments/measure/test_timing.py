@@ -1,0 +1,44 @@
+"""Cells of kind time: what happens to the other arms if one cannot be measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.config.schema import Config, TimingConfig, WorkloadConfig
+from experiments.config.sweep import Arm, Cell
+from experiments.contenders import registry
+from experiments.contenders.base import Contender, Task
+from experiments.contenders.tables import BatchedTables
+from experiments.measure import timing
+from experiments.measure.session import Session
+from experiments.workloads.workload import Batch
+
+
+class RefusesFullBatches(BatchedTables):
+    """Prepares the small batch of the check only."""
+
+    def prepare(self, batch: Batch) -> Any:
+        if batch.gradient.size(0) > timing.CHECKED_BATCH:
+            raise ValueError("this batch cannot be prepared")
+        return super().prepare(batch)
+
+
+def test_an_arm_that_cannot_prepare_its_batches_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(name: str, task: Task) -> Contender:
+        return RefusesFullBatches(task) if name == "managed" else registry.build(name, task)
+
+    monkeypatch.setattr(timing, "build", build)
+    work = WorkloadConfig(T=2, E=50, D=4, B=2 * timing.CHECKED_BATCH, L=2)
+    config = Config(name="x", timing=TimingConfig(pool=2, warmup=0, max_rounds=1))
+    cell = Cell("sweep", "", work, (Arm("managed"), Arm("tbe")))
+    records = timing.measure_cell(cell, Session(config, torch.device("cpu"), "run"), 1.0)
+    by_arm = {record["arm"]: record for record in records}
+    assert by_arm["managed"]["status"] == "error"
+    assert by_arm["managed"]["reason"].startswith("ValueError: this batch cannot be prepared")
+    assert by_arm["tbe"]["status"] == "ok"
+    assert len(by_arm["tbe"]["samples"]["step"]) == 2
