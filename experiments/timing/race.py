@@ -289,16 +289,16 @@ class Measured:
 
     def add(self, phase: str, number: int, reading: Reading) -> None:
         """Add a sample, as seconds per call."""
-        share = 1 / self.executions.get(phase, 1)
-        self.samples[phase].append((number, reading.seconds * share))
+        per_call = 1 / self.executions.get(phase, 1)
+        self.samples[phase].append((number, reading.seconds * per_call))
         if reading.wall != reading.seconds:
-            self.walls.setdefault(phase, []).append((number, reading.wall * share))
+            self.walls.setdefault(phase, []).append((number, reading.wall * per_call))
         self.exposed += reading.exposed
 
     def set_aside(self, phase: str, number: int, reading: Reading) -> None:
         """Store a sample of a throttled machine, which will be repeated."""
-        share = 1 / self.executions.get(phase, 1)
-        self.throttled.setdefault(phase, []).append((number, reading.seconds * share))
+        per_call = 1 / self.executions.get(phase, 1)
+        self.throttled.setdefault(phase, []).append((number, reading.seconds * per_call))
 
     def end_round(self) -> None:
         """Append the noise of each phase to `noise`."""
