@@ -136,11 +136,16 @@ def _measure(arguments: Sequence[str]) -> int:
         words.remove("job")
     elif flags:
         raise UsageError(f"no flag {min(flags)}: there is --help, --cfg job and -m")
-    experiment_names = _experiments(words)
+    experiment_names = [
+        w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")
+    ]
     if not experiment_names:
         configure.check_keys(words)
         print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)
-        raise _no_experiment(words)
+        example = " ".join(["+experiment=tt_vs_tbe", *words])
+        raise UsageError(
+            f"which experiment? e.g. python run.py {example}; --help explains the rest"
+        )
     if shows_config:
         print(configure.composed_yaml(words), end="")
         return 0
@@ -149,12 +154,3 @@ def _measure(arguments: Sequence[str]) -> int:
 
     gc.freeze()  # collections of torch's objects would take a seventh of a small run
     return runner.run(config, question=configure.question(experiment_names[0]), words=words)
-
-
-def _experiments(words: Sequence[str]) -> list[str]:
-    return [w.partition("=")[2] for w in words if w.lstrip("+").startswith("experiment=")]
-
-
-def _no_experiment(words: Sequence[str]) -> UsageError:
-    example = " ".join(["+experiment=tt_vs_tbe", *words])
-    return UsageError(f"which experiment? e.g. python run.py {example}; --help explains the rest")

@@ -17,6 +17,11 @@ def library_folders() -> list[Path]:
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
+def shown_path(path: Path) -> Path:
+    """Return a path as a user would type it: relative to the current folder where it is inside."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None if it is not installed."""
     try:

@@ -14,7 +14,7 @@ from experiments.gate import pages, setup
 from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Request, Rules, Stage
 from experiments.gate.setup import NoiseFloor
-from experiments.paths import ROOT
+from experiments.paths import ROOT, shown_path
 from experiments.report import document, tables
 from experiments.report.charts import forest
 from experiments.report.document import Section
@@ -65,8 +65,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         floors = RunStore(ROOT / config.gate.noise)
         stored_at = floors.write_json(setup.floor_file(start.environment, config), floor)
     setup.write_info(store, config, question, status, began)
-    print(f"\n{write(store.path)}\n\nnoise floor: {pages.shown_path(stored_at)}")
-    print(f"report: {pages.shown_path(store.path / 'index.html')}")
+    print(f"\n{write(store.path)}\n\nnoise floor: {shown_path(stored_at)}")
+    print(f"report: {shown_path(store.path / 'index.html')}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0
 
 

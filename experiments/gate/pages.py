@@ -92,11 +92,6 @@ def instructions_value(line: PointFinding, name: str) -> Value:
     return Value.of(head_per_base, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
 
 
-def shown_path(path: Path) -> str:
-    """Return a path as a user would type it: relative to the current folder where it is inside."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
 MEANING = {
     0: "no slowdown was found",
     3: "a slowdown was found and confirmed",

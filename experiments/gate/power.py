@@ -22,6 +22,7 @@ from experiments.config.schema import Config, UsageError
 from experiments.gate import pages, setup
 from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Rules, decide, next_request
+from experiments.paths import shown_path
 from experiments.report import document
 from experiments.report.document import Page, Section, Tile
 from experiments.report.style import COLOURS, GRID, INK, Figure, Panel
@@ -75,7 +76,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         )
         status = _run_trials(runner, replay(records))
     setup.write_info(store, config, question, status, began)
-    print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
+    print(f"\n{write(store.path)}\n\nreport: {shown_path(store.path / 'index.html')}")
     return {"interrupted": 130, "incomplete": 5}.get(status, 0)
 
 

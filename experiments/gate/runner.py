@@ -20,6 +20,7 @@ from experiments.gate.revisions import BuildError
 from experiments.gate.rules import Rules
 from experiments.gate.setup import GateStart
 from experiments.gate.verdicts import Findings, collect_findings
+from experiments.paths import shown_path
 from experiments.results.store import RunStore, read_config, read_json, read_records
 from experiments.run.progress import Display
 
@@ -55,7 +56,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         print(pages.finding_line(line))
     print(f"\n{answer}\n")
     print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
-    print(f"report: {pages.shown_path(store.path / 'index.html')}")
+    print(f"report: {shown_path(store.path / 'index.html')}")
     return status
 
 

@@ -1,4 +1,7 @@
-"""The kinds of experiments; other packages use a kind only as a `Kind` object."""
+"""The kinds of experiments, as `Kind` objects.
+
+Code that serves all kinds uses these objects; the module of one kind is for its own run and report.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
     ok_records = metrics.good(records)
-    record = ok_records[0] if ok_records else records[0]
+    record = (ok_records or records)[0]
     timed = metrics.timed_columns(
         ok_records, yardstick_as(metrics.good(base_records), phase), phase, pools
     )
@@ -116,6 +116,9 @@ def yardstick_as(records: Sequence[Record], phase: str) -> list[Record]:
 def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return growth.csv: a row per table that grew, over all processes.
 
+    `section`, `cell`, `contender`, `arm`, `label`, and the axes of the workload identify the table.
+    `status` and `reason` are the outcome, `processes` the number of good records. Of the first
+    process: `lookups` (new keys per call), `calls`, and `keys_there` (keys of all calls).
     Seconds: `median_s` and `p99_s` of all calls, `longest_s` (median over processes of the longest
     call of each), `total_s`. Bytes: `peak_bytes` while it grows, `kept_bytes` at the end, and
     `peak_over_kept`; nan where the system does not measure memory.
@@ -127,7 +130,7 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
 def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     """Return a row of `growth_frame` from the records of a table, one per process."""
     ok_records = metrics.good(records)
-    record = ok_records[0] if ok_records else records[0]
+    record = (ok_records or records)[0]
     by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
     every_call = [s for seconds in by_process for s in seconds]
     time, tails = statistics.summarise(every_call), statistics.tail(every_call)

@@ -167,7 +167,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return the row of a method from its records and the plain tables' records, one per seed."""
     ok_records, plain_records = metrics.good(records), metrics.good(base_records)
-    record = ok_records[0] if ok_records else records[0]
+    record = (ok_records or records)[0]
     effect = metrics.ratio(ok_records, plain_records, "step", pools.ratios)
     excess = [
         r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None

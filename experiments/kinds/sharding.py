@@ -147,7 +147,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
     ok_records = metrics.good(records)
-    record = ok_records[0] if ok_records else records[0]
+    record = (ok_records or records)[0]
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},

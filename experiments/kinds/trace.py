@@ -111,20 +111,17 @@ def ideal_hit_rates(records: Sequence[Record]) -> pd.DataFrame:
 
     `fraction` is `cache_rows` ÷ distinct rows of the trace; the hit rates are shares of 1.
     """
-    rows = []
-    for record in good_records(records):
-        rates = record["analysis"]["hit_rates"]
-        for policy in POLICIES:
-            for point in rates[policy]:
-                rows.append(
-                    {
-                        "section": record["section"],
-                        "cell": record["cell"],
-                        "policy": policy,
-                        "cache_rows": point["cache_rows"],
-                        "fraction": point["cache_rows"] / rates["distinct"],
-                        "lookup_hit_rate": point["lookups"],
-                        "row_hit_rate": point["rows"],
-                    }
-                )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {
+            "section": record["section"],
+            "cell": record["cell"],
+            "policy": policy,
+            "cache_rows": point["cache_rows"],
+            "fraction": point["cache_rows"] / record["analysis"]["hit_rates"]["distinct"],
+            "lookup_hit_rate": point["lookups"],
+            "row_hit_rate": point["rows"],
+        }
+        for record in good_records(records)
+        for policy in POLICIES
+        for point in record["analysis"]["hit_rates"][policy]
+    )

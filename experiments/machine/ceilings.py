@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from experiments.paths import CONF
 
-FOLDER = CONF / "hardware"
 FIGURES = {
     "bandwidth_gb_s": "memory bandwidth, GB/s",
     "cache_mb": "last-level cache, MB",
@@ -133,19 +132,19 @@ def read(path: Path) -> Device:
 
 
 @cache
-def table(folder: Path = FOLDER) -> tuple[Device, ...]:
-    """Return every device of a folder, GPUs first, by name."""
-    devices = [read(path) for path in sorted(folder.glob("*.yaml"))]
+def table() -> tuple[Device, ...]:
+    """Return every device of conf/hardware, GPUs first, by name."""
+    devices = [read(path) for path in sorted((CONF / "hardware").glob("*.yaml"))]
     return tuple(sorted(devices, key=lambda d: (d.kind != "gpu", d.name)))
 
 
-def find(name: str, folder: Path = FOLDER) -> Device | None:
+def find(name: str) -> Device | None:
     """Return the device that a driver calls `name`, or None."""
-    return next((device for device in table(folder) if device.is_called(name)), None)
+    return next((device for device in table() if device.is_called(name)), None)
 
 
-def of_environment(environment: Mapping[str, Any], folder: Path = FOLDER) -> Device | None:
+def of_environment(environment: Mapping[str, Any]) -> Device | None:
     """Return the device of a run by its environment.json, or None."""
     gpu, cpu = environment.get("gpu") or {}, environment.get("cpu") or {}
     name = gpu.get("name") or cpu.get("model")
-    return find(str(name), folder) if name else None
+    return find(str(name)) if name else None

@@ -1,7 +1,8 @@
-"""The figures of contenders timed together; `figures` returns them in the order of the page.
+"""The figures of contenders timed together; `figures` returns those of one mode.
 
-Each `*_figures` function returns the figures of one kind, none if the run lacks their data. The
-other functions draw one panel: they return a `Drawing`, which `report.style` calls later.
+Each `*_figures` function returns the figures of one kind in the order of the page, none if the run
+lacks their data. The page of the first mode also has `mode_figures`, which compares the modes. A
+function that returns a `Drawing` draws one panel; `report.style` calls the drawing later.
 
 A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns. `run.along`
 adds the column `x`, the value of the swept axis.
@@ -42,7 +43,7 @@ def figures(run: Run) -> list[Figure]:
     """Return every figure that this run of one mode has the data for, the main one first."""
     result = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
     result += [*new_key_figures(run), *sweep_figures(run)]
-    result += [*roofline_figures(run), *published(run)]
+    result += [*roofline_figures(run), *published_figures(run)]
     return [f for f in (*result, *sample_figures(run)) if f.panels]
 
 
@@ -144,7 +145,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
 MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
 
 
-def modes(run: Run) -> list[Figure]:
+def mode_figures(run: Run) -> list[Figure]:
     """Return the figure of the headline's times by mode; none if only one mode was measured."""
     rows = _headline(run)
     if len(run.modes) < 2 or not len(rows):
@@ -180,7 +181,7 @@ def modes(run: Run) -> list[Figure]:
     ]
 
 
-def published(run: Run) -> list[Figure]:
+def published_figures(run: Run) -> list[Figure]:
     """Return a figure for each case that has a published time per lookup."""
     result = []
     for section in run.sections():

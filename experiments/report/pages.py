@@ -83,7 +83,7 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
                 *(figure for case in run_in_mode.case_reports() for figure in case.figures),
             ]
         ]
-        mode_figures += [*figures.modes(run), *outcomes.figures(run)] if is_first else []
+        mode_figures += [*figures.mode_figures(run), *outcomes.figures(run)] if is_first else []
     cases = [section for name in run_in_mode.sections() for section in _case(run_in_mode, name)]
     if is_first:
         return [

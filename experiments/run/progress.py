@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -14,9 +12,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from experiments import kinds
 from experiments.config.sweep import Cell
-from experiments.results.store import Record
 
 
 class Display:
@@ -72,8 +68,3 @@ def cell_words(cell: Cell) -> str:
     tables = f" T={w.T}" if w.T > 1 else ""
     world = f" W={cell.ranks}" * bool(cell.ranks)
     return f"{cell.section:<12}{tables} D={w.D} B={w.B} L={w.L}{ids}{world}"
-
-
-def outcome_line(records: Sequence[Record]) -> str:
-    """Return the result or the status of a job in a line, as its kind formats it."""
-    return kinds.find(str(records[0]["kind"])).progress(records)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from experiments import kinds
 from experiments.machine import memory
+from experiments.machine.cpu import usable_cores
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
@@ -278,10 +279,8 @@ def _restrict_to_cores(rank: int, size: int) -> int:
 
     Return the number of cores of all ranks together.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return os.cpu_count() or 1
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= size:
+    cores = usable_cores()
+    if len(cores) >= size and hasattr(os, "sched_setaffinity"):
         share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
         os.sched_setaffinity(0, share)
     return len(cores)

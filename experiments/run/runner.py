@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from experiments.kinds.base import Effort, Ranks, load
 from experiments.machine import memory
 from experiments.machine.flags import explain
 from experiments.measure.session import Session
-from experiments.paths import ROOT
+from experiments.paths import ROOT, shown_path
 from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
 from experiments.run.jobs import (
@@ -40,7 +39,7 @@ from experiments.run.jobs import (
     max_job_seconds,
     num_replicates,
 )
-from experiments.run.progress import Display, cell_words, outcome_line
+from experiments.run.progress import Display, cell_words
 from experiments.run.worker import measure_job, survey
 from experiments.workloads.workload import dense_bytes, table_shapes
 
@@ -289,7 +288,8 @@ class JobRunner:
         failures = [r for r in records if r["status"] in FAILURES]
         reused = " (reused)" * ("reused_from" in records[0])
         cell = self.fitted[job.cell.key]
-        line = f"{cell_words(cell):<42} {outcome_line(records)}{reused}"
+        outcome = kinds.find(str(records[0]["kind"])).progress(records)
+        line = f"{cell_words(cell):<42} {outcome}{reused}"
         self.display.finish(line if not job.replicate or failures else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -319,8 +319,7 @@ def finish(
         question: question of the experiment.
         extra: further entries of run.json, with `outcomes`, the number of records by status.
     """
-    page = store.path / "index.html"
-    page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
+    page = shown_path(store.path / "index.html")
     end = {"experiment": config.name, "question": question, "status": status, **extra}
     try:
         store.write_json("run.json", end)

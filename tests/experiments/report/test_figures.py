@@ -183,9 +183,9 @@ def test_modes_never_share_a_row_or_a_ratio(plain: Run) -> None:
     assert len(hot.table) == len(cold.table) == len(plain.table) // 2
     assert set(cold.table["mode"]) == {"cold"}
     assert hot.table["median_s"].median() < cold.table["median_s"].median()
-    (figure,) = figures.modes(plain)
+    (figure,) = figures.mode_figures(plain)
     assert figure.name == "modes"
-    assert figures.modes(hot) == []
+    assert figures.mode_figures(hot) == []
 
 
 def _fate(arm: Arm, cell: Cell, process: int) -> tuple[str, str]:
