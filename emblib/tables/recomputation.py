@@ -73,8 +73,9 @@ class RunningForward:
         elif code is _REENTRANT_BACKWARD:
             self._repeat(_region_of(variables["ctx"]), torch._C._current_graph_task_id())
             self._trains_without_grad()
-        elif code.co_name == "checkpoint" and "gen" in variables:
-            # The generator around a first forward has the region as a variable.
+        elif "gen" in variables:
+            # The generator around a first forward has the region as a variable. The function that
+            # runs it is `checkpoint` up to torch 2.13, `_checkpoint_impl` from 2.14 on.
             variables = variables["gen"].gi_frame.f_locals
             self.noted_in.append(_region_of(variables["new_frame"]))
         elif code.co_name == "unpack_hook" and "gid" in variables:
