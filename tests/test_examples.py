@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compat.peer import peer_module
+
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 # The last line that each prints.
@@ -97,7 +99,7 @@ DLRM = ["--batch-size", "256", "--steps"]
 @pytest.mark.parametrize("kind", ["plain", "tensor_train", "hash", "torch", "fbgemm", "torchrec"])
 def test_a_dlrm_learns_with_every_kind_of_table(kind: str, device: torch.device, dlrm: Any) -> None:
     if kind in ("fbgemm", "torchrec"):
-        pytest.importorskip(kind.replace("fbgemm", "fbgemm_gpu"))
+        peer_module(kind.replace("fbgemm", "fbgemm_gpu"))
         if device.type == "cuda":
             pytest.skip("the peers that tests install run on a CPU")
     (area,) = dlrm.main([*DLRM, "100", "--device", device.type, "--tables", kind])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import emblib
 from emblib.compat import fbgemm
 from emblib.trace.recorder import distinct
+from tests.compat.peer import peer_module
 
 
 def recorded(module: nn.Module, *args: object, **kwargs: object) -> emblib.LookupTrace:
@@ -176,9 +177,9 @@ def test_anything_that_is_called_with_keyed_features() -> None:
 
 
 def test_torchrec() -> None:
-    torchrec = pytest.importorskip("torchrec.modules.embedding_modules", exc_type=ImportError)
-    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", exc_type=ImportError)
-    configs = pytest.importorskip("torchrec.modules.embedding_configs", exc_type=ImportError)
+    torchrec = peer_module("torchrec.modules.embedding_modules")
+    sparse = peer_module("torchrec.sparse.jagged_tensor")
+    configs = peer_module("torchrec.modules.embedding_configs")
     config = configs.EmbeddingBagConfig(
         name="t", embedding_dim=4, num_embeddings=80, feature_names=["ad", "seen"]
     )

@@ -7,6 +7,8 @@ from functools import cache
 
 import pytest
 
+from experiments.contenders import registry
+
 
 @cache
 def _import() -> types.SimpleNamespace | str:
@@ -32,6 +34,16 @@ def peer_module(name: str) -> types.ModuleType:
         return importlib.import_module(name)
     except (ImportError, OSError) as error:
         pytest.skip(f"{name} does not import: {error}", allow_module_level=True)
+
+
+def skip_without_peers(contender: str) -> None:
+    """Skip the test of a contender whose packages are not installed or fail to load."""
+    entry = registry.find(contender)
+    if missing := entry.missing():
+        pytest.skip(missing)
+    for name in ("fbgemm_gpu", "torchrec"):
+        if any(text.startswith(name.replace("_", "-")) for text in entry.requires):
+            peer_module(name)
 
 
 def fbgemm() -> types.SimpleNamespace:

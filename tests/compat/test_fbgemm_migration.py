@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import emblib
 from emblib.compat import fbgemm as ours
-from tests.compat.peer import fbgemm
+from tests.compat.peer import fbgemm, peer_module
 
 ROWS, DIMS = (100, 30), (4, 8)
 FEATURES = [0, 0, 1]
@@ -182,7 +182,7 @@ def test_a_dense_module_keeps_its_optimizer(make: Any, names: SimpleNamespace) -
 
 @pytest.mark.parametrize("kind", ["INT8", "INT4", "FP16"])
 def test_rows_for_inference_have_the_same_bytes(kind: str, names: SimpleNamespace) -> None:
-    inference = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
+    inference = peer_module("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
     specs = [
         ("", rows, dim, names.SparseType[kind], names.EmbeddingLocation.HOST)
         for rows, dim in zip(ROWS, DIMS, strict=True)

@@ -24,9 +24,11 @@ assertion about its effect on lookups and updates.
 - **raises**: it is refused, for the reason below the table. Nothing is ignored silently.
 - **-**: there is nothing that it could act on.
 
-*Deferred* rows use an optimizer with `deferred=True` ([tables](tables.md#optimizers)). *Sharded* is
-a sharded collection in one process; several ranks, DDP, FSDP2 and `torch.distributed.checkpoint`
-are in [sharding](sharding.md) and [checkpoints](checkpoints.md).
+`torch.nn.utils.clip_grad_norm_` of sparse gradients raises up to torch 2.13, which the table shows,
+and clips from 2.14 on. *Deferred* rows use an optimizer with `deferred=True`
+([tables](tables.md#optimizers)). *Sharded* is a sharded collection in one process; several ranks,
+DDP, FSDP2 and `torch.distributed.checkpoint` are in [sharding](sharding.md) and
+[checkpoints](checkpoints.md).
 """
 
 

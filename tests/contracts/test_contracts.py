@@ -1,10 +1,12 @@
 """Every cell of docs/contracts.md is what happens, and none is a silent wrong result."""
 
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
 from tests.contracts.operations import OPERATIONS
 from tests.contracts.subjects import KINDS
-from tests.contracts.table import PAGE, outcome, recorded
+from tests.contracts.table import PAGE, RAISES, WORKS, outcome, recorded
 
 ROWS = {name: run for section in OPERATIONS.values() for name, run in section.items()}
 CELLS = recorded(PAGE.read_text())
@@ -28,9 +30,17 @@ ALL = [
 ]
 
 
+# The page is of torch 2.13; this row has sparse gradients, whose norm torch computes from 2.14 on.
+SPARSE_NORM = "`torch.nn.utils.clip_grad_norm_` (deferred)"
+
+
 @pytest.mark.parametrize(("name", "kind"), ALL)
 def test_a_cell(name: str, kind: str) -> None:
-    assert outcome(ROWS[name], kind).outcome == CELLS[name][kind]
+    found, expected = outcome(ROWS[name], kind), CELLS[name][kind]
+    if name == SPARSE_NORM and expected == RAISES and TorchVersion(torch.__version__) >= (2, 14):
+        assert found.outcome == WORKS or "deferred=True" in found.reason
+    else:
+        assert found.outcome == expected
 
 
 def test_the_page_has_these_rows() -> None:

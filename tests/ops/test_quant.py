@@ -23,6 +23,7 @@ from emblib.ops.quant import (
 )
 from emblib.reference import quant
 from emblib.specs import Pooling
+from tests.compat.peer import peer_module
 from tests.quant_cases import (
     FORMATS,
     KINDS_OF_INDEX,
@@ -134,7 +135,7 @@ def test_extreme_rows(format: int, device: torch.device) -> None:
 
 def test_integers_have_the_bits_of_fbgemm() -> None:
     """Rows after quantisation by FBGEMM on a CPU, whose scale and bias are behind the numbers."""
-    pytest.importorskip("fbgemm_gpu")
+    peer_module("fbgemm_gpu")
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(4000, 40, generator=generator)
     rows *= 2.0 ** torch.randint(-20, 12, (4000, 1), generator=generator)

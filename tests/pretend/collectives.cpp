@@ -165,6 +165,8 @@ struct PretendTimer final : Timer {
   explicit PretendTimer(c10::Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, PretendTimer)
+// A torch built with CUDA has one already.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, c10::kCUDA, c10::REGISTRY_PREFERRED,
+                                       PretendTimer)
 
 }  // namespace c10d

@@ -21,6 +21,7 @@ from experiments.contenders.tables import BatchedTables
 from experiments.contenders.tt import TTTables
 from experiments.measure.outcome import verify
 from experiments.workloads.workload import Batch, TableShape, make_pool
+from tests.compat.peer import peer_module, skip_without_peers
 
 # What peers call of torch that is deprecated is not for this suite to mend.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -51,8 +52,7 @@ CANNOT = {
     [name for name, entry in registry.entries().items() if not (entry.keyed or entry.served)],
 )
 def test_contenders_agree_with_plain_pytorch(name: str, optimizer: Optimizer) -> None:
-    if missing := registry.find(name).missing():
-        pytest.skip(missing)
+    skip_without_peers(name)
     if (name, optimizer) in CANNOT:
         with pytest.raises(Unsupported, match=CANNOT[name, optimizer]):
             build(name, task(optimizer))
@@ -157,7 +157,7 @@ def test_a_wrong_contender_is_found_out(wrong: type[BatchedTables], what: str) -
 
 def test_fbgemm_is_asked_for_what_its_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CUDA tables cannot be built here; what would be built them with can be seen."""
-    fbgemm = pytest.importorskip("experiments.contenders.fbgemm")
+    fbgemm = peer_module("experiments.contenders.fbgemm")
     asked: list[tuple[list[Any], dict[str, Any]]] = []
 
     class Fake:
@@ -180,21 +180,21 @@ def test_fbgemm_is_asked_for_what_its_names_say(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_fbgemm_gets_narrow_ids_while_they_can_count_all_rows() -> None:
-    fbgemm = pytest.importorskip("experiments.contenders.fbgemm")
+    fbgemm = peer_module("experiments.contenders.fbgemm")
     assert fbgemm.id_type(task()) is torch.int32
     huge = dataclasses.replace(task(), shapes=(TableShape(2**30, 4), TableShape(2**30, 4)))
     assert fbgemm.id_type(huge) is torch.int64
 
 
 def test_fbgemm_says_which_dimensions_it_has() -> None:
-    pytest.importorskip("fbgemm_gpu")
+    peer_module("fbgemm_gpu")
     odd = dataclasses.replace(task(), shapes=(TableShape(9, 6),))
     with pytest.raises(Unsupported, match="D divisible by 4, got 6"):
         build("fbgemm", odd)
 
 
 def test_torchrec_is_not_spread_over_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrec = pytest.importorskip("experiments.contenders.torchrec")
+    torchrec = peer_module("experiments.contenders.torchrec")
     monkeypatch.setattr(torchrec.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torchrec.dist, "get_world_size", lambda: 4)
     with pytest.raises(Unsupported, match="spread over 4"):
@@ -204,14 +204,14 @@ def test_torchrec_is_not_spread_over_processes(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("tt_tables", [1, 2])
 def test_tensor_trains_that_compress_everything_say_so(tt_tables: int) -> None:
-    pytest.importorskip("tltorch")
+    peer_module("tltorch")
     for name in ("tensorly", "reference_tt"):
         with pytest.raises(Unsupported, match="compresses every table"):
             build(name, task(tt_tables=tt_tables))
 
 
 def test_tensor_trains_have_the_same_cores() -> None:
-    pytest.importorskip("tltorch")
+    peer_module("tltorch")
     sizes = {name: build(name, task()).nbytes() for name in ("tt", "tensorly", "reference_tt")}
     assert sizes["tensorly"] == sizes["tt"] == sizes["reference_tt"]
 

@@ -29,6 +29,7 @@ from experiments.measure.timing import task_of
 from experiments.paths import ROOT
 from experiments.results.identity import point_key
 from experiments.workloads.workload import TableShape, make_pool
+from tests.compat.peer import skip_without_peers
 
 # What peers call of torch that is deprecated is not for this suite to mend.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -77,9 +78,8 @@ def test_names_are_known_without_torch() -> None:
 
 @pytest.mark.parametrize("name", registry.names())
 def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
+    skip_without_peers(name)
     entry = registry.find(name)
-    if missing := entry.missing():
-        pytest.skip(missing)
     base = KeyTable if entry.keyed else Served if entry.served else Contender
     assert issubclass(entry.load(), base)
 

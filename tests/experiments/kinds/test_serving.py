@@ -34,6 +34,7 @@ from experiments.measure.serving import (
 from experiments.results.store import read_records
 from experiments.timing.latencies import CLOSED, bucket_of, counts_of, latency_quantile_s
 from experiments.workloads.workload import TableShape, make_pool
+from tests.compat.peer import skip_without_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -50,8 +51,7 @@ def weights() -> list[Tensor]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_tables_agree_with_float_rows_also_from_their_file(name: str, tmp_path: Path) -> None:
-    if missing := registry.find(name).missing():
-        pytest.skip(missing)
+    skip_without_peers(name)
     served = registry.build(name, SHAPES)
     served.fill(weights())
     verify_served(served, weights(), BATCH)

@@ -28,6 +28,7 @@ from experiments.measure.outcome import verify
 from experiments.report import Run, text
 from experiments.results.store import read_json
 from experiments.workloads.workload import make_pool, table_shapes
+from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
 # Cells
@@ -303,7 +304,7 @@ def test_the_report_of_scaling_tells_what_communication_takes(
 
 @pytest.mark.slow
 def test_the_report_beside_torchrec_gives_the_multiple(smoke_runs: Mapping[str, Path]) -> None:
-    pytest.importorskip("torchrec")
+    peer_module("torchrec")
     run = Run.read(smoke_runs["sharded_vs_torchrec"])
     rows = sharding.step_frame(sharding.frame(run.records))
     assert not [r for r in run.records if r["status"] != "ok"]
