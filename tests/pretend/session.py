@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import torch
-
 from tests.pretend.library import FOLDER, ROOT
 
 # Which entries these call, test_entries.py counts.
@@ -76,11 +74,8 @@ SHORT = (
 # What their ranks do includes collectives of every kind of sharding, DDP and fully_shard.
 SHORT_RANKS = (
     "tests/sharding/test_worlds.py::test_results_by_rank",
-    "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[copies]",
-)
-# These resize or copy storages, for which a torch built with CUDA calls the driver at once.
-SHORT_RANKS_ON_CPU_TORCH = (
     "tests/sharding/test_sharded.py::test_every_plan[mixed-sum-2]",
+    "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[copies]",
     "tests/sharding/test_pipelines.py::test_results_of_the_plain_loop[fully sharded]",
 )
 # The test that needs the others before it.
@@ -158,8 +153,7 @@ def run_short(arguments: Sequence[str], settings: Mapping[str, str]) -> int:
     status = run([*SHORT, LAST], arguments, {**settings, **whole})
     if arguments:
         return status
-    ranks = SHORT_RANKS + (SHORT_RANKS_ON_CPU_TORCH if torch.version.cuda is None else ())
-    return max(status, run(ranks, (), {**settings, **RANKS_ON_PRETEND_GPUS}, ()))
+    return max(status, run(SHORT_RANKS, (), {**settings, **RANKS_ON_PRETEND_GPUS}, ()))
 
 
 def run_matrix(arguments: Sequence[str]) -> int:
