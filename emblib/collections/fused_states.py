@@ -14,6 +14,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
+from emblib.tables import hyperparameters
 
 HYPER = "hyper"  # key of the hyperparameters among the states of a parameter
 Handles = Mapping[str, TableHandle]
@@ -90,11 +91,13 @@ def load_optimizer_state(
 
     Raises:
         KeyError: a parameter or one of its states is missing.
-        ValueError: a state of another shape. Nothing is written in either case.
+        ValueError: a state of another shape, or hyperparameters that the optimizer cannot have.
+            Nothing is written in either case.
     """
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
         _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))
+        hyperparameters.adopted(module.optimizer, state[name][HYPER])
     newest_hyper: dict[int, Tensor] = {}  # by the id of a module
     for name, module, states in all_states:
         for key, view in states.items():

@@ -113,12 +113,22 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
     """
-    if values.is_meta or isinstance(values, FakeTensor) or isinstance(module.optimizer, External):
-        return
+    if (changed := adopted(module.optimizer, values)) is not None:
+        module.optimizer, lr = changed
+        notify_followers(module, lr)
+
+
+def adopted(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float] | None:
+    """Return the optimizer that `adopt` sets and its learning rate; None where nothing changes.
+
+    Raises:
+        ValueError: numbers that the optimizer cannot have.
+    """
+    if values.is_meta or isinstance(values, FakeTensor) or isinstance(optimizer, External):
+        return None
     numbers = values.tolist()
     check_learning_rate(numbers[Hyper.LEARNING_RATE])
-    module.optimizer = module.optimizer.with_hyperparams(numbers)
-    notify_followers(module, numbers[Hyper.LEARNING_RATE])
+    return optimizer.with_hyperparams(numbers), numbers[Hyper.LEARNING_RATE]
 
 
 # Entries of groups of torch.optim that select an implementation, not a result, or have an effect

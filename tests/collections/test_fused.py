@@ -151,6 +151,10 @@ def test_states_by_name() -> None:
     wrong["state"][names[-1]]["sum"] = torch.zeros(3)
     with pytest.raises(ValueError, match="must have the shape"):
         fused.load_state_dict(wrong)
+    wrong = copy.deepcopy(state)
+    wrong["state"][names[-1]]["hyper"].fill_(-1.0)
+    with pytest.raises(ValueError, match="learning rate"):
+        fused.load_state_dict(wrong)
     assert not any(v["sum"].any() for v in fused.state_dict()["state"].values() if "sum" in v)
     with pytest.raises(KeyError, match="other parameters or groups"):
         FusedOptimizer.of(nn.Linear(2, 2)).load_state_dict(state)

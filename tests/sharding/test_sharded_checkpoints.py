@@ -217,7 +217,7 @@ def test_dynamic_tables_without_keys(tmp_path: Path) -> None:
 
 
 def states_after_refusals(ranks: RankGroup) -> None:
-    """Load states of which the last table's are incomplete, or of another size."""
+    """Load states of which the last table's are incomplete, of another size, or impossible."""
     case = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "dp"), optimizer=optim.Adagrad(0.1))
     source = make_source(case)
     saved = source.optimizer_state()
@@ -230,6 +230,7 @@ def states_after_refusals(ranks: RankGroup) -> None:
         ({}, KeyError),
         ({**saved[last], "sum": torch.zeros(1)}, ValueError),
         ({**saved[last], "hyper": torch.zeros(1, dtype=torch.float64)}, ValueError),
+        ({**saved[last], "hyper": torch.full_like(saved[last]["hyper"], -1.0)}, ValueError),
     ):
         before = copy.deepcopy(model.optimizer_state())
         with pytest.raises(error):

@@ -25,7 +25,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.sharding.shared_shards import Shared
 from emblib.storage.base import Storage, TensorLayout
-from emblib.tables import state_dicts
+from emblib.tables import hyperparameters, state_dicts
 
 
 @dataclass
@@ -457,8 +457,8 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
 
     Raises:
         KeyError: a parameter or a state is missing; nothing is written.
-        ValueError: a state has another size, or is sharded in another way; nothing is written. Or
-            the optimizer cannot have the hyperparameters; states are written then.
+        ValueError: a state has another size or is sharded in another way, or the optimizer cannot
+            have the hyperparameters; nothing is written.
     """
     saved_states: list[tuple[Table, str, Mapping[str, Tensor]]] = []
     loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
@@ -476,6 +476,8 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                     for module in table.table_modules()
                     for hyper in hyper_parts.values()
                 ]
+    for module, hyper in loaded:
+        hyperparameters.adopted(module.optimizer, hyper)
     for table, parameter, values in saved_states:
         table.set_states(parameter, values)
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
