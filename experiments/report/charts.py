@@ -27,6 +27,7 @@ DASHED: LineStyle = (0, (5, 2))
 DOTTED: LineStyle = (0, (1, 2))
 SHORT: LineStyle = (0, (2, 1.5))
 Floats = Iterable[float]
+NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
@@ -289,6 +290,7 @@ class Name:
     x: float  # from which the name is written
     colour: str
     shift: float  # typographic points from `x` to the name; negative: the name is left of `x`
+    lift: float = 0.0  # typographic points from the height of the point to that of the name
     at_edge: bool = False  # horizontal positions are shares of the panel's width instead
 
     def transform(self, axes: Axes) -> Transform:
@@ -313,23 +315,30 @@ def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
         Name(
             name,
             (x, y),
-            _last_x_of_side(line, x, panel_middle),
+            x,
             line.colour,
             POINT_GAP if x < panel_middle else -POINT_GAP,
+            _lift(line, x, y, is_left=x < panel_middle),
         )
         for line in lines
         for x, y, name in zip(line.x, line.y, line.names, strict=True)
     ]
 
 
-def _last_x_of_side(line: Curve, x: float, middle: float) -> float:
-    """Return the x of the line's point that is next to `middle`, on the same side as `x`.
+def _lift(line: Curve, x: float, y: float, *, is_left: bool) -> float:
+    """Return how far a name is written above its point, so that its line does not strike it out.
 
-    A name that is written from there towards the middle crosses no marks of its line.
+    The line leaves the point on the side of the name if it has a point there: the name is above it,
+    or below where the line rises.
     """
-    if x < middle:
-        return max(v for v in line.x if v < middle)
-    return min(v for v in line.x if v >= middle)
+    on_the_side = [
+        (abs(v - x), w)
+        for v, w in zip(line.x, line.y, strict=True)
+        if (v > x if is_left else v < x)
+    ]
+    if not on_the_side:
+        return 0.0
+    return -NAME_LIFT if min(on_the_side)[1] > y else NAME_LIFT
 
 
 def _write_names(axes: Axes, names: Sequence[Name]) -> None:
@@ -378,8 +387,8 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
 
 
 def _height(axes: Axes, name: Name) -> float:
-    """Return the height of a name's point in typographic points."""
-    return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi
+    """Return the height at which a name would be written if alone, in typographic points."""
+    return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi + name.lift
 
 
 def _would_overlap(axes: Axes, right_names: Sequence[Name], left_names: Sequence[Name]) -> bool:

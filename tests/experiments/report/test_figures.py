@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import path
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
@@ -353,6 +354,23 @@ def test_names_of_near_points_stay_next_to_them_and_apart() -> None:
             assert abs(axes.transData.transform((1, y))[1] - middles[name]) < 2 * tall
     pairs = itertools.combinations(boxes.values(), 2)
     assert not any(one.overlaps(another) for one, another in pairs)
+
+
+@pytest.mark.parametrize("heights", [(2.4, 2.38, 2.5), (2.4, 2.41, 2.39)])
+def test_a_line_strikes_none_of_its_names_out(heights: tuple[float, ...]) -> None:
+    trains = charts.Curve([22.0, 59.0, 85.0], heights, names=["TT 8", "TT 16", "TT 32"])
+    trains = dataclasses.replace(trains, offset=(0, 0))
+    tall = charts.Curve([65.0, 65.0], [0.5, 9.0], names=["TBE", "torch"], offset=(0, 0))
+    scale = charts.Scale("", log=10)
+    _, axes = plt.subplots()
+    charts.curves([trains, tall], scale, scale, name_position="points")(axes)
+    axes.figure.canvas.draw()
+    points = list(zip(trains.x, trains.y, strict=True))
+    line = axes.transData.transform_path(path.Path(points))
+    boxes = [Text.get_window_extent(name) for name in axes.texts if name.get_text() in trains.names]
+    plt.close()
+    assert len(boxes) == 3
+    assert not any(line.intersects_bbox(box, filled=False) for box in boxes)
 
 
 def test_names_of_near_ceilings_stand_apart_right_of_the_panel() -> None:
