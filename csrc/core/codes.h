@@ -35,8 +35,9 @@ enum class HashOrder : int {
 };
 inline constexpr const char* kHashOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
 
-// The condition under which a new key of a hash table evicts an entry: always (kWins), or only if
-// it ranks at least as high as the entry (kCompetes); otherwise the key is refused.
+// The condition under which a new key of a hash table evicts the entry that its order evicts first:
+// none (kWins), or that it ranks at least as high as the entry (kCompetes); otherwise, or if there
+// is no entry to evict, the key is refused.
 enum class InsertPolicy : int { kWins, kCompetes };
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 

@@ -1,6 +1,6 @@
 // Blocks of random words for the CPU kernels: Philox of many counters at once, and rows that are
 // rounded with them. The words are those of `philox` (random.h), bit for bit. Only `*_kernels.cpp`
-// may include this header, since its meaning depends on EMB_ISA.
+// and headers for them may include this header, since its meaning depends on EMB_ISA.
 #pragma once
 
 #include "core/rounding.h"
@@ -96,8 +96,9 @@ EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
 #endif
 }
 
-// Write `dim` values to `row`, rounded stochastically to its dtype. The linear row id `id` and
-// `tensor`, a RoundedTensor, select the random words.
+// Write `dim` values, at most 2^30, to `row`, rounded stochastically to its dtype, also where
+// `rounding` says to nearest: the caller decides. The linear row id `id` and `tensor`, a
+// RoundedTensor, select the random words.
 template <class To, class From>
 inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
                       int64_t id, uint32_t tensor, To* __restrict row) {

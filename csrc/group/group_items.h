@@ -111,9 +111,9 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, cons
 
 // Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
 // narrow digits, because clearing and adding up the counters must not take longer than the pass.
-// Two of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on the
-// CPU against FBGEMM") and kUnbucketedDigitBits with kSmallInput ("The CPU path"). No comparison is
-// recorded for the others.
+// Three of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on
+// the CPU against FBGEMM") and kUnbucketedDigitBits with kSmallInput ("The CPU path"). No
+// comparison is recorded for the others.
 inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
 // Streams of counters (RadixPass): one for a bucket of at most kOneStreamItems, kCounterStreams for
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
@@ -125,8 +125,9 @@ inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
 inline constexpr int kUnbucketedDigitBits = 11;  // maximum width without buckets
 inline constexpr int kMaxBucketBits = 11;        // maximum number of top bits that select a bucket
 inline constexpr int kBucketItemsLog2 = 6;       // log2 of the minimum mean size of a bucket
-inline constexpr int64_t kPartItems = 8192;      // grain of parallel_balanced for parts and buckets
-inline constexpr int64_t kRunGrain = 4096;       // grain of parallel_balanced for runs
+// Minimum mean size of a part, one per thread, and grain of parallel_balanced for buckets.
+inline constexpr int64_t kPartItems = 8192;
+inline constexpr int64_t kRunGrain = 4096;  // grain of parallel_balanced for runs
 
 // Sort `items` [n] by the low `bits` bits of the key, stable, in passes over digits of at most
 // `max_width` bits, at most kMaxWidth. `scratch` is [n]; the result is in `items`.

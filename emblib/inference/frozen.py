@@ -44,7 +44,8 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
     """Write tables into a file, from which any number of processes look up at the same time.
 
     The file replaces `path` when it is complete and synced to the disk; if that fails, for example
-    because the disk is full, `path` keeps its content. Optimizer states are not in it.
+    because the disk is full, `path` keeps its content (only if the sync of its folder fails, it has
+    the new one). Optimizer states are not in it.
 
     Args:
         source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
@@ -52,7 +53,8 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
             call this with a sharded collection, each with a path of its own.
         path: path of the file.
         formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
-            are then written as rows. None writes what there is.
+            are then written as rows. None keeps the dtype of rows, and the cores of a module of
+            tensor trains; trains in a collection and those with a cache are written as rows.
 
     Raises:
         OSError: the file could not be written.
@@ -103,8 +105,9 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
         `for_inference` made of a collection.
 
     Raises:
-        ChecksumError: the file is truncated or altered; the message names the section.
-        ValueError: it is no frozen file, or one of a later version.
+        ChecksumError: the file is truncated, or the header or a section that is checked is altered.
+        ValueError: it does not begin as a frozen file, its version is another one, or its tables
+            are of an unknown kind.
 
     Example:
         >>> import tempfile, os
@@ -123,7 +126,7 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     return _open_tables(content.config, content.tensors)
 
 
-# Headers in JSON: enums are their values, dtypes their names.
+# Headers in JSON: enums are their values (`IndexKind` its name), dtypes their names.
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -151,7 +154,7 @@ def _lookup_options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tables_content(tables: ReadOnly, prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the sections of tables; `prefix` begins the names of the sections."""
+    """Return `config` and the sections of tables; `prefix` begins the names of the sections."""
     rows = tables.rows if isinstance(tables, InferenceEmbeddingBags) else tables
     indexes: list[dict[str, Any] | None] = [None] * len(rows.tables)
     tensors = {f"{prefix}rows": rows.packed}
@@ -174,7 +177,7 @@ def _open_tables(config: dict[str, Any], tensors: dict[str, Tensor], prefix: str
 def _collection_content(
     collection: InferenceCollection,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the sections of a collection: those of its parts, numbered."""
+    """Return `config` and the sections of a collection: those of its parts, numbered."""
     tensors: dict[str, Tensor] = {}
     parts = []
     for number, part in enumerate(collection.parts):

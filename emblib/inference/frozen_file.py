@@ -60,7 +60,8 @@ def write(
         tensors: tensors by name, on any device.
 
     Raises:
-        OSError: it could not be written; `path` has its old content.
+        OSError: it could not be written; `path` has its old content, or the new one if only the
+            sync of its folder failed.
     """
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sections: list[dict[str, Any]] = [
@@ -124,8 +125,8 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
         verify: whether to check all sections, which reads the whole file; else the header alone.
 
     Raises:
-        ChecksumError: it is truncated or altered; the message names the section.
-        ValueError: it is no frozen file, or one of a later version.
+        ChecksumError: it is truncated, or the header or a section that is checked is altered.
+        ValueError: it does not begin as a frozen file, or its version is another one.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -152,7 +153,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
-    """Return the header of a frozen file; raise ValueError if it is none, damaged or newer."""
+    """Return the header of a frozen file; raises the errors of `read`."""
     prefix = file.read(_PREFIX.size)
     if not prefix.startswith(MAGIC):
         raise ValueError(f"{path} is no frozen file of emblib: it does not begin as one")

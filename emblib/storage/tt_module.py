@@ -174,7 +174,7 @@ class TTHandle(TableHandle):
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield one message if a state dict has another layout; loading checks the cores."""
+        """Yield a message per problem of the layout of a state dict; loading checks the cores."""
         problem = layout_entry.describe_mismatch(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem

@@ -210,7 +210,7 @@ def _keys_entry(name: str) -> str:
 
 
 class KeyReader:
-    """Find the rows of a shard in a checkpoint, by reading as few blocks of keys as possible.
+    """Find the rows of a shard in a checkpoint by bisection, without reading all keys.
 
     Args:
         reader: `Reader` of the checkpoint.
