@@ -97,7 +97,8 @@ def load_optimizer_state(
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
         _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))
-        hyperparameters.adopted(module.optimizer, state[name][HYPER])
+        # Raises if the optimizer cannot have them.
+        hyperparameters.with_numbers(module.optimizer, state[name][HYPER])
     newest_hyper: dict[int, Tensor] = {}  # by the id of a module
     for name, module, states in all_states:
         for key, view in states.items():

@@ -44,8 +44,7 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
     """Write tables into a file, from which any number of processes look up at the same time.
 
     The file replaces `path` when it is complete and synced to the disk; if that fails, for example
-    because the disk is full, `path` keeps its content (only if the sync of its folder fails, it has
-    the new one). Optimizer states are not in it.
+    because the disk is full, `path` keeps its content. Optimizer states are not in it.
 
     Args:
         source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
@@ -57,7 +56,8 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
             tensor trains; trains in a collection and those with a cache are written as rows.
 
     Raises:
-        OSError: the file could not be written.
+        OSError: the file could not be written. If only the sync of its directory failed, `path` has
+            the new content.
         TypeError: another source, or formats for tables that are read-only already.
         ValueError: rows that the format does not hold.
 

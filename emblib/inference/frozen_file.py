@@ -61,7 +61,7 @@ def write(
 
     Raises:
         OSError: it could not be written; `path` has its old content, or the new one if only the
-            sync of its folder failed.
+            sync of its directory failed.
     """
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sections: list[dict[str, Any]] = [

@@ -118,7 +118,7 @@ class ShardingPlan:
         """Write the plan as JSON with a checksum, atomically.
 
         Raises:
-            OSError: the file could not be written; `path` keeps its content.
+            OSError: the file could not be written, see `durable_files.saving`.
             ValueError: a storage that plans cannot have.
         """
         save_json(path, self.to_json())

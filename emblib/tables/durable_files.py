@@ -406,7 +406,8 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
     synced to the disk and renamed.
 
     Raises:
-        OSError: it could not be written; `path` has its old content.
+        OSError: it could not be written; `path` has its old content, or the new one if only the
+            sync of its directory failed.
     """
     target = Path(os.path.realpath(path))  # follow links
     new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEW_SUFFIX}")

@@ -113,13 +113,15 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
     """
-    if (changed := adopted(module.optimizer, values)) is not None:
+    if (changed := with_numbers(module.optimizer, values)) is not None:
         module.optimizer, lr = changed
         notify_followers(module, lr)
 
 
-def adopted(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float] | None:
-    """Return the optimizer that `adopt` sets and its learning rate; None where nothing changes.
+def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float] | None:
+    """Return the optimizer with saved `hyperparams`, and their learning rate.
+
+    None if `values` is on meta or fake, or if the optimizer is `External`.
 
     Raises:
         ValueError: numbers that the optimizer cannot have.

@@ -69,7 +69,7 @@ class LookupTrace:
         """Write the file atomically; return its SHA-256 as 64 hexadecimal digits.
 
         Raises:
-            OSError: the file could not be written; `path` keeps its content.
+            OSError: the file could not be written, see `durable_files.saving`.
         """
         features = [asdict(feature) for feature in self.features]
         packed_lengths = [_Lengths.of(lengths) for lengths in self.lengths]

@@ -477,7 +477,7 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                     for hyper in hyper_parts.values()
                 ]
     for module, hyper in loaded:
-        hyperparameters.adopted(module.optimizer, hyper)
+        hyperparameters.with_numbers(module.optimizer, hyper)  # raises if it cannot have them
     for table, parameter, values in saved_states:
         table.set_states(parameter, values)
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
@@ -631,8 +631,8 @@ class StateOfTables(nn.Module):
 
         Raises:
             KeyError: a parameter or a state is missing; nothing is written.
-            ValueError: a state has another size or is sharded in another way; nothing is written.
-                Or the optimizer cannot have the hyperparameters; states are written then.
+            ValueError: a state has another size or is sharded in another way, or the optimizer
+                cannot have the hyperparameters; nothing is written.
         """
         handles_prefix = f"{self.handles_name}."
         tables: Any = self
