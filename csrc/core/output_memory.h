@@ -7,8 +7,8 @@
 // The blocks belong to the process, because a tensor may be destroyed in another thread than the
 // one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
 // not see it. Outputs use torch's memory instead if they are small (kMinOutputBlockBytes), with
-// torch 2.10, which cannot wrap such blocks, if EMBLIB_KEEP_OUTPUTS=0 is in the environment, or if
-// the system has no memory for a block.
+// torch 2.10, which cannot wrap such blocks, if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the
+// first large output, or if the system has no memory for a block or for torch's tensor over it.
 #pragma once
 
 #include <dlfcn.h>
@@ -122,13 +122,14 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              torch::headeronly::ScalarType type) {
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
-  int64_t bytes = numel * element_bytes(type);
-  if (bytes < kMinOutputBlockBytes) return allocate(like, sizes, type);
+  const int64_t needed = numel * element_bytes(type);
+  if (needed < kMinOutputBlockBytes) return allocate(like, sizes, type);
+  int64_t bytes = needed;  // of the block
   const FromBlob from_blob = from_blob_with_deleter();
   void* const data = from_blob == nullptr ? nullptr : FreeOutputBlocks::of_process().take(&bytes);
   if (data == nullptr) {
     torch::stable::Tensor tensor = allocate(like, sizes, type);
-    if (bytes >= kHugePageBytes) advise_huge_pages(tensor.mutable_data_ptr(), bytes);
+    if (needed >= kHugePageBytes) advise_huge_pages(tensor.mutable_data_ptr(), needed);
     return tensor;
   }
   std::vector<int64_t> strides(sizes.size(), 1);

@@ -59,15 +59,20 @@ class FreeBlocks {
   }
 
   // Take ownership of a block of `bytes` bytes. Free the oldest blocks until all blocks together
-  // have at most `limit` bytes; a block that is larger than that is freed itself.
-  void give(void* data, int64_t bytes) {
+  // have at most `limit` bytes; a block that is larger than that is freed itself, as is any block if
+  // there is no memory to note it. Deleters call this, so it does not throw.
+  void give(void* data, int64_t bytes) noexcept {
     if (bytes > limit_) return std::free(data);
     while (bytes_ + bytes > limit_) {
       std::free(blocks_.front().data);
       remove(0);
     }
-    blocks_.push_back({data, bytes});
-    bytes_ += bytes;
+    try {
+      blocks_.push_back({data, bytes});
+      bytes_ += bytes;
+    } catch (const std::bad_alloc&) {
+      std::free(data);
+    }
   }
 
  private:

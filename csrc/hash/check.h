@@ -666,7 +666,7 @@ struct AddRowsCall : WriteRowsCall {
 // The arguments and results of `hash_evicted_rows`, which gathers the keys that an insertion
 // evicted, in the order of misses. It takes the results of `hash_insert_` and must run before the
 // rows of the new keys are written. All matrices, such as weights and optimizer states, are by
-// slot. The CPU also fills the rest of the results with 0; a GPU needs at least one matrix.
+// slot; there is at least one. The CPU also fills the rest of the results with 0.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
   const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices
@@ -686,6 +686,7 @@ struct EvictedRowsCall {
         stamps(allocate(slots_, {n})),
         scores(allocate(slots_, {n})),
         count(allocate(slots_, {1})) {
+    STD_TORCH_CHECK(!values.empty(), kOp, ": values must have at least one matrix");
     check_num_keys(kOp, n);
     check_dtype(kOp, "status", status_, ScalarType::Byte, "uint8");
     check_same_device(kOp, "status", status_, slots_);

@@ -248,8 +248,7 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
 }
 
 // Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
-// Unlike on the CPU, entries after the last evicted key are unspecified. Without a matrix nothing
-// is gathered.
+// Unlike on the CPU, entries after the last evicted key are unspecified.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   const EvictedRowsCall call(values, slots, status, evicted);

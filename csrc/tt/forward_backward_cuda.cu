@@ -47,6 +47,9 @@ class PackedBuffers {
     check_same_device(op, "kept", tensor, like);
     STD_TORCH_CHECK(tensor.numel() == floats_ && tensor.is_contiguous(), op,
                     ": kept must be what tt_lookup_checked_ returned for these tables and indices");
+    // The kernels read some buffers as words of 8 bytes without asking.
+    STD_TORCH_CHECK(is_aligned(tensor.const_data_ptr(), 16), op,
+                    ": kept must be aligned to 16 bytes, as the tensor of tt_lookup_checked_ is");
     assign_addresses(take_all);
   }
 

@@ -194,6 +194,7 @@ def test_wrong_input_is_refused() -> None:
         ("hash_add_rows_", 3, torch.full((54,), 54).int(), r"positions in \[0, 54\), got 54"),
         ("hash_add_rows_", 4, torch.tensor([55]).int(), "must be those that group returns"),
         ("hash_evicted_rows", 0, [torch.zeros(9)], r"values must be a matrix \[slots, dim\]"),
+        ("hash_evicted_rows", 0, [], "values must have at least one matrix"),
         ("hash_evicted_rows", 2, torch.zeros(54), "status must be uint8, got float32"),
         ("hash_evicted_rows", 3, short, "evicted must be contiguous with 162 entries, got 3"),
         ("hash_expire_", 1, 2, r"table must be in \[0, 2\), got 2"),
