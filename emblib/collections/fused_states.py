@@ -14,7 +14,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
-from emblib.tables import hyperparameters
+from emblib.tables import hyperparameters, state_dicts
 
 HYPER = "hyper"  # key of the hyperparameters among the states of a parameter
 Handles = Mapping[str, TableHandle]
@@ -80,6 +80,17 @@ def _states(
             yield f"{prefix}.{table}.{parameter}", module, states
 
 
+def check_optimizer_state(
+    groups: TableGroups,
+    prefix: str,
+    handles: Handles,
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Raise what `load_optimizer_state` would raise."""
+    for name, module, states in _states(groups, prefix, handles):
+        check_saved_states(name, module, states, state.get(name))
+
+
 @without_gradients
 def load_optimizer_state(
     groups: TableGroups,
@@ -94,13 +105,9 @@ def load_optimizer_state(
         ValueError: a state of another shape, or hyperparameters that the optimizer cannot have.
             Nothing is written in either case.
     """
-    all_states = list(_states(groups, prefix, handles))
-    for name, module, states in all_states:
-        _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))
-        # Raises if the optimizer cannot have them.
-        hyperparameters.with_numbers(module.optimizer, state[name][HYPER])
+    check_optimizer_state(groups, prefix, handles, state)
     newest_hyper: dict[int, Tensor] = {}  # by the id of a module
-    for name, module, states in all_states:
+    for name, module, states in _states(groups, prefix, handles):
         for key, view in states.items():
             view.copy_(state[name][key])
         hyper = state[name][HYPER]
@@ -115,15 +122,16 @@ def load_optimizer_state(
         handle_of[module_id].commit()
 
 
-def _check_saved_states(
-    name: str, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None
+def check_saved_states(
+    name: str, module: Any, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None
 ) -> None:
-    """Compare the saved states of one parameter with its current states, `hyper` among them.
+    """Compare the saved states of one parameter, and `hyper`, with those of its module.
 
     Raises:
         KeyError: there are no saved states, or one is missing.
-        ValueError: a state has another shape.
+        ValueError: a state has another shape or no values, or the optimizer cannot have `hyper`.
     """
+    states = {**states, HYPER: module.hyperparams}
     if saved is None:
         raise KeyError(f"the state of the optimizer lacks {name}")
     missing_names = sorted(states.keys() - saved.keys())
@@ -133,8 +141,11 @@ def _check_saved_states(
             "optimizer"
         )
     for key, view in states.items():
+        if problem := state_dicts.tensor_problem(saved[key], view):
+            raise ValueError(f"{key} of {name} {problem}")
         if saved[key].shape != view.shape:
             raise ValueError(
                 f"{key} of {name} must have the shape {tuple(view.shape)}, got "
                 f"{tuple(saved[key].shape)}: it is of another table or optimizer"
             )
+    hyperparameters.with_numbers(module.optimizer, saved[HYPER])  # raises if it cannot have them

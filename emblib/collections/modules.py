@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.fused_states import (
     FusedTableEntry,
+    check_optimizer_state,
     fused_tables,
     load_optimizer_state,
     optimizer_state,
@@ -419,12 +420,17 @@ class TableCollection(nn.Module):
         """Return the optimizer states of each parameter, as views, and a copy of `hyper`."""
         return optimizer_state(self.groups, self.handles_name, self.handles())
 
+    def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise what `load_optimizer_state` would raise."""
+        check_optimizer_state(self.groups, self.handles_name, self.handles(), state)
+
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the result of `optimizer_state`.
 
         Raises:
             KeyError: a parameter or one of its states is missing.
-            ValueError: a state of another shape. Nothing is written in either case.
+            ValueError: a state of another shape, or hyperparameters that the optimizer cannot have.
+                Nothing is written in either case.
         """
         load_optimizer_state(self.groups, self.handles_name, self.handles(), state)
 

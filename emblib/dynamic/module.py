@@ -34,7 +34,7 @@ from emblib.ops import autograd
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, brief, check_count
-from emblib.tables import hyperparameters, recomputation, state_dicts
+from emblib.tables import recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
@@ -179,17 +179,11 @@ class DynamicEmbeddingBags(FusedTables):
     def _bind_state(self) -> None:
         """Point the state at the module's current tensors."""
         self._calls = None  # it has references to the memory on another device
-        state, this_module = self.state, weakref.ref(self)
+        state = self.state
         state.weights, state.optimizer_states = self.weights, self._states()
         state.byte_layout, state.hyperparams = self.byte_layout, self.hyperparams
         state.dropped_updates = self.dropped_updates
-
-        def adopt_hyperparams(values: Tensor) -> None:
-            module = this_module()
-            assert module is not None
-            hyperparameters.adopt(module, values)
-
-        state.adopt_hyperparams = adopt_hyperparams
+        state.owner = weakref.ref(self)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Register a parameter; `weights` is passed on to the state, which uses it too."""

@@ -29,11 +29,16 @@ from emblib.grad_mode import in_grad_mode
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision
+from emblib.tables import hyperparameters
 from emblib.tables.changes import CompletingLock
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _INT64_MIN = -(2**63)
+
+
+def no_owner() -> None:
+    """Return None: a state without a module, e.g. of a copy."""
 
 
 class StepBudget(Protocol):
@@ -81,8 +86,7 @@ class DynamicState:
         budget: the memory budget that limits the tables; None without one; a copy has none.
         last_batch: slots and status of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
-        adopt_hyperparams: function that is called with saved hyperparameters before they replace
-            `hyperparams`, and may raise.
+        owner: weak reference to the module, whose optimizer follows loaded hyperparameters.
         lock: the lock around all changes.
     """
 
@@ -137,7 +141,7 @@ class DynamicState:
         self.statistics: StatisticsCollector | None = None
         self.budget: StepBudget | None = None
         self.last_batch: LastBatch | None = None
-        self.adopt_hyperparams: Callable[[Tensor], None] | None = None
+        self.owner: Callable[[], hyperparameters.HasHyperparams | None] = no_owner
         self.lock = CompletingLock()
         self.advise_initial_rows()
         self.row_initializer.write_fallback_(self.row_buffers)
@@ -148,7 +152,7 @@ class DynamicState:
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
         if self.last_uses is not None:
             state["last_uses"] = self.last_uses.in_use(self.capacities())
-        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
+        return {**state, "last_batch": None, "owner": no_owner, "on_new_rows": []}
 
     @property
     def row_buffers(self) -> list[Tensor]:
@@ -210,14 +214,19 @@ class DynamicState:
         lock, dropped, backing = self.lock, self.dropped_updates, self.backing
         return TrainingUpdate(lock, self.index, keys, slots, reads, dropped, backing)
 
+    def check_hyperparams(self, values: Tensor) -> None:
+        """Raise ValueError for numbers that the optimizer cannot have."""
+        if (module := self.owner()) is not None:
+            hyperparameters.with_numbers(module.optimizer, values)
+
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams` with saved values.
 
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
         """
-        if self.adopt_hyperparams is not None:
-            self.adopt_hyperparams(values)
+        if (module := self.owner()) is not None:
+            hyperparameters.adopt(module, values)
         in_grad_mode(self.hyperparams.copy_, enabled=False)(values)
 
     def copy_times(self, table: int, source: DynamicState, source_table: int) -> None:

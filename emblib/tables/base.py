@@ -475,7 +475,13 @@ class FusedTables(nn.Module):
                 )
             if problem:
                 yield f"{prefix}features: {problem}"
-        yield from state_dicts.entry_problems(state_dict, tensors)
+        problems = list(state_dicts.entry_problems(state_dict, tensors))
+        yield from problems
+        if not problems and (hyper_key := f"{prefix}hyper") in state_dict:
+            try:
+                hyperparameters.with_numbers(self.optimizer, state_dict[hyper_key])
+            except ValueError as error:
+                yield f"{hyper_key}: {error}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")

@@ -130,7 +130,13 @@ def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float
         return None
     numbers = values.tolist()
     check_learning_rate(numbers[Hyper.LEARNING_RATE])
-    return optimizer.with_hyperparams(numbers), numbers[Hyper.LEARNING_RATE]
+    step = numbers[Hyper.STEP]
+    if not (step >= 0 and step.is_integer()):
+        raise ValueError(f"step must be an integer >= 0, got {step}")
+    try:
+        return optimizer.with_hyperparams(numbers), numbers[Hyper.LEARNING_RATE]
+    except IndexError as error:  # the code of a kind of decay, or the count of numbers
+        raise ValueError(f"{numbers} are not of {type(optimizer).__name__}") from error
 
 
 # Entries of groups of torch.optim that select an implementation, not a result, or have an effect

@@ -13,6 +13,8 @@ from emblib import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    TableBatchedEmbeddingBags,
+    TableSpec,
     optim,
 )
 from emblib.collections.optimizers import (
@@ -28,6 +30,7 @@ from emblib.collections.optimizers import (
     from_torch,
     in_backward_optimizer_filter,
 )
+from emblib.columns import Hyper
 from tests.collections.cases import bag_configs, batch, dense, features_of
 
 KINDS = ("plain", "tt", "dynamic", "plain")
@@ -319,3 +322,51 @@ def test_warm_up_of_tables_goes_on_where_it_was_saved() -> None:
         WarmupOptimizer(warms[0], [stages[1], stages[0]])
     with pytest.raises(ValueError, match="INTERPOLATE needs"):
         WarmupStage("interpolate", 2)
+
+
+SPOILT = {
+    "state": {"sum": torch.zeros(2, 2)},
+    "state on meta": {"sum": torch.zeros(9, 4, device="meta")},
+    "lr": {"hyper": (Hyper.LEARNING_RATE, -1.0)},
+    "step": {"hyper": (Hyper.STEP, float("nan"))},
+}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "last"),
+    [*((name, "collection") for name in SPOILT), ("lr", "bare"), ("step", "bare")],
+)
+def test_a_state_that_one_module_refuses_is_loaded_by_none(spoilt: str, last: str) -> None:
+    """The last of a dense layer, a collection and another module of tables refuses its own."""
+
+    def make() -> CombinedOptimizer:
+        first, second = (
+            EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], optimizer=optim.Adagrad(0.1))
+            for _ in range(2)
+        )
+        bare = TableBatchedEmbeddingBags([TableSpec(9, 4)], optim.Adagrad(0.1))
+        modules = nn.ModuleDict({"a": first, "b": second if last == "collection" else bare})
+        layer = dict(nn.Linear(2, 2).named_parameters())
+        over = KeyedOptimizerWrapper(layer, partial(torch.optim.Adam, lr=0.5))
+        over.init_state()
+        return CombinedOptimizer([over, FusedOptimizer.of(modules)])
+
+    optimizer, saved = make(), copy.deepcopy(make().state_dict())
+    saved["param_groups"][0]["lr"] = 2.0
+    for states in saved["state"].values():
+        for name, value in states.items():
+            value[...] = 3.0 if name != "hyper" else value
+    last_states = list(saved["state"].values())[-1]
+    for name, value in SPOILT[spoilt].items():
+        if name == "hyper":
+            last_states[name][value[0]] = value[1]
+        else:
+            last_states[name] = value
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"must (be|have)"):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for name, states in after["state"].items():
+        for key, value in states.items():
+            assert torch.equal(value, before["state"][name][key]), (name, key)

@@ -101,6 +101,28 @@ def test_stages_of_warm_up(stage: WarmupStage, wanted: list[float]) -> None:
     assert _rates([stage], 3) == pytest.approx(wanted)
 
 
+def test_a_warm_up_of_other_stages_loads_nothing() -> None:
+    def warm(*stages: WarmupStage) -> WarmupOptimizer:
+        params = dict(nn.Linear(1, 1).named_parameters())
+        inner = KeyedOptimizerWrapper(params, partial(torch.optim.SGD, lr=1.0, momentum=0.5))
+        return WarmupOptimizer(GradientClippingOptimizer(inner), stages)
+
+    saved, other = warm(WarmupStage(max_iters=1), WarmupStage(max_iters=9)), warm()
+    for optimizer in (saved, other):
+        optimizer.init_state()
+    for _ in range(2):
+        saved.step()
+    saved.state[saved.params["bias"]]["momentum_buffer"].fill_(3.0)
+    with pytest.raises(ValueError, match="at step 3 in stage 1, and this one has stages 0 to 0"):
+        CombinedOptimizer([("a", other)]).load_state_dict(
+            CombinedOptimizer([("a", saved)]).state_dict()
+        )
+    with pytest.raises(ValueError, match="stages 0 to 0"):
+        other.load_state_dict(saved.state_dict())
+    assert not other.state[other.params["bias"]]["momentum_buffer"].any()
+    saved.load_state_dict(copy.deepcopy(saved.state_dict()))
+
+
 @pytest.mark.parametrize("clipping", list(GradientClipping))
 def test_clipping(clipping: GradientClipping) -> None:
     layer = nn.Linear(2, 1, bias=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import emblib
 from emblib import optim
+from emblib.columns import Hyper
 from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache
 from emblib.specs import Pooling, TTSpec
 
@@ -585,3 +586,15 @@ def test_weights_of_lookups_have_gradients_without_stored_rows() -> None:
         rows[int(n >= first)][i].sum() if i >= 0 else torch.zeros(()) for n, i in enumerate(ids)
     ]
     torch.testing.assert_close(weights.grad, torch.stack(expected))
+
+
+def test_a_number_that_the_rows_cannot_have_changes_no_core() -> None:
+    """Cores and stored rows are modules with numbers of their own."""
+    bags = bags_of(optimizer=optim.LARS(0.1))
+    before = copy.deepcopy(bags.state_dict())
+    saved = {name: value + 1 for name, value in before.items() if "cores" in name}
+    hyper = before["rows.hyper"].clone()
+    hyper[Hyper.OPTIMIZER_ARGS] = 2.0
+    with pytest.raises(RuntimeError, match=r"rows\.hyper: momentum must be in"):
+        bags.load_state_dict({**before, **saved, "rows.hyper": hyper})
+    assert all(torch.equal(value, before[name]) for name, value in bags.state_dict().items())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from emblib import DynamicEmbeddingBags, DynamicSpec, Eviction, optim
+from emblib.columns import Hyper
 from emblib.dynamic import KeyStatus, state, training
 from emblib.dynamic.saving import checkpoint, snapshots, table_dumps
 from emblib.dynamic.state import DynamicState
@@ -74,17 +75,30 @@ def test_entries_go_from_a_state_to_a_module_and_back(tmp_path: Path) -> None:
     assert state.contains(other, 0, torch.arange(12)).tolist() == [True] * 10 + [False] * 2
 
 
-def test_a_refused_hyperparameter_changes_nothing() -> None:
-    tables = make_state()
-    before = tables.hyperparams.clone()
+def test_a_refused_hyperparameter_changes_nothing(tmp_path: Path) -> None:
+    """Neither the number itself nor, where the whole module is loaded, its tables."""
 
-    def refuse(values: torch.Tensor) -> None:
-        raise ValueError("no")
+    def module_of(*keys: int) -> DynamicEmbeddingBags:
+        module = DynamicEmbeddingBags([DynamicSpec(32, 4, name="t")], optim.LARS(0.1), seed=0)
+        module(torch.tensor(keys), torch.arange(len(keys) + 1)).sum().backward()
+        return module
 
-    tables.adopt_hyperparams = refuse
-    with pytest.raises(ValueError, match="no"):
-        tables.load_hyperparams(before + 1)
-    assert torch.equal(tables.hyperparams, before)
+    source, module = module_of(1, 2, 3), module_of(4)
+    before = copy.deepcopy(module.state_dict())
+    source.hyperparams[Hyper.OPTIMIZER_ARGS] = 2.0
+    source.save(tmp_path)
+    snapshot = snapshots.take(source)
+    for load, error in (
+        (lambda: module.state.load_hyperparams(source.hyperparams), ValueError),
+        (lambda: module.load_state_dict(source.state_dict()), RuntimeError),
+        (lambda: module.load(tmp_path), ValueError),
+        (lambda: snapshots.restore(module.state, snapshot), ValueError),
+    ):
+        with pytest.raises(error, match="momentum must be in"):
+            load()
+        after = module.state_dict()
+        assert after.keys() == before.keys()
+        assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
 def test_a_copied_module_has_a_state_of_its_own() -> None:

@@ -217,7 +217,10 @@ def test_dynamic_tables_without_keys(tmp_path: Path) -> None:
 
 
 def states_after_refusals(ranks: RankGroup) -> None:
-    """Load states of which the last table's are incomplete, of another size, or impossible."""
+    """Load states of which one table's are incomplete, of another size, or impossible.
+
+    One rank has no shard of the third table, and must refuse its states too.
+    """
     case = Case(tables(Pooling.SUM), ("dp", "rw", "tw", "dp"), optimizer=optim.Adagrad(0.1))
     source = make_source(case)
     saved = source.optimizer_state()
@@ -225,23 +228,35 @@ def states_after_refusals(ranks: RankGroup) -> None:
     for states in saved.values():
         for value in states.values():
             value.fill_(2.0)
-    *_, last = saved
-    for damaged, error in (
-        ({}, KeyError),
-        ({**saved[last], "sum": torch.zeros(1)}, ValueError),
-        ({**saved[last], "hyper": torch.zeros(1, dtype=torch.float64)}, ValueError),
-        ({**saved[last], "hyper": torch.full_like(saved[last]["hyper"], -1.0)}, ValueError),
-    ):
-        before = copy.deepcopy(model.optimizer_state())
-        with pytest.raises(error):
-            model.load_optimizer_state({**saved, last: damaged})
-        for name, states in model.optimizer_state().items():
-            for key, value in states.items():
-                parts, parts_before = (
-                    getattr(tensor, "parts", {0: tensor}) for tensor in (value, before[name][key])
-                )
-                for number, part in parts.items():
-                    torch.testing.assert_close(part, parts_before[number], rtol=0, atol=0)
+    for table in list(saved)[2:]:
+        states = saved[table]
+        for damaged, error in (
+            ({}, KeyError),
+            ({**states, "sum": torch.zeros(1)}, ValueError),
+            ({**states, "sum": states["sum"].to("meta")}, ValueError),
+            ({**states, "hyper": torch.zeros(1, dtype=torch.float64)}, ValueError),
+            ({**states, "hyper": torch.full_like(states["hyper"], -1.0)}, ValueError),
+        ):
+            before = copy.deepcopy(model.optimizer_state())
+            with pytest.raises(error):
+                model.load_optimizer_state({**saved, table: damaged})
+            for name, states_after in model.optimizer_state().items():
+                assert_parts_same(states_after, before[name])
+    before = copy.deepcopy(model.state_dict())
+    weights = {name: torch.ones_like(value) for name, value in source.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"t2\.weight must be of shape"):
+        model.load_state_dict({**weights, "embedding_bags.t2.weight": torch.zeros(1, 1)})
+    assert_parts_same(model.state_dict(), before)
+
+
+def assert_parts_same(state: dict[str, Any], before: dict[str, Any]) -> None:
+    """Compare the shards of this rank bit by bit."""
+    for key, value in state.items():
+        parts, parts_before = (
+            getattr(tensor, "parts", {0: tensor}) for tensor in (value, before[key])
+        )
+        for number, part in parts.items():
+            torch.testing.assert_close(part, parts_before[number], rtol=0, atol=0)
 
 
 def test_refused_optimizer_states_change_no_table() -> None:

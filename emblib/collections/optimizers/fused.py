@@ -16,10 +16,15 @@ from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections.configs import TableConfig
-from emblib.collections.fused_states import HYPER, FusedTableEntry
-from emblib.collections.optimizers.keyed import KeyedOptimizer, State, by_name, cycled_defaults
+from emblib.collections.fused_states import HYPER, FusedTableEntry, check_saved_states
+from emblib.collections.optimizers.keyed import KeyedOptimizer, State, cycled_defaults
 from emblib.collections.optimizers.table_groups import TableGroup
-from emblib.collections.optimizers.torch_states import Template, from_torch_states, is_of_torch
+from emblib.collections.optimizers.torch_states import (
+    Template,
+    by_name,
+    from_torch_states,
+    is_of_torch,
+)
 from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
@@ -40,8 +45,14 @@ class HasFusedTables(Protocol):
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer states and `hyper`, the hyperparameters, by parameter name."""
 
+    def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise KeyError or ValueError for a state that `load_optimizer_state` would refuse.
+
+        With equal states all ranks raise, or none. It does not communicate.
+        """
+
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load the result of `optimizer_state`."""
+        """Load the result of `optimizer_state`: all of it, or nothing if a check fails."""
 
 
 __all__ = ["FusedOptimizer", "FusedTableEntry", "HasFusedTables"]
@@ -147,12 +158,20 @@ class FusedOptimizer(KeyedOptimizer):
         }
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write states and hyperparameters into the tables."""
+        """Write states and hyperparameters into the tables, after all modules have checked them."""
+        for module, states in self._checked_states(state):
+            module.load_optimizer_state(states)
+
+    def _checked_states(
+        self, state: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[HasFusedTables, dict[str, Mapping[str, Any]]]]:
+        """Return each module with its states, which it has checked."""
         aliases = self._first_names.items()
         state = {
             **state,
             **{name: state[first_name] for name, first_name in aliases if first_name in state},
         }
+        checked = []
         for path, module in self._modules_by_path.items():
             prefix = _join_path(path, "")
             states = {
@@ -160,17 +179,26 @@ class FusedOptimizer(KeyedOptimizer):
                 for name, values in state.items()
                 if name.startswith(prefix)
             }
-            module.load_optimizer_state(states)
+            module.check_optimizer_state(states)
+            checked.append((module, states))
+        return checked
 
-    @without_gradients
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of the same tables, of this class or of `torch.optim`.
+        """Load a state dict of the same tables, of this class or of `torch.optim`: all or nothing.
 
         See `from_torch_states` for which classes of `torch.optim`, and how parameters are matched.
 
         Raises:
             KeyError: other tables, or states of another optimizer.
-            ValueError: states of other shapes, or groups that these tables cannot follow.
+            ValueError: states of other shapes, or numbers or groups that these tables cannot adopt.
+        """
+        super().load_state_dict(state_dict)
+
+    @without_gradients
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raise what `load_state_dict` would raise, before it writes; return the dict by name.
+
+        A state dict of `torch.optim` is returned as one of this class.
         """
         state_dict = by_name(state_dict, self.group_names())
         if is_of_torch(state_dict, self.keyed_state()):
@@ -179,7 +207,9 @@ class FusedOptimizer(KeyedOptimizer):
         groups: list[Any] = self.param_groups[: len(self._table_modules)]
         for group, saved in zip(groups, state_dict["param_groups"], strict=False):
             group.check({key: value for key, value in saved.items() if key != "params"})
-        super().load_state_dict(state_dict)
+        state_dict = super().check_state_dict(state_dict)
+        self._checked_states(state_dict["state"])
+        return state_dict
 
     def _templates(self) -> list[Template]:
         """Return the optimizer and the current hyperparameters of each group."""
@@ -260,8 +290,14 @@ class _BareTables:
         names = dict(self._module.named_parameters())
         return {name: {HYPER: self._module.hyperparams.clone()} for name in names}
 
+    def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise KeyError or ValueError for hyperparameters that the module cannot have."""
+        for name, values in state.items():
+            check_saved_states(name, self._module, {}, values)
+
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the hyperparameters."""
+        self.check_optimizer_state(state)
         for values in state.values():
             self._module.load_hyperparams(values[HYPER])
             self._module.set_step(int(values[HYPER][Hyper.STEP]))

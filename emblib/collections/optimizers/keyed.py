@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from emblib.collections.optimizers.torch_states import by_name
 from emblib.grad_mode import without_gradients
 from emblib.specs import Choice
 
@@ -68,12 +69,23 @@ class KeyedOptimizer(TorchOptimizer):
 
     @without_gradients
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict of the same parameters and groups.
+        """Load a state dict of the same parameters and groups: all of it, or nothing.
 
         A state dict without `param_groups` leaves the groups unchanged.
 
         Raises:
             KeyError: other parameters, or other groups of them.
+        """
+        state_dict = self.check_state_dict(state_dict)
+        self.load_keyed_state(state_dict["state"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raise what `load_state_dict` would raise, writing nothing; return the dict by name.
+
+        `CombinedOptimizer` checks all of its optimizers before it loads the first one. Override it
+        together with `load_state_dict`.
         """
         state_dict = by_name(state_dict, self.group_names())
         group_names = [sorted(names) for names in self.group_names()]
@@ -88,9 +100,7 @@ class KeyedOptimizer(TorchOptimizer):
         )
         if unknown:
             raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
-        self.load_keyed_state(state_dict["state"])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        return state_dict
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
         """Make a step with gradients of zero, some of them sparse, so that all states exist."""
@@ -123,44 +133,6 @@ class KeyedOptimizer(TorchOptimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.params)} parameters, {self.group_names()})"
-
-
-def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
-
-    If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
-    matched by position in their group. A state dict by name is returned unchanged; one without
-    groups gets groups without options.
-
-    Args:
-        state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
-        names: the names of the parameters of each group.
-
-    Raises:
-        KeyError: other groups, or groups with other numbers of parameters.
-    """
-    if "param_groups" not in state_dict:
-        return {**state_dict, "param_groups": [{"params": list(group)} for group in names]}
-    groups = state_dict["param_groups"]
-    if not any(isinstance(number, int) for group in groups for number in group["params"]):
-        return state_dict
-    sizes, saved_sizes = [*map(len, names)], [len(group["params"]) for group in groups]
-    if sizes != saved_sizes:
-        raise KeyError(
-            f"the state dict of torch.optim has groups of {saved_sizes} parameters, this optimizer "
-            f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
-            "only their entries in the state dict"
-        )
-    name_of: dict[int, str] = {}
-    renamed = []
-    for group, group_names in zip(groups, names, strict=True):
-        saved = group.get("param_names")
-        matched = saved if saved is not None and set(saved) == set(group_names) else group_names
-        name_of.update(zip(group["params"], matched, strict=True))
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        renamed.append({"params": list(matched), **options})
-    states = {name_of[number]: values for number, values in state_dict["state"].items()}
-    return {"state": states, "param_groups": renamed}
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -251,6 +223,12 @@ class OptimizerWrapper(KeyedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state dict of the wrapped optimizer."""
         self.wrapped.load_state_dict(state_dict)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check a state dict without the entries that this wrapper adds to it."""
+        added = self.state_dict()["state"].keys() - self.wrapped.state_dict()["state"].keys()
+        states = {name: v for name, v in state_dict["state"].items() if name not in added}
+        return self.wrapped.check_state_dict({**state_dict, "state": states})
 
 
 class GradientClipping(Choice):
@@ -571,12 +549,26 @@ class CombinedOptimizer(KeyedOptimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of each optimizer.
+        """Load the state of each optimizer, after each has checked its own.
 
         Raises:
             KeyError: other parameters, or other groups of them.
         """
+        state_dict = self.check_state_dict(state_dict)
+        for optimizer, part in self._parts_of(state_dict):
+            optimizer.load_state_dict(part)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
         state_dict = by_name(state_dict, self.group_names())
+        for optimizer, part in self._parts_of(state_dict):
+            optimizer.check_state_dict(part)
+        return state_dict
+
+    def _parts_of(
+        self, state_dict: Mapping[str, Any]
+    ) -> Iterator[tuple[KeyedOptimizer, dict[str, Any]]]:
+        """Yield each optimizer with its part of a state dict by name."""
         own_groups, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
         if len(own_groups) != len(groups):
             raise KeyError(
@@ -591,22 +583,16 @@ class CombinedOptimizer(KeyedOptimizer):
             names = {name for group in selected for name in group["params"]}
             # With the state of wrappers, which belongs to no parameter.
             names |= set(optimizer.state_dict()["state"])
-            optimizer.load_state_dict(
-                {
-                    "state": {
-                        _strip_prefix(prefix, name): values
-                        for name, values in state_dict["state"].items()
-                        if name in names or _strip_prefix(prefix, name) in names
-                    },
-                    "param_groups": [
-                        {
-                            **group,
-                            "params": [_strip_prefix(prefix, name) for name in group["params"]],
-                        }
-                        for group in selected
-                    ],
-                }
-            )
+            states = {
+                _strip_prefix(prefix, name): values
+                for name, values in state_dict["state"].items()
+                if name in names or _strip_prefix(prefix, name) in names
+            }
+            selected = [
+                {**group, "params": [_strip_prefix(prefix, name) for name in group["params"]]}
+                for group in selected
+            ]
+            yield optimizer, {"state": states, "param_groups": selected}
 
     def step(self, closure: Any = None) -> Any:
         """Make a step of each optimizer; only the first calls `closure`."""
@@ -783,10 +769,30 @@ class WarmupOptimizer(OptimizerWrapper):
         return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the wrapped optimizer, and continue from the saved step."""
+        """Load the state of the wrapped optimizer, and continue from the saved step.
+
+        Raises:
+            ValueError: the saved stage is none of `stages`; nothing is loaded.
+        """
         states = dict(state_dict["state"])
-        progress = states.pop(_WARMUP_KEY, None)
+        progress = self._checked_progress(states.pop(_WARMUP_KEY, None))
         super().load_state_dict({**state_dict, "state": states})
-        if progress is not None:
-            self._step, self._stage = progress["warmup"].tolist()
+        self._step, self._stage = progress
         self._set_rate()
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check the saved step and stage, and the state of the wrapped optimizer."""
+        self._checked_progress(state_dict["state"].get(_WARMUP_KEY))
+        return super().check_state_dict(state_dict)
+
+    def _checked_progress(self, saved: Mapping[str, Tensor] | None) -> tuple[int, int]:
+        """Return the saved step and stage, or the current ones if none are saved."""
+        if saved is None:
+            return self._step, self._stage
+        step, stage = map(int, saved["warmup"].tolist())
+        if step < 0 or not 0 <= stage < len(self.stages):
+            raise ValueError(
+                f"the saved warm-up is at step {step} in stage {stage}, and this one has stages 0 "
+                f"to {len(self.stages) - 1}: give it the stages of the saved one"
+            )
+        return step, stage

@@ -26,6 +26,44 @@ class Template(NamedTuple):
     numbers: Tensor
 
 
+def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
+
+    If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
+    matched by position in their group. A state dict by name is returned unchanged; one without
+    groups gets groups without options.
+
+    Args:
+        state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
+        names: the names of the parameters of each group.
+
+    Raises:
+        KeyError: other groups, or groups with other numbers of parameters.
+    """
+    if "param_groups" not in state_dict:
+        return {**state_dict, "param_groups": [{"params": list(group)} for group in names]}
+    groups = state_dict["param_groups"]
+    if not any(isinstance(number, int) for group in groups for number in group["params"]):
+        return state_dict
+    sizes, saved_sizes = [*map(len, names)], [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
+        raise KeyError(
+            f"the state dict of torch.optim has groups of {saved_sizes} parameters, this optimizer "
+            f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
+            "only their entries in the state dict"
+        )
+    name_of: dict[int, str] = {}
+    renamed = []
+    for group, group_names in zip(groups, names, strict=True):
+        saved = group.get("param_names")
+        matched = saved if saved is not None and set(saved) == set(group_names) else group_names
+        name_of.update(zip(group["params"], matched, strict=True))
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        renamed.append({"params": list(matched), **options})
+    states = {name_of[number]: values for number, values in state_dict["state"].items()}
+    return {"state": states, "param_groups": renamed}
+
+
 def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
     """Return whether a state dict is of `torch.optim`: no parameter has `hyper` in its state."""
     return bool(states) and not any(HYPER in values for values in state_dict["state"].values())

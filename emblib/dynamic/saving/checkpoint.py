@@ -253,6 +253,7 @@ def state_problems(
             for t, entries_of_table in entries.items():
                 loading.check(target_of(state, t), entries_of_table)
             hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
+            check_hyperparameters(state, saved.get(HYPER))
         except (ValueError, TypeError) as error:
             problems.append(str(error))
     yield from (f"{prefix}{problem}" for problem in problems)
@@ -307,13 +308,16 @@ def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, E
 
 
 def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -> None:
-    """Raise ValueError if hyperparameters are of another optimizer than that of a module."""
-    if hyperparameters is not None and hyperparameters.shape != state.hyperparams.shape:
+    """Raise ValueError for hyperparameters that the optimizer of a module cannot have."""
+    if hyperparameters is None:
+        return
+    if hyperparameters.shape != state.hyperparams.shape:
         raise ValueError(
             f"hyper has {hyperparameters.numel()} numbers, this optimizer has "
             f"{state.hyperparams.numel()}: the checkpoint is of another one; without this key and "
             "with strict=False the rest can be loaded"
         )
+    state.check_hyperparams(hyperparameters)
 
 
 def hash_keys_in(

@@ -113,6 +113,7 @@ def _check(state: DynamicState, snapshot: Any) -> None:
     capacities = state.index.check_snapshot(entries["index"])
     state.layout.check_snapshot(entries["rows"], capacities)
     dumps.check_tensor("hyper", entries["hyper"], state.hyperparams.dtype, state.hyperparams.shape)
+    state.check_hyperparams(entries["hyper"])
     for name, child in (("admission", state.admission), ("scores", state.scores)):
         dumps.check_presence(name, entries[name], child)
     dumps.check_presence("last_uses", entries.get("last_uses"), state.last_uses)

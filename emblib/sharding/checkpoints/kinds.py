@@ -71,9 +71,19 @@ class Entry:
         """Return the views of `value`, a result of `tensor` or a full tensor, for the local shards.
 
         Raises:
-            ValueError: `value` has another size or is cut differently.
+            ValueError: `value` has another size or is cut differently; on all ranks, also on those
+                without a shard, which would otherwise load the other tables alone.
         """
-        return {i: self._shard_part(value, i, name) for i in self.memory}
+        size = self.size[:1] if self.cuts else self.size
+        if isinstance(value, ShardedTable):
+            if value.shards != self.shards or tuple(value.size()) != self.size:
+                raise ValueError(
+                    f"{name} is {value!r}, but its shards here are {list(self.shards)} of "
+                    f"{self.size}: load it with emblib.sharding.checkpoints.load"
+                )
+        elif tuple(value.shape) != size:
+            raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
+        return {i: self._shard_part(value, i) for i in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
         """Copy the result of `parts_of` into the memory of the shards.
@@ -85,19 +95,11 @@ class Entry:
                 if tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
 
-    def _shard_part(self, value: Tensor, number: int, name: str) -> Tensor:
+    def _shard_part(self, value: Tensor, number: int) -> Tensor:
         """Return the part of a saved tensor that is for local shard `number`."""
-        size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
-            if value.shards != self.shards or tuple(value.size()) != self.size:
-                raise ValueError(
-                    f"{name} is {value!r}, but its shards here are {list(self.shards)} of "
-                    f"{self.size}: load it with emblib.sharding.checkpoints.load"
-                )
             part = value.parts[number]
             return part[:, 0] if self.cuts else part
-        if tuple(value.shape) != size:
-            raise ValueError(f"{name} must be of shape {size}, got {tuple(value.shape)}")
         if not self.shards:
             return value
         shard = self.shards[number]
@@ -234,10 +236,15 @@ class Table:
         }
 
     def check_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
-        """Raise KeyError or ValueError for states that `set_states` could not write."""
+        """Raise KeyError or ValueError for states or hyperparameters that could not be written."""
         values_of_views = self._values_of_views(parameter, values)
         for key, entry in self.entries(list(values_of_views)).items():
-            entry.parts_of(values_of_views[key], f"{self.name}.{key}")
+            _check_values(values_of_views[key], entry, f"{self.name}.{key}")
+        if HYPER in values:
+            hyper = values[HYPER]
+            _check_values(hyper, self.hyperparams, f"{self.name}.{HYPER}")
+            for numbers in hyper.parts.values() if isinstance(hyper, ShardedTable) else [hyper]:
+                hyperparameters.with_numbers(self.optimizer, numbers)  # raises if it cannot have it
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
@@ -449,19 +456,21 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load the result of `optimizer_state`, or full tensors, and set the step counters.
+SavedStates = list[tuple[Table, str, Mapping[str, Tensor]]]  # table, parameter, its states
 
-    Tables of one module share its hyperparameters: the module loads the ones with the most steps.
-    The states of all tables are checked before any is written.
+
+def check_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> SavedStates:
+    """Return the states to load, of all tables of this rank's collection, after checking them.
+
+    Tables without a shard on this rank are checked too, so that no rank loads what others refuse;
+    it does not communicate. Hyperparameters in a `ShardedTable` are known to ranks with a shard.
 
     Raises:
-        KeyError: a parameter or a state is missing; nothing is written.
+        KeyError: a parameter or a state is missing.
         ValueError: a state has another size or is sharded in another way, or the optimizer cannot
-            have the hyperparameters; nothing is written.
+            have the hyperparameters.
     """
-    saved_states: list[tuple[Table, str, Mapping[str, Tensor]]] = []
-    loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
+    saved_states: SavedStates = []
     for table in _tables(tables):
         for parameter in table.fused_names() if table.is_fused else ():
             values = state.get(f"{table.name}.{parameter}")
@@ -469,17 +478,28 @@ def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
             table.check_states(parameter, values)
             saved_states.append((table, parameter, values))
-            if HYPER in values:
-                hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
-                loaded += [
-                    (module, hyper)
-                    for module in table.table_modules()
-                    for hyper in hyper_parts.values()
-                ]
-    for module, hyper in loaded:
-        hyperparameters.with_numbers(module.optimizer, hyper)  # raises if it cannot have them
-    for table, parameter, values in saved_states:
+    return saved_states
+
+
+def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Load the result of `optimizer_state`, or full tensors, and set the step counters.
+
+    Tables of one module share its hyperparameters: the module loads the ones with the most steps.
+
+    Raises:
+        KeyError: see `check_optimizer_state`; nothing is written.
+        ValueError: see `check_optimizer_state`; nothing is written.
+    """
+    loaded: list[tuple[Any, Tensor]] = []  # module, and hyperparameters for it
+    for table, parameter, values in check_optimizer_state(tables, state):
         table.set_states(parameter, values)
+        if HYPER in values:
+            hyper_parts = table.hyperparams.parts_of(values[HYPER], HYPER)
+            loaded += [
+                (module, hyper)
+                for module in table.table_modules()
+                for hyper in hyper_parts.values()
+            ]
     newest: dict[int, tuple[Any, Tensor]] = {}  # by id of the module
     for module, hyper in loaded:
         previous = newest.get(id(module))
@@ -626,6 +646,11 @@ class StateOfTables(nn.Module):
             for parameter, states in optimizer_state(tables).items()
         }
 
+    def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raise what `load_optimizer_state` would raise; with equal states on all ranks or none."""
+        tables: Any = self
+        check_optimizer_state(tables, self._states_by_table(state))
+
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the result of `optimizer_state`, or the whole tensors of an unsharded collection.
 
@@ -634,11 +659,16 @@ class StateOfTables(nn.Module):
             ValueError: a state has another size or is sharded in another way, or the optimizer
                 cannot have the hyperparameters; nothing is written.
         """
-        handles_prefix = f"{self.handles_name}."
         tables: Any = self
-        values = {
+        load_optimizer_state(tables, self._states_by_table(state))
+
+    def _states_by_table(
+        self, state: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, Mapping[str, Tensor]]:
+        """Return the states of tables, by names without the prefix of the collection."""
+        handles_prefix = f"{self.handles_name}."
+        return {
             key.removeprefix(handles_prefix): value
             for key, value in state.items()
             if key.startswith(handles_prefix)
         }
-        load_optimizer_state(tables, values)
