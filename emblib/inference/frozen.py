@@ -117,13 +117,14 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
         tensor([[2., 2., 2., 2.]])
     """
     content = frozen_file.read(path, verify=verify)
-    if content.kind == _TRAINS:
-        return _open_trains(content.config, content.tensors)
-    if content.kind == _COLLECTION:
-        return _open_collection(content.config, content.tensors)
-    if content.kind != _ROWS:
-        raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
-    return _open_tables(content.config, content.tensors)
+    with torch.device("cpu"):  # whatever torch's default device is
+        if content.kind == _TRAINS:
+            return _open_trains(content.config, content.tensors)
+        if content.kind == _COLLECTION:
+            return _open_collection(content.config, content.tensors)
+        if content.kind == _ROWS:
+            return _open_tables(content.config, content.tensors)
+    raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
 
 
 # Headers in JSON: enums are their values (`IndexKind` its name), dtypes their names.
@@ -133,8 +134,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _lookup_config(module: Any) -> dict[str, Any]:
-    """Return the options of lookups of a module, as JSON values."""
+def _options_to_json(module: Any) -> dict[str, Any]:
+    """Return the lookup options of a module as JSON values; `_options_from_json` inverts it."""
     return {
         "pooling": module.pooling.value,
         "feature_tables": list(module.feature_tables),
@@ -143,8 +144,8 @@ def _lookup_config(module: Any) -> dict[str, Any]:
     }
 
 
-def _lookup_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the constructor's arguments for the options of `_lookup_config`."""
+def _options_from_json(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the constructor's arguments for the result of `_options_to_json`."""
     return {
         "pooling": Pooling(config["pooling"]),
         "feature_tables": config["feature_tables"],
@@ -226,7 +227,7 @@ def _section_prefix(part: int) -> str:
 def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
     """Return what `_open_rows` needs to make the module again, as JSON values."""
     return {
-        **_lookup_config(rows),
+        **_options_to_json(rows),
         "tables": [[spec.rows, spec.dim, spec.name] for spec in rows.tables],
         "formats": [format.value for format in rows.formats],
         "output_dtype": _dtype_name(rows.output_dtype),
@@ -240,7 +241,7 @@ def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags
         formats=[RowFormat(format) for format in config["formats"]],
         output_dtype=getattr(torch, config["output_dtype"]),
         device="meta",
-        **_lookup_options(config),
+        **_options_from_json(config),
     )
     rows.use_memory(packed)
     return rows
@@ -275,7 +276,7 @@ def _trains_config(trains: TableBatchedTTEmbeddingBags) -> dict[str, Any]:
     """Return what `_open_trains` needs to make the module again, as JSON values."""
     precision = trains.precision
     return {
-        **_lookup_config(trains),
+        **_options_to_json(trains),
         "tables": [{**asdict(spec), "ids": spec.ids.value} for spec in trains.tables],
         "weights": _dtype_name(precision.weights),
         "output_dtype": _dtype_name(precision.output),
@@ -291,7 +292,10 @@ def _open_trains(config: dict[str, Any], tensors: dict[str, Tensor]) -> TableBat
         output=getattr(torch, config["output_dtype"]),
         matmul=MatmulPrecision(config["matmul"]),
     )
-    trains = TableBatchedTTEmbeddingBags(specs, precision=precision, **_lookup_options(config))
+    trains = TableBatchedTTEmbeddingBags(
+        specs, precision=precision, device="meta", **_options_from_json(config)
+    )
+    trains.to_empty(device="cpu")  # draws no values, and touches no memory of the cores
     for k, core in enumerate(trains.cores):
         core.data = tensors[f"core {k}"]
     return trains.requires_grad_(False).eval()

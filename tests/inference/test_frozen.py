@@ -67,6 +67,20 @@ def test_looks_up_as_before(kind: str, tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_opens_on_the_cpu_and_draws_nothing(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tables = KINDS[kind]()
+    emblib.freeze(tables, tmp_path / "a")
+    generator = torch.get_rng_state()
+    with torch.device("meta"):
+        opened = emblib.open_frozen(tmp_path / "a")
+    assert torch.equal(torch.get_rng_state(), generator)
+    tensors = [*opened.parameters(), *opened.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert torch.equal(look_up(opened), look_up(tables))
+
+
 def test_formats_make_rows(tmp_path: Path) -> None:
     for source in (_train(), trained(dynamic(), (IDS, OFFSETS))):
         emblib.freeze(source, tmp_path / "a", formats="int8")
