@@ -1,17 +1,18 @@
 """Checkpoint dynamic tables over ranks: rows sorted so that any number of shards are ranges.
 
-Checkpoints store the entries of a dynamic table sorted by route (`emblib.dynamic.keys`), and shard
-k of K owns the k-th of K equal ranges of routes. The table in a checkpoint is therefore the
-concatenation of its shards, whatever plan saved it, and a rank finds its shard by bisection: it
-reads a few blocks of the keys, and then its own rows.
+Every key has a *route*, a 64-bit hash (`emblib.dynamic.keys`). Shard k of K owns the keys in the
+k-th of K equal ranges of routes, and checkpoints store the entries of a table sorted by route. So
+the table in a checkpoint is the concatenation of its shards, whatever plan saved it. A rank finds
+the rows of its shard by bisection: it reads a few blocks of the keys, and then these rows.
 
-A *stem* is the common prefix of entries that have one row per key of the same keys: "" for `keys`,
-`weight` and the optimizer states, "fallback." for fallback rows.
+The state dict of a table has two sets of keys, each with tensors of one row per key: `keys` with
+`weight` and the optimizer states, and `fallback.keys` with those of the fallback rows. The *stem*
+of a set is what all its names begin with, "" or "fallback.".
 """
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +34,19 @@ def join_shards(
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    `states` are the state dicts of this rank's shards by number, `owners` the rank of each shard.
+    Tensors with one row per key become `KeyedRows` on the CPU. For all others every rank gets the
+    element-wise maximum over the shards, on the CPU: a clock is the latest, a count of a sketch at
+    least that of the shard that saw the key, and hash keys are equal, since all shards of a table
+    get theirs from one seed.
 
-    Tensors with one row per key become sharded tensors. For all others (clocks, sketch counters)
-    every rank gets the element-wise maximum over the shards, so a count is at least the count of
-    the shard that saw the key.
+    Args:
+        states: the state dicts of this rank's shards, by number.
+        owners: the rank of each shard.
+        ranks: the ranks that store the shards.
+
+    Raises:
+        ValueError: a shard has keys of another one, where lookups would not find them; on every
+            rank.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -67,13 +76,14 @@ def join_shards(
 
 
 def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """Return the entries of shard `number` of `count` shards.
+    """Return the entries of shard `number` of `count` shards from the state dict of a table.
 
-    Of a full tensor with one row per key the shard gets the rows of its keys. Of `KeyedRows` it
-    gets its own block, which this rank must have. All other values are returned unchanged.
+    Of a full tensor with one row per key the shard gets copies of the rows of its keys. Of
+    `KeyedRows` it gets the local tensor of shard `number`. All other values are returned unchanged.
 
     Raises:
         ValueError: `KeyedRows` of another number of shards.
+        KeyError: `KeyedRows` whose shard `number` is on another rank.
     """
     owned = {}
     for stem in _stems(state):
@@ -86,7 +96,7 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
         if isinstance(value, KeyedRows):
             if len(value.shards) != count:
                 raise ValueError(
-                    f"{key} is in {len(value.shards)} parts, here it has {count}: load it with "
+                    f"{key} has {len(value.shards)} shards, here it has {count}: load it with "
                     "emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
@@ -98,7 +108,10 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
 
 
 def check_whole(state: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError unless the full tensors in a state dict have one row per key."""
+    """Raise ValueError unless full tensors by key in a state dict have one row per key.
+
+    `name` is that of the table, for messages. `KeyedRows` and other values are not checked.
+    """
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
         if isinstance(keys, KeyedRows):
@@ -118,7 +131,7 @@ def check_whole(state: Mapping[str, Any], name: str) -> None:
 
 
 def _stems(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the name prefixes of the tensors that have one row per key."""
+    """Return the stems of a state dict, one per entry `keys`."""
     return [key.removesuffix(KEYS) for key in state if key.rpartition(".")[2] == KEYS]
 
 
@@ -127,7 +140,7 @@ def _every_stem(by_key: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _by_route(state: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
-    """Return the tensors of a name prefix that have one row per key, sorted by route."""
+    """Return the tensors of a stem without it in their names, on the CPU and sorted by route."""
     order = routing.canonical_order(state[f"{stem}{KEYS}"].cpu())
     return {
         key.removeprefix(stem): value.cpu()[order]
@@ -140,58 +153,81 @@ def _stem_of(name: str) -> str:
     return name[: name.rfind(".") + 1]
 
 
+class _LocalShard(NamedTuple):
+    """What other ranks must know about a shard.
+
+    Attributes:
+        columns: dtype and shape of each tensor, by name; the shape begins with the number of keys.
+        num_foreign_keys: number of its keys that other shards own.
+        foreign_key: one of them; 0 without.
+    """
+
+    columns: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    num_foreign_keys: int
+    foreign_key: int
+
+
 def keyed_rows(
-    parts: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
+    local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, KeyedRows]:
     """Build the rows by key of one table from its shards; a collective over `ranks`.
 
     Args:
-        parts: shards of this rank by number: `keys` `[N]` and other tensors with one row per key.
-            The caller must sort them by route; not checked.
+        local_shards: shards of this rank by number: `keys` int64 `[N]` and other tensors with one
+            row per key, on the CPU; the result refers to their memory. The caller must sort them
+            by route; not checked.
         owners: the rank of each shard.
         ranks: the ranks that store the shards.
 
     Raises:
-        ValueError: a shard has keys that another shard owns, where lookups would not find them.
+        ValueError: a shard has keys that another shard owns, where lookups would not find them; on
+            every rank.
     """
-    gathered = ranks.gather_objects(_descriptions(parts, len(owners)))
-    columns_of_shard = {number: columns for local in gathered for number, columns in local.items()}
-    first_columns, *_ = columns_of_shard.values()
-    counts = [columns_of_shard[number][KEYS][1][0] for number in range(len(owners))]
+    shards = _gather_shards(local_shards, owners, ranks)
+    counts = [shard.columns[KEYS][1][0] for shard in shards]
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
-    for name, (dtype, (_, *shape)) in first_columns.items():
-        shards = [
+    for name, (dtype, (_, *shape)) in shards[0].columns.items():
+        blocks = [
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
         ]
-        local = {number: columns[name] for number, columns in parts.items()}
-        result[name] = KeyedRows((sum(counts), *shape), shards, local, ranks, dtype)
+        local = {number: columns[name] for number, columns in local_shards.items()}
+        result[name] = KeyedRows((sum(counts), *shape), blocks, local, ranks, dtype)
     return result
 
 
-def _descriptions(
-    parts: Mapping[int, Mapping[str, Tensor]], count: int
-) -> dict[int, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Return dtype and shape of the columns of each part, by name.
-
-    Raises ValueError for a part with keys of another part.
-    """
-    for number, columns in parts.items():
-        foreign_keys = columns[KEYS][routing.owner(columns[KEYS], count) != number]
-        if foreign_keys.numel():
+def _gather_shards(
+    local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
+) -> list[_LocalShard]:
+    """Return the descriptions of all shards, by number; ValueError if one has foreign keys."""
+    local = {}
+    for number, columns in local_shards.items():
+        keys = columns[KEYS]
+        foreign_keys = keys[routing.owner(keys, len(owners)) != number]
+        num_foreign = foreign_keys.numel()
+        local[number] = _LocalShard(
+            {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()},
+            num_foreign,
+            int(foreign_keys[0]) if num_foreign else 0,
+        )
+    gathered = {n: shard for of_rank in ranks.gather_objects(local) for n, shard in of_rank.items()}
+    shards = [gathered[number] for number in range(len(owners))]
+    # Only now, because the other ranks wait in the collective for a rank that raises before it.
+    for number, shard in enumerate(shards):
+        if shard.num_foreign_keys:
             raise ValueError(
-                f"part {number} of {count} has {foreign_keys.numel()} keys of other parts, e.g. "
-                f"{int(foreign_keys[0])}: send ids where emblib.checkpoints.owner says"
+                f"shard {number} of {len(owners)} has {shard.num_foreign_keys} keys of other "
+                f"shards, e.g. {shard.foreign_key}: send ids where emblib.checkpoints.owner says"
             )
-    return {
-        number: {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()}
-        for number, columns in parts.items()
-    }
+    return shards
 
 
 def is_keyed(name: str, saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved tensor has one row per key, as many as its `keys`."""
+    """Return whether the saved tensor `name` has as many rows as the `keys` of its stem.
+
+    `saved` is metadata of a checkpoint, by name.
+    """
     keys = saved.get(_keys_entry(name))
     rows = getattr(saved[name], "size", None)
     return (

@@ -1,0 +1,29 @@
+"""Rows by key from the shards of ranks."""
+
+import pytest
+import torch
+
+from emblib.dynamic import keys as routing
+from emblib.sharding.checkpoints import keyed
+from emblib.sharding.ranks import RankGroup
+from tests.sharding import worlds
+
+
+def error_of_foreign_key(ranks: RankGroup) -> str:
+    """Return the error of joining shards, one per rank, of which shard 1 has a key of shard 0."""
+    candidates = torch.arange(64)
+    owned = candidates[routing.owner(candidates, ranks.size) == 0]
+    keys = owned[:3] if ranks.rank == 0 else owned[3:4]
+    with pytest.raises(ValueError, match="shard 1") as error:
+        keyed.join_shards(
+            {ranks.rank: {"keys": keys, "weight": torch.zeros(keys.numel(), 4)}},
+            range(ranks.size),
+            ranks,
+        )
+    return str(error.value)
+
+
+def test_all_ranks_raise_if_a_shard_has_a_key_of_another() -> None:
+    errors = worlds.run(2, error_of_foreign_key)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("shard 1 of 2 has 1 keys of other shards")
