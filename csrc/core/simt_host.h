@@ -46,12 +46,14 @@ struct WarpValues {
 // threads are fibers of one schedule, numbered block by block in whole warps. Each block has its
 // own dynamic shared memory, which the others may access between two cluster barriers. Before a
 // block writes it, and after the block has left the kernel, all its bits are set: floats are NaN.
-// Static __shared__ memory keeps the values of the previous block.
+// Static __shared__ memory keeps the values of the previous block, and the blocks of a cluster
+// share it: core/simt.cuh forbids it there.
 //
 // The host calls `run`, on one system thread. The fiber of the current thread of the kernel calls
 // the other functions. `where` is the source line of the call in the kernel, for reports.
 // A violation of core/simt.cuh that the emulation detects ends the launch: `run` throws
-// std::runtime_error. Reads of dynamic shared memory too early or too late are not detected.
+// std::runtime_error. Reads of dynamic shared memory too early or too late are not detected, except
+// that `map_shared` refuses another block's memory before the first cluster barrier.
 class Machine {
  public:
   static Machine& get() {
