@@ -309,3 +309,27 @@ def test_quantised_tables_from_before_0_1_0_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"bags\.t0, .* before 0\.1\.0.* quantise"):
             checkpoints.load({"model": model}, tmp_path, ALONE, strict=strict)
     assert_same(before, model.state_dict())
+
+
+def error_of_load(ranks: RankGroup, path: Path) -> str:
+    """Return the error of loading dynamic tables where only rank 0 sees the directory."""
+    model = models.make(ranks, {"keyed": ("rows", None)})
+    checkpoints.save({"model": model}, path, ranks)
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.load({"model": model}, path if ranks.rank == 0 else path / "absent", ranks)
+    return str(error.value)
+
+
+def test_all_ranks_raise_if_one_does_not_see_the_directory(tmp_path: Path) -> None:
+    errors = worlds.run(2, error_of_load, tmp_path / "saved")
+    assert errors[0].startswith("rank 1: ")
+    assert all(error.endswith("there is no such directory") for error in errors)
+
+
+def latest_of_rank_0(ranks: RankGroup, path: Path) -> Path | None:
+    return checkpoints.latest(path if ranks.rank == 0 else "\0", ranks)
+
+
+def test_rank_0_alone_looks_for_the_latest(tmp_path: Path) -> None:
+    checkpoints.save({"step": 1}, tmp_path / "step_1")
+    assert worlds.run(2, latest_of_rank_0, tmp_path) == [tmp_path / "step_1"] * 2

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,10 +31,13 @@ from emblib.sharding.checkpoints.state_trees import (
     leaves,
     resolved,
 )
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import Shard, Span
 from emblib.tables.durable_files import check_archive
 from emblib.tt import layout_entry
+
+if TYPE_CHECKING:
+    from emblib.sharding.checkpoints.files import Reader
 
 
 class Target:
@@ -146,7 +149,7 @@ def load(
             something that may run code; then part of `state` may have been filled.
         TypeError: `path` is None.
     """
-    from emblib.sharding.checkpoints.files import read
+    from emblib.sharding.checkpoints.files import Reader, read
 
     if path is None:
         raise TypeError(
@@ -154,8 +157,10 @@ def load(
             "checkpoint, so load only what it found"
         )
     ranks = RankGroup.from_value(ranks)
-    loading = agreed(ranks, lambda: _Loading(state, Path(path), strict=strict))
-    if not loading.reader.has_checksums and ranks.rank == 0:
+    # Before `_Loading`, which communicates if modules have dynamic tables: their state dicts do.
+    reader = agreed(ranks, lambda: Reader(Path(path)))
+    loading = agreed(ranks, lambda: _Loading(state, Path(path), reader, strict=strict))
+    if not reader.has_checksums and ranks.rank == 0:
         warnings.warn(
             f"{path} has no checksums, so damage to it is not noticed: it was saved by an older "
             "emblib or by torch.distributed.checkpoint; save it again with "
@@ -165,7 +170,7 @@ def load(
     # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
     targets = loading.targets(ranks)
     values = {name: target.buffer for name, target in targets.items()}
-    read(values, loading.reader, ranks)
+    read(values, reader, ranks)
     for name, value in values.items():
         targets[name].buffer = value  # `read` replaces values that are not tensors
     agreed(ranks, lambda: loading.finish(targets))
@@ -175,7 +180,10 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None; a collective over `ranks`.
 
     The newest has the greatest number at the end of its name, such as `step_1200`; directories
-    without a number are ignored.
+    without a number are ignored. Rank 0 looks, and all ranks get what it has found.
+
+    Raises:
+        OSError: rank 0 cannot read the directory; a missing one is empty.
     """
     from emblib.sharding.checkpoints.files import METADATA
 
@@ -184,7 +192,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
         numbered = [(int(m[0]), p) for p in paths if (m := re.search(r"\d+\Z", p.name))]
         return max(numbered)[1] if numbered else None
 
-    return RankGroup.from_value(ranks).gather_objects(look())[0]
+    return invoke_on_rank_and_broadcast_result(RankGroup.from_value(ranks), 0, look)
 
 
 _MAX_LISTED = 5  # names or problems in an error message
@@ -219,8 +227,8 @@ def load_export(path: str | Path) -> dict[str, Any]:
 class _Loading:
     """The values to load and the saved metadata, checked against each other.
 
-    The constructor reads metadata and small entries only, and changes nothing of `state`. It raises
-    the errors of `load`.
+    The constructor reads small entries only, and changes nothing of `state`. It raises the errors
+    of `load`. It is a collective if modules of `state` have dynamic tables.
 
     Attributes:
         reader: reader of the checkpoint.
@@ -230,12 +238,13 @@ class _Loading:
         leaves: values of `tree` that the checkpoint has.
     """
 
-    def __init__(self, state: MutableMapping[str, Any], path: Path, *, strict: bool) -> None:
-        from emblib.sharding.checkpoints.files import Reader, read
+    def __init__(
+        self, state: MutableMapping[str, Any], path: Path, reader: "Reader", *, strict: bool
+    ) -> None:
+        from emblib.sharding.checkpoints.files import read
 
-        self.state, self.path = state, path
-        self.reader = Reader(path)
-        metadata = self.reader.metadata
+        self.state, self.path, self.reader = state, path, reader
+        metadata = reader.metadata
         self.saved: dict[str, Any] = dict(metadata.state_dict_metadata)
         self.tree = resolved(state)
         self._add_later_optimizer_states(metadata.planner_data or {})

@@ -117,6 +117,9 @@ class ShardedTable(Tensor):
         """Gather the full tensor on the CPU, on `rank` or on every rank; a collective over `ranks`.
 
         Where `rank` is set, the other ranks get an empty tensor.
+
+        Raises:
+            ValueError: `rank` is not one of the ranks.
         """
         return gathered(self, rank)
 
@@ -299,6 +302,8 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     memory for the full tensor.
     """
     ranks = table.ranks
+    if rank is not None and not 0 <= rank < ranks.size:
+        raise ValueError(f"rank must be one of 0 to {ranks.size - 1}, or None for all, got {rank}")
     target = 0 if rank is None else rank
     full_tensor = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
     for i, shard in enumerate(table.shards):
