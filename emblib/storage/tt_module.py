@@ -32,7 +32,20 @@ def core_views(module: Any, table: int) -> dict[str, Tensor]:
 
 
 class TTModule(TableBatchedTTEmbeddingBags):
-    """Module of tensor-train tables or shards; a shard has its whole table's initial values."""
+    """Module of tensor trains, or of slices of trains on several ranks.
+
+    The initial values of a slice are a slice of those that the whole table has for the same seed.
+    Each table has a `TTHandle`. Once all have one, the cores are read from the handles: torch may
+    replace parameters there, and `cores` is only a second list of them.
+
+    Args:
+        slices: slice of each table of the module; all with the same dtypes and `matmul`.
+        reads: index into `slices` for each feature.
+        optimizer: optimizer of the cores.
+        pooling: pooling of every feature.
+        seeds: seed of the initial values of each table.
+        device: device of the cores.
+    """
 
     def __init__(
         self,
@@ -56,17 +69,17 @@ class TTModule(TableBatchedTTEmbeddingBags):
         )
 
     def redraw(self, seeds: Sequence[int]) -> None:
-        """Draw the initial values again, one seed per table."""
+        """Set the seeds, one per table, and draw the initial values; optimizer states become 0."""
         self.seeds = tuple(seeds)
         self.reset_parameters()
 
-    def set_cores(self, table: int, cores: Cores) -> None:
-        """Read the cores of a table from its handle: torch may replace the parameters there."""
+    def register_cores(self, table: int, cores: Cores) -> None:
+        """Read the cores of a table from `cores`, the list of its handle, from now on."""
         self._cores_of_handles[table] = cores
 
     def replace_cores(self, table: int, cores: Cores) -> None:
-        """Replace a table's cores by those of a handle, whose gradients are dropped."""
-        self.set_cores(table, cores)
+        """Replace a table's cores by those of a handle, and drop the gradients of these."""
+        self.register_cores(table, cores)
         for k, core in zip(self.core_numbers(table), cores, strict=True):
             self.cores[k] = core
             core.grad = None
@@ -128,7 +141,7 @@ class TTHandle(TableHandle):
         super().attach(module, index)
         assert isinstance(module, TTModule)
         self.cores = Cores(module.table_cores(index))
-        module.set_cores(index, self.cores)
+        module.register_cores(index, self.cores)
 
     @property
     def spec(self) -> TTSpec:
