@@ -96,7 +96,7 @@ def page(comparison: Comparison, command: str) -> Page:
             Section("How to read this", points=HOW_TO_READ),
             Section(
                 "Sources",
-                folded="Where the theoretical figures come from",
+                fold_label="Where the theoretical figures come from",
                 table=sources_table(machines),
             ),
             Section("Reproduce", code="\n".join([*commands, command])),
@@ -262,7 +262,7 @@ def overview(extra: Sequence[Path] = ()) -> Page:
         name="Published figures",
         answer=[f"{len(judgements)} figures: {counts}."],
         sections=[
-            Section(words=[OPENING, published.RULE]),
+            Section(paragraphs=[OPENING, published.RULE]),
             *[
                 _source(source, [f for f in judgements if f.source is source])
                 for source in published.publications()
@@ -287,7 +287,7 @@ def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
         table=anchor_report.table(shown_judgements),
         parts=[
             Section(
-                words=[
+                paragraphs=[
                     f"Not run here: {reason}. Theirs is of "
                     f"{published.their_device(figures_not_run[0])}."
                 ],

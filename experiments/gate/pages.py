@@ -62,7 +62,7 @@ def page_of(
             Section("Reproduce", code=str(environment.get("command", ""))),
             Section(
                 "Configuration",
-                folded="Configuration that ran",
+                fold_label="Configuration that ran",
                 code=(path / "config.yaml").read_text(),
                 web_only=True,
             ),

@@ -260,7 +260,7 @@ def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
             Section("What moved", table=_moved_table(moves)),
             Section("Commits", table=_commit_table(trend)),
             Section(
-                "Every figure", folded="Every point at every commit", table=_level_table(trend)
+                "Every figure", fold_label="Every point at every commit", table=_level_table(trend)
             ),
             Section("How to read this", points=HOW),
             Section("Reproduce", code=command),

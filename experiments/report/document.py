@@ -3,6 +3,10 @@
 A `Page` is an answer, notices and sections; a `Section` is a heading with text, figures, a table,
 bullet points and code, each optional. `write` draws the figures and writes report.md and a
 self-contained index.html; the templates are in `templates/`.
+
+Texts are sentences. index.html shows them as they are. Readers of report.md take them as Markdown,
+so a page that has links, or a label with a `*`, looks right there alone; HTML and links to scripts
+become plain text.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ class Tile:
     """A number to remember, at the top of a page."""
 
     value: str
-    meaning: str
-    style: str = ""  # good, bad or open
+    meaning: str  # what the value is, in a few words
+    style: str = ""  # good, bad, open, or "" for none
 
 
 @dataclass(frozen=True)
@@ -39,22 +43,26 @@ class Notice:
     """What a reader must know before believing a number."""
 
     text: str
-    style: str = "notice"  # or confounder, remark
+    style: str = "notice"  # or confounder; or remark, which report.md does not print bold
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, shown in the order of its fields; texts are Markdown without HTML."""
+    """A part of a page, shown in the order of its fields; empty sections and parts are not shown.
 
-    title: str = ""
-    words: Sequence[str] = ()  # paragraphs
+    A section with `code` needs a title and no `points`: Markdown reads an indented block after a
+    list as a part of the list.
+    """
+
+    title: str = ""  # "" for no heading
+    paragraphs: Sequence[str] = ()
     figures: Sequence[Figure] = ()
     table: Table | None = None
     points: Sequence[str] = ()  # bullet points
     code: str = ""  # lines of a code block
     parts: Sequence[Section] = ()  # with headings one level below
-    folded: str = ""  # on the web page, what follows `words` is folded under these words
-    web_only: bool = False  # whether report.md leaves it out
+    fold_label: str = ""  # on the web page, what follows the paragraphs is folded under this label
+    web_only: bool = False  # whether report.md leaves out the section and its parts
 
     @property
     def anchor(self) -> str:
@@ -65,7 +73,7 @@ class Section:
     def is_empty(self) -> bool:
         """Return whether there is nothing to show below the heading."""
         rows = self.table is not None and bool(self.table.rows)
-        content = (*self.words, *self.figures, *self.points, self.code)
+        content = (*self.paragraphs, *self.figures, *self.points, self.code)
         return not rows and not any(content) and all(part.is_empty for part in self.parts)
 
 
@@ -74,7 +82,7 @@ class Page:
     """A report before it is rendered."""
 
     name: str
-    answer: Sequence[str]  # sentences, the headline first
+    answer: Sequence[str]  # sentences, the headline first; at least one
     sections: Sequence[Section]
     subtitle: str = ""  # machine and software, in one line
     question: str = ""
@@ -89,30 +97,42 @@ class Page:
 
     @property
     def figures(self) -> list[Figure]:
-        """Return the figures of all sections."""
-        return [figure for _, section in flatten(self.sections) for figure in section.figures]
+        """Return the figures of all sections, by which `write` draws them; names are distinct."""
+        return [figure for _, section in _flatten(self.sections) for figure in section.figures]
 
     def markdown(self, *, figures: bool = True) -> str:
-        """Return the page for a terminal, an issue or a repository."""
-        flat = [(n, s) for n, s in flatten(self.shown) if not s.web_only]
+        """Return the page for a terminal, an issue or a repository.
+
+        `figures` are links to `<name>.png` in the folder of the page; False leaves them out.
+        """
+        sections = list(_flatten(self.sections, on_web=False))
         template = _MARKDOWN.get_template("page.md")
-        rendered = template.render(page=self, sections=flat, with_figures=figures)
+        rendered = template.render(page=self, sections=sections, with_figures=figures)
         return re.sub(r"\n{3,}", "\n\n", rendered).rstrip() + "\n"
 
     def html(self, drawings: Mapping[str, Sequence[str]]) -> str:
-        """Return the page as one file that loads nothing; `drawings`: inline SVG of each panel."""
+        """Return the page as one file that loads nothing.
+
+        `drawings` has the SVG of each panel, by name of the figure; a `Markup` is not escaped.
+        """
         return _HTML.get_template("page.html").render(page=self, drawings=drawings)
 
 
-def flatten(sections: Sequence[Section], level: int = 2) -> Iterator[tuple[int, Section]]:
-    """Yield every section and its parts in the order of the page, with the heading's level."""
+def _flatten(
+    sections: Sequence[Section], level: int = 2, *, on_web: bool = True
+) -> Iterator[tuple[int, Section]]:
+    """Yield every section and part that is shown, in this order, with the level of its heading."""
     for section in sections:
-        yield level, section
-        yield from flatten(section.parts, level + 1)
+        if not section.is_empty and (on_web or not section.web_only):
+            yield level, section
+            yield from _flatten(section.parts, level + 1, on_web=on_web)
 
 
 def write(folder: Path, page: Page) -> Path:
-    """Draw the figures, write report.md and index.html; return the path of the latter."""
+    """Draw the figures into a folder, write report.md and index.html there; return the latter.
+
+    The folder must exist. A figure without a subtitle gets that of the page.
+    """
     store = RunStore(folder)
     with style.theme():
         drawings = {

@@ -37,7 +37,7 @@ def page(run: Run) -> Page:
         Section("Reproduce", code=str(run.environment.get("command", ""))),
         Section(
             "Machine",
-            folded="Machine and software",
+            fold_label="Machine and software",
             parts=[
                 Section(table=results.flags_table(run)),
                 Section(table=results.environment_table(run)),
@@ -45,7 +45,7 @@ def page(run: Run) -> Page:
         ),
         Section(
             "Configuration",
-            folded="Configuration that ran",
+            fold_label="Configuration that ran",
             code=(run.path / "config.yaml").read_text(),
             web_only=True,
         ),
@@ -95,7 +95,7 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
         Section(
             f"Mode: {mode}",
             [notes.MODES.get(mode, "")],
-            folded=f"Tables and figures, {mode}",
+            fold_label=f"Tables and figures, {mode}",
             figures=mode_figures[:1],
             parts=[*cases, Section(figures=mode_figures[1:])],
         )

@@ -13,7 +13,7 @@ from experiments.machine.cpu import Cpu
 from experiments.machine.telemetry import Nvml
 from experiments.timing.clock import Phase
 
-RENEWAL_SECONDS = 0.1  # maximum age of a reading of the energy counter
+RENEWAL_SECONDS = 0.1  # maximum age of a reading of an energy counter: assumed, not measured
 
 
 def counting_pass(
@@ -21,7 +21,12 @@ def counting_pass(
 ) -> dict[str, int]:
     """Run every batch once; return the counts of the cache, which starts with its present rows.
 
-    Without a cache, where `counters` returns {}, nothing is run and {} returned.
+    Args:
+        phase: call on a batch, by its number.
+        pool: number of batches.
+        reset: function that sets the counters to 0; the rows in the cache stay.
+        counters: function that returns the counts by name, and waits for the device. {} if there
+            is no cache: then nothing is run and {} returned.
     """
     if not counters():
         return {}
@@ -32,7 +37,10 @@ def counting_pass(
 
 
 def energy(phase: Phase, pool: int, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the energy of a call on a device for `seconds`, see `energy_pass`; {} if unknown."""
+    """Measure the energy of a call for `seconds`, see `energy_pass`; {} if it is unknown.
+
+    The counter is that of the GPU, or of all CPU packages, whatever else runs there meanwhile.
+    """
     if device.type != "cuda":
         return energy_pass(phase, pool, Cpu().joules, lambda: None, seconds=seconds)
     nvml, finish = Nvml.open(device), partial(torch.cuda.synchronize, device)
@@ -51,16 +59,18 @@ def energy_pass(
     """Repeat passes over the pool for at least `seconds`; return the energy of a call.
 
     Args:
-        phase: call on a batch.
+        phase: call on a batch, by its number.
         pool: number of batches.
-        joules: energy counter; None if there is none.
+        joules: function that reads the energy counter; it returns None if there is none.
         finish: function that waits for the device.
         seconds: minimum duration.
         now: clock in seconds.
 
     Returns:
-        `joules_per_call`; `give`, its uncertainty, because a reading of the counter may be
-        RENEWAL_SECONDS old; `window_s` and `calls`. Empty without a counter.
+        `joules_per_call`; `uncertainty_joules`, its uncertainty, because a reading of the counter
+        may be RENEWAL_SECONDS old; `window_s`, the measured duration; `calls`, the number of calls.
+        Empty without a counter, if it has not advanced or started again from 0, and for an empty
+        pool.
     """
     finish()
     joules_before, start, calls = joules(), now(), 0
@@ -77,7 +87,7 @@ def energy_pass(
     joules_per_call = (joules_after - joules_before) / calls
     return {
         "joules_per_call": joules_per_call,
-        "give": joules_per_call * RENEWAL_SECONDS / window,
+        "uncertainty_joules": joules_per_call * RENEWAL_SECONDS / window,
         "window_s": round(window, 3),
         "calls": calls,
     }

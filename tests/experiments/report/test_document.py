@@ -18,7 +18,7 @@ PAGE = Page(
         Section("First", ["Words."], figures=[DRAWN], parts=[Section("Inside", points=["one"])]),
         Section("Second", table=Table(["x", "y"], [[Value("a|b"), Value("<1>", 1.0)]])),
         Section("Empty", figures=[], table=Table(["x"], [])),
-        Section("Folded", ["Before."], folded="Open me", code="x < y"),
+        Section("Folded", ["Before."], fold_label="Open me", code="x < y"),
         Section("Configuration", code="key: value", web_only=True),
     ],
     question="Is it so?",
@@ -59,6 +59,16 @@ def test_markdown_has_the_same_parts_in_the_same_order() -> None:
     assert "    x < y" in lines
     assert "\n\n\n" not in PAGE.markdown()
     assert "![" not in PAGE.markdown(figures=False)
+
+
+def test_markdown_leaves_out_empty_parts_and_those_of_web_only_sections() -> None:
+    sections = [
+        Section("First", ["Words."], parts=[Section("Nothing", [""])]),
+        Section("Web", parts=[Section("Inside", points=["one"])], web_only=True),
+    ]
+    page = Page("a", ["The headline."], sections)
+    assert re.findall(r"^##.*", page.markdown(), re.MULTILINE) == ["## First"]
+    assert "Inside" in page.html({})
 
 
 def test_a_column_is_a_function_of_the_row() -> None:

@@ -225,7 +225,7 @@ def test_labels_cannot_make_lists_whose_indented_lines_are_html(tmp_path: Path) 
 
 def test_markdown_shows_as_code_only_what_the_page_marks() -> None:
     words = ["- a", "    <b>", "[x](y.png) [z](data:q)"]
-    page = Page("n", ["a"], [Section(words=words), Section("R", code="c <d>\n<e>")]).markdown()
+    page = Page("n", ["a"], [Section(paragraphs=words), Section("R", code="c <d>\n<e>")]).markdown()
     want = ["- a", "", "    &lt;b>", "", r"[x](y.png) [z]\(data:q)", "", "## R", ""]
     assert page.split("\n")[4:] == [*want, "    c <d>", "    <e>", ""]
 

@@ -32,7 +32,7 @@ def test_energy_of_a_call_with_what_is_uncertain_about_it() -> None:
     )
     assert log == [0, 1, 2, 3] * 2
     assert found["joules_per_call"] == 300.0 / 8
-    assert found["give"] == pytest.approx(300.0 / 8 * 0.1 / 2.0)
+    assert found["uncertainty_joules"] == pytest.approx(300.0 / 8 * 0.1 / 2.0)
     assert (found["window_s"], found["calls"]) == (2.0, 8)
 
 
