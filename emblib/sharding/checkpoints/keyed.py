@@ -153,8 +153,8 @@ def _stem_of(name: str) -> str:
     return name[: name.rfind(".") + 1]
 
 
-class _LocalShard(NamedTuple):
-    """What other ranks must know about a shard.
+class _ShardDescription(NamedTuple):
+    """Description of a shard for other ranks.
 
     Attributes:
         columns: dtype and shape of each tensor, by name; the shape begins with the number of keys.
@@ -199,14 +199,14 @@ def keyed_rows(
 
 def _gather_shards(
     local_shards: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
-) -> list[_LocalShard]:
+) -> list[_ShardDescription]:
     """Return the descriptions of all shards, by number; ValueError if one has foreign keys."""
     local = {}
     for number, columns in local_shards.items():
         keys = columns[KEYS]
         foreign_keys = keys[routing.owner(keys, len(owners)) != number]
         num_foreign = foreign_keys.numel()
-        local[number] = _LocalShard(
+        local[number] = _ShardDescription(
             {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()},
             num_foreign,
             int(foreign_keys[0]) if num_foreign else 0,
