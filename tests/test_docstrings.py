@@ -91,9 +91,18 @@ def _documented() -> list[tuple[str, Documented]]:
         (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
         for folder in ("emblib", "experiments")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _statements(ast.parse(path.read_text()))
         if isinstance(node, Documented)
     ]
+
+
+def _statements(module: ast.Module) -> list[ast.AST]:
+    """Return all statements, also those in others; `ast.walk` takes ten times as long."""
+    nodes: list[ast.AST] = [module]
+    for node in nodes:
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            nodes += getattr(node, field, ())
+    return nodes
 
 
 def _argument_names(node: Documented) -> set[str]:
