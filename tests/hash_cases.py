@@ -219,12 +219,13 @@ class Rows:
         marks = torch.cat([number % 251, number // 251 % 251, number * 0 + 7], dim=1)
         return (number + torch.arange(self._dims[t])).float(), marks.byte()
 
-    def write(self, t: int, slot: int, key: int) -> None:
-        """A new row for a key, unlike every other."""
-        self._written += 1
-        self._numbers[t][key] = self._written
-        for view, content in zip(self._views(t), self._content(t, [self._written]), strict=True):
-            view[slot] = content[0]
+    def write(self, t: int, slots: list[int], keys: list[int]) -> None:
+        """New rows for keys, each unlike every other."""
+        numbers = list(range(self._written + 1, self._written + 1 + len(keys)))
+        self._written += len(keys)
+        self._numbers[t].update(zip(keys, numbers, strict=True))
+        for view, content in zip(self._views(t), self._content(t, numbers), strict=True):
+            view[slots] = content
 
     def check(self, t: int, slots: list[int], keys: list[int]) -> None:
         """That rows are the ones that were written for the keys."""
@@ -303,9 +304,8 @@ class Twin:
             gone = [(miss.slot, miss.evicted.key) for miss in missing if miss.evicted is not None]
             # Rows of what gave way are still there to be read.
             self.rows.check(t, [slot for slot, _ in gone], [key for _, key in gone])
-            for miss in missing:
-                if miss.slot >= 0:
-                    self.rows.write(t, miss.slot, miss.key)
+            new = [(miss.slot, miss.key) for miss in missing if miss.slot >= 0]
+            self.rows.write(t, [slot for slot, _ in new], [key for _, key in new])
         self.compare()
         return misses
 

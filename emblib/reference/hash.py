@@ -32,8 +32,10 @@ Details:
 - a row that moved leaves its old bytes unchanged
 """
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +65,7 @@ MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
 
+@lru_cache(maxsize=1 << 16)  # the model asks for the same keys again and again
 def hash_of(key: int, hash_key: int) -> int:
     """Hash a key with a table's `hash_key`; both are 64 bits of any sign."""
     return mix((key ^ hash_key) % 2**64)
@@ -73,6 +76,7 @@ def tag_of(key: int, hash_key: int = 0) -> int:
     return 1 + ((hash_of(key, hash_key) >> 40 & 0xFFFF) * 255 >> 16)
 
 
+@lru_cache(maxsize=1 << 16)
 def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     """Return the two buckets of a key, by linear hashing (Litwin, 1980); they may be equal."""
     mixed, mask = hash_of(key, hash_key), 2 ** (buckets - 1).bit_length() - 1
@@ -442,20 +446,19 @@ class HashModel:
     def index(self) -> list[Tensor]:
         """Return `[tags, entries, tables, clock, counters]`; words of empty slots are 0."""
         words = 3 if self.order in ("lfu", "lru_lfu", "assigned") else 2
-        slots = [entry for table in self.tables for entry in table.slots]
-        tags = [
-            0 if e is None else tag_of(e.key, table.hash_key)
-            for table in self.tables
-            for e in table.slots
-        ]
-        entries = [[0] * 3 if e is None else [e.key, e.stamp, e.score] for e in slots]
+        # Arrays, because a tensor of a long list takes ten times as long.
+        tags, entries = array("B"), array("q")
+        for table in self.tables:
+            for e in table.slots:
+                tags.append(0 if e is None else tag_of(e.key, table.hash_key))
+                entries.extend((0, 0, 0) if e is None else (e.key, e.stamp, e.score))
         rows, first_bucket = [], 0
         for x in self.tables:
             rows.append((first_bucket, x.buckets, x.max_buckets, x.size, x.load, x.hash_key))
             first_bucket += x.max_buckets
         return [
-            torch.tensor(tags, dtype=torch.uint8),
-            torch.tensor(entries).view(-1, 3)[:, :words].contiguous(),
+            torch.frombuffer(tags, dtype=torch.uint8),
+            torch.frombuffer(entries, dtype=torch.int64).view(-1, 3)[:, :words].contiguous(),
             torch.tensor(rows).view(-1, 6),
             torch.tensor([self.clock]),
             torch.tensor([list(x.counters.values()) for x in self.tables]).view(-1, len(COUNTERS)),

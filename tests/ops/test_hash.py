@@ -400,7 +400,7 @@ def test_growth_needs_no_rows(device: torch.device) -> None:
 # Hashes
 
 
-@pytest.mark.parametrize("buckets", [1, 2, 3, 5, 64, 100, 1000])
+@pytest.mark.parametrize("buckets", [1, 2, 3, 5, 64, 100, 250])
 def test_hashes_spread_keys_evenly(buckets: int) -> None:
     for step in (1, 1 << 32, -(1 << 20)):
         found = [reference.addresses(step * key, buckets) for key in range(100 * buckets)]
@@ -415,7 +415,7 @@ def test_hashes_spread_keys_evenly(buckets: int) -> None:
 
 
 def test_tags_spread_keys_evenly() -> None:
-    counts = torch.bincount(torch.tensor([reference.tag_of(key) for key in range(100_000)]))
+    counts = torch.bincount(torch.tensor([reference.tag_of(key) for key in range(30_000)]))
     assert counts[0] == 0, "0 means empty"
     assert counts.numel() == 256
     assert 300 < int(counts[1:].min()) <= int(counts.max()) < 500

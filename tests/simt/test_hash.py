@@ -83,12 +83,12 @@ def test_crowds_at_one_bucket(order: str, insert_policy: str) -> None:
     """More keys at a time than a warp has lanes, both to fill a bucket and to replace in it."""
     twin = Twin(Tables(((80, 80, 1024),), order, insert_policy), OPS)
     table, twin.model.clock = twin.model.tables[0], 3
-    for slot in range(80 * SLOTS):  # all are full, and the entries of bucket 3 the least
+    keys = [unmix(slot % SLOTS << 40 | slot // SLOTS) for slot in range(80 * SLOTS)]
+    for slot, key in enumerate(keys):  # all are full, and the entries of bucket 3 the least
         bucket, way = divmod(slot, SLOTS)
-        key = unmix(way << 40 | bucket)
         stamp, score = (1, way) if bucket == 3 else (2, 50)
         table.slots[slot] = HashEntry(key, stamp, score if order != "lru" else 0)
-        twin.rows.write(0, slot, key)
+    twin.rows.write(0, list(range(len(keys))), keys)
     twin.index = twin.model.index()
     crowd = [unmix(high << 40 | 3) for high in range(100, 220)]
     assert {addresses(key, 80)[0] for key in crowd} == {3}
