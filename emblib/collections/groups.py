@@ -446,8 +446,16 @@ class TableGroups(nn.Module):
         return dict(self.handles[slice_index].named_parameters())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
-        """Draw initial values, from a seed per table; reset optimizer states, steps and rates."""
-        self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
+        """Draw initial values, from a seed per table; reset optimizer states, steps and rates.
+
+        Raises:
+            KeyError: `seeds` lacks a table; nothing is changed then.
+        """
+        seeds = new_seeds(self.slices) if seeds is None else seeds
+        absent_names = sorted({s.config.name for s in self.slices} - seeds.keys())
+        if absent_names:
+            raise KeyError(f"seeds must have one per table, and lack {absent_names}")
+        self.seeds = dict(seeds)
         for g, (grouping, module) in enumerate(
             zip(self._groupings, self._table_modules, strict=True)
         ):

@@ -280,7 +280,12 @@ class TableCollection(nn.Module):
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values from one seed per table; None draws seeds from torch's generator.
 
-        Call it also after `to_empty` of a collection that was constructed on `meta`.
+        Optimizer states, steps and learning rates are reset. A shared table changes for all
+        collections that read it. Call it also after `to_empty` of a collection that was
+        constructed on `meta`.
+
+        Raises:
+            KeyError: `seeds` lacks a table; nothing is changed then.
         """
         self.groups.reset_parameters(seeds)
 
@@ -293,7 +298,8 @@ class TableCollection(nn.Module):
         The parameters stay the same objects, and frozen tables stay frozen.
 
         Args:
-            optimizers: optimizer per table name; None uses the optimizer of the collection.
+            optimizers: optimizer per table name. None uses the optimizer of the collection; a
+                shared table, which many collections read, has none then and gets dense gradients.
 
         Raises:
             KeyError: there is no such table.
@@ -303,27 +309,33 @@ class TableCollection(nn.Module):
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
-        shared_names = optimizers.keys() & self._shared.keys()
-        if optimizers.keys() - shared_names:
+        optimizers_of_own = {k: v for k, v in optimizers.items() if k not in self._shared}
+        if optimizers_of_own:
             self.check_replaced()
-        for name in shared_names:
-            self._shared[name].set_optimizer(optimizers[name])
-        optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
-        if not optimizers:
-            return
+        # All memory is made before the first table changes.
+        installs = [
+            self._shared[name].prepare_optimizer(optimizer)
+            for name, optimizer in optimizers.items()
+            if name in self._shared
+        ]
         old_groups, configs = self.groups, self.configs
-        self.configs = tuple(
-            replace(config, optimizer=optimizers[config.name])
-            if config.name in optimizers
-            else config
-            for config in configs
-        )
-        try:
-            with skip_initial_values():
-                groups = self._make_groups(old_groups.device, old_groups.seeds)
-        except Exception:
-            self.configs = configs
-            raise
+        if optimizers_of_own:
+            self.configs = tuple(
+                replace(config, optimizer=optimizers_of_own[config.name])
+                if config.name in optimizers_of_own
+                else config
+                for config in configs
+            )
+            try:
+                with skip_initial_values():
+                    groups = self._make_groups(old_groups.device, old_groups.seeds)
+            except Exception:
+                self.configs = configs
+                raise
+        for install in installs:
+            install()
+        if not optimizers_of_own:
+            return
         groups.set_output_dtype(old_groups.output_dtype)
         groups.adopt(old_groups)
         groups.train(self.training)

@@ -30,6 +30,7 @@ from emblib.specs import BoundsCheck, Pooling, brief
 from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
+from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
 from emblib.tables.optimizer_hooks import global_decay
@@ -152,19 +153,17 @@ class SharedTable:
         self.config: TableConfig = config
         self._span = table_slice.rows, table_slice.columns
         self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
-        self._check_optimizer()
-        self._set_groups(self._make_groups(device, seeds))
+        self._set_groups(self._make_groups(self.config, device, seeds))
 
-    def _check_optimizer(self) -> None:
-        optimizer = self.config.optimizer
+    def _make_groups(self, config: TableConfig, device: Any, seeds: Any) -> TableGroups:
+        """Make memory for the table; raise ValueError for an optimizer that it cannot have."""
+        optimizer = config.optimizer
         if optimizer is not None and global_decay(optimizer) is not None:
             raise ValueError(
-                f"shared table {self.config.name!r} cannot have GlobalDecay, which scales rows as "
+                f"shared table {config.name!r} cannot have GlobalDecay, which scales rows as "
                 "one lookup pools them: leave global_decay out"
             )
-
-    def _make_groups(self, device: Any, seeds: Any) -> TableGroups:
-        table_slice = TableSlice(self.config, *self._span)
+        table_slice = TableSlice(config, *self._span)
         return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
@@ -226,19 +225,25 @@ class SharedTable:
                 "for a table of this collection alone"
             )
 
-    def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Change the optimizer for all collections; weights are kept, states are reset."""
-        old_groups, config = self.groups, self.config
-        self.config = replace(config, optimizer=optimizer)
-        try:
-            self._check_optimizer()
-            groups = self._make_groups(old_groups.device, old_groups.seeds)
-        except Exception:
+    def prepare_optimizer(self, optimizer: Optimizer | None) -> Callable[[], None]:
+        """Make memory for another optimizer; return a function that installs it.
+
+        That function changes the optimizer for all collections; weights are kept, optimizer states
+        are reset. Nothing changes before it is called. None leaves dense gradients.
+
+        Raises:
+            ValueError: the table cannot have the optimizer.
+        """
+        config, old_groups = replace(self.config, optimizer=optimizer), self.groups
+        with skip_initial_values():
+            groups = self._make_groups(config, old_groups.device, old_groups.seeds)
+
+        def install() -> None:
             self.config = config
-            raise
-        groups.adopt(old_groups)
-        handle = old_groups.handles[0]
-        self._set_groups(groups, handle)
+            groups.adopt(old_groups)
+            self._set_groups(groups, old_groups.handles[0])
+
+        return install
 
     @without_gradients
     def adopt(self, source: TableHandle) -> None:

@@ -623,6 +623,39 @@ def test_duplicates_that_cannot_be_one() -> None:
     assert emblib.duplicate_tables(model) == {"item": ["history", "sums"]}
 
 
+def test_optimizers_change_for_all_tables_or_none() -> None:
+    tables = [emblib.EmbeddingBagConfig(ROWS, DIM, name) for name in ("item", "query")]
+    shared = emblib.SharedTables(tables, optimizer=optim.SGD(0.1))
+    train = emblib.EmbeddingBagConfig(
+        100, 16, "cores", storage=emblib.storage.TensorTrain((4, 4)), optimizer=optim.SGD(0.1)
+    )
+    collection = emblib.EmbeddingBagCollection(
+        [shared.pooled("item", ["a"]), shared.pooled("query", ["b"]), train], shared=shared
+    )
+    decaying = optim.RowwiseAdagrad(0.1, global_decay=optim.GlobalDecay(0.9))
+    before = copy.deepcopy(collection.state_dict())
+    for name in ("query", "cores"):
+        with pytest.raises(ValueError, match="global_decay"):
+            collection.set_optimizers({"item": optim.Adam(0.1), name: decaying})
+        assert {t.config.optimizer for t in map(shared.__getitem__, shared)} == {optim.SGD(0.1)}
+        assert collection.handles()["item"].module.optimizer == optim.SGD(0.1)
+    collection.set_optimizers(dict.fromkeys(("item", "cores"), optim.Adam(0.1)))
+    assert shared["item"].config.optimizer == optim.Adam(0.1)
+    assert collection.handles()["cores"].module.optimizer == optim.Adam(0.1)
+    for name, value in collection.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_seeds_of_all_tables_or_none() -> None:
+    tables = [emblib.EmbeddingBagConfig(ROWS, DIM, name) for name in ("item", "query")]
+    collection = emblib.EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+    before = copy.deepcopy(collection.state_dict())
+    with pytest.raises(KeyError, match=r"lack \['query'\]"):
+        collection.reset_parameters({"item": 1})
+    for name, value in collection.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_memory_plans_refuse_shared_tables() -> None:
     shared = emblib.SharedTables([emblib.EmbeddingConfig(100, 8, "item")])
     model = nn.ModuleList(
