@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,23 @@ def test_between_two_points_costs_are_linear() -> None:
 
 def _calibrate(ranks: RankGroup) -> Calibration:
     return calibrate(ranks, QUICK)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bag", 5.0),
+        ("bag", None),
+        ("bag", [[1.0]]),
+        ("near_bytes", [[1.0, 2.0]]),
+        ("near_bytes", None),
+        ("near_bytes", "5"),
+    ],
+)
+def test_a_calibration_has_curves_and_numbers_where_they_belong(name: str, value: Any) -> None:
+    text = json.dumps({**json.loads(figures.CPU.to_json()), name: value})
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        Calibration.from_json(text)
 
 
 def test_calibration_of_one_rank_and_of_links() -> None:

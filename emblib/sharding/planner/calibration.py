@@ -60,8 +60,8 @@ class Calibration:
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
 
     Raises:
-        ValueError: a constant is negative, not finite, or a rate below 1 byte per second; a curve
-            has no points, or they do not ascend.
+        ValueError: a constant is no number, negative or not finite, or a rate below 1 byte per
+            second; a curve is no pairs of numbers, has no points, or they do not ascend.
     """
 
     source: str
@@ -92,17 +92,15 @@ class Calibration:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "source":
-                continue
-            if isinstance(value, int | float):
+            if f.type is Curve:
+                object.__setattr__(self, f.name, _checked_curve(f.name, value))
+            elif f.type is float:
                 minimum = 1.0 if f.name.endswith("bytes_per_s") else 0.0
-                if not minimum <= value < math.inf:
+                if not isinstance(value, int | float) or not minimum <= value < math.inf:
                     raise ValueError(
                         f"{f.name} must be a finite number >= {minimum}, got {value!r}"
                     )
                 object.__setattr__(self, f.name, float(value))
-            else:
-                object.__setattr__(self, f.name, _checked_curve(f.name, value))
 
     def to_json(self) -> str:
         """Return the constants as JSON."""
@@ -134,7 +132,11 @@ class Calibration:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write the constants as JSON with a checksum, atomically."""
+        """Write the constants as JSON with a checksum, atomically.
+
+        Raises:
+            OSError: the file could not be written, see `durable_files.saving`.
+        """
         save_json(path, self.to_json())
 
     @classmethod
@@ -142,6 +144,7 @@ class Calibration:
         """Read a file of `save`.
 
         Raises:
+            OSError: the file cannot be read.
             ValueError: the file is damaged or not a calibration.
         """
         return cls.from_json(load_json(path))
@@ -163,7 +166,10 @@ def interpolate(curve: Curve, nbytes: float) -> float:
 
 def _checked_curve(name: str, points: Any) -> Curve:
     """Return points as a curve; raise ValueError if they are no curve."""
-    curve = tuple((float(x), float(y)) for x, y in points)
+    try:
+        curve = tuple((float(x), float(y)) for x, y in points)
+    except (TypeError, ValueError):
+        curve = ()
     ascending = all(a[0] < b[0] for a, b in itertools.pairwise(curve))
     if not curve or not ascending or not all(0 <= v < math.inf for point in curve for v in point):
         raise ValueError(

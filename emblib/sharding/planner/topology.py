@@ -60,11 +60,11 @@ class Topology:
         world_size: number of ranks.
         local_world_size: ranks per node, a divisor of `world_size`; by default all of them.
         memory: bytes of the memory that the kernels of a rank use: of its GPU, or on the CPU its
-            share of host memory. One number, or one per rank.
+            share of host memory. One number, by default 32 GiB, or one per rank.
         host_memory: additional bytes of host memory per rank; 0 on the CPU, where `memory` is the
             host's.
-        disk: bytes of disk per rank.
-        device: "cpu" or "cuda".
+        disk: bytes of disk per rank, by default 0.
+        device: "cpu", which is the default, or "cuda".
         processors: number of ranks of a node that compute at the same time; by default all of
             them. Smaller if several ranks share a core.
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.

@@ -1,5 +1,6 @@
 """The planner's view of a model: its tables, and how much each is looked up."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ class TableConstraints:
 
     Raises:
         TypeError: `sharding_types` is one string, or an entry of `storages` is no alternative.
-        ValueError: `sharding_types` is empty, a pooling factor is negative, or a count below 1.
+        ValueError: `sharding_types` is empty or has an unknown one, a pooling factor is negative or
+            not finite, or a count below 1.
     """
 
     sharding_types: tuple[ShardingType, ...] | None = None
@@ -63,8 +65,10 @@ class TableConstraints:
             check_count("batch_size", self.batch_size)
         factors = self.pooling_factor
         factors = factors if isinstance(factors, tuple | list) else (factors,)
-        if not factors or not all(f >= 0 for f in factors):
-            raise ValueError(f"pooling_factor must be a number >= 0, got {self.pooling_factor!r}")
+        if not factors or not all(0 <= f < math.inf for f in factors):
+            raise ValueError(
+                f"pooling_factor must be a finite number >= 0, got {self.pooling_factor!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ class Reservation:
             a step.
 
     Raises:
-        ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative.
+        ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative
+            or not finite.
     """
 
     share: float = 0.1
@@ -139,8 +144,8 @@ class Reservation:
             raise ValueError(f"share must be in [0, 1), got {self.share}")
         check_count("nbytes", self.nbytes, minimum=0)
         check_count("batches", self.batches)
-        if not self.dense_copies >= 0:
-            raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
+        if not 0 <= self.dense_copies < math.inf:
+            raise ValueError(f"dense_copies must be finite and >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
         """Return the memory of a rank that is left for tables and batches, of its `capacity`.
