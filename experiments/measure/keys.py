@@ -88,7 +88,11 @@ class Operation(TimedCall):
 def keys_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm and mode; `seconds` is the budget for timing them all."""
     outcomes, filled = _build(cell, session)
-    phases = {key: _operations(cell, table, session) for key, table in filled.items()}
+    phases = {}
+    for key, table in filled.items():
+        with outcomes[key].catching():
+            session.note(f"{key}|preparing calls")
+            phases[key] = _operations(cell, table, session)
     clock_for = partial(CallClock, session.device)
     modes = race_modes(session, seconds, session.config.timing, outcomes, phases, clock_for)
     return [

@@ -121,11 +121,14 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
     outcomes, tables = _build(cell, shapes, pool, session)
-    prepared = {
-        key: [served.prepare(batch) for batch in pool.batches] for key, served in tables.items()
-    }
+    prepared: dict[str, list[Any]] = {}
+    requests: dict[str, Request] = {}
+    for key, served in tables.items():
+        with outcomes[key].catching():
+            session.note(f"{key}|preparing requests")
+            prepared[key] = [served.prepare(batch) for batch in pool.batches]
+            requests[key] = _requests(served, prepared[key])
     with telemetry_for(session.device) as telemetry:
-        requests = {key: _requests(tables[key], prepared[key]) for key in tables}
         points = _serve(requests, cell.options, outcomes, session, seconds)
     records = []
     for arm in cell.arms:
@@ -179,8 +182,13 @@ def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> No
         if served.bits < 32:
             steps = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
             tolerances = tolerances + MAX_STEPS_OFF * steps
+        if served_rows.shape != expected_rows.shape:
+            raise Wrong(
+                f"lookup: table {f} has rows of shape {tuple(served_rows.shape)}, the reference "
+                f"has {tuple(expected_rows.shape)}"
+            )
         error, allowed = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
-        if served_rows.shape != expected_rows.shape or not (error <= allowed).all():
+        if not (error <= allowed).all():
             raise Wrong(
                 f"lookup: table {f} differs from float32 rows by up to {float(error.max()):.3g}, "
                 f"allowed is {float(allowed.max()):.3g}"

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from experiments import configure
-from experiments.config.schema import UsageError, WorkloadConfig
+from experiments.config.schema import Config, TimingConfig, UsageError, WorkloadConfig
+from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.registry import Wrong
 from experiments.contenders.served import Int8
 from experiments.kinds.serving import cold_starts, latencies
+from experiments.measure import serving
 from experiments.measure.serving import (
     LoadPoint,
     arrivals,
@@ -31,9 +33,10 @@ from experiments.measure.serving import (
     open_block,
     verify_served,
 )
+from experiments.measure.session import Session
 from experiments.results.store import read_records
 from experiments.timing.latencies import CLOSED, bucket_of, counts_of, latency_quantile_s
-from experiments.workloads.workload import TableShape, make_pool
+from experiments.workloads.workload import Batch, TableShape, make_pool
 from tests.compat.peer import skip_without_peers
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -73,6 +76,40 @@ def test_wrong_sums_are_found() -> None:
     served.fill(changed)
     with pytest.raises(Wrong, match="table 1 differs from float32 rows"):
         verify_served(served, weights(), BATCH)
+
+
+class RefusesFullBatches(Int8):
+    """Prepares one batch, that of the check, and no further one."""
+
+    num_prepared = 0
+
+    def prepare(self, batch: Batch) -> Any:
+        self.num_prepared += 1
+        if self.num_prepared > 1:
+            raise ValueError("this batch cannot be prepared")
+        return super().prepare(batch)
+
+
+def test_an_arm_that_cannot_prepare_its_requests_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(name: str, shapes: Any) -> Any:
+        return RefusesFullBatches(shapes) if name == "served_int8" else registry.build(name, shapes)
+
+    monkeypatch.setattr(serving, "build", build)
+    config = Config(name="x", timing=TimingConfig(pool=2))
+    cell = Cell(
+        "sweep",
+        "",
+        WORK,
+        (Arm("served_int8"), Arm("served_fp32")),
+        options={"clients": [1], "loads": [], "rounds": 1},
+    )
+    session = Session(config, torch.device("cpu"), "run")
+    records = {r["arm"]: r for r in serving.serving_cell(cell, session, 0.01)}
+    assert records["served_int8"]["status"] == "error"
+    assert records["served_int8"]["reason"].startswith("ValueError: this batch cannot be prepared")
+    assert records["served_fp32"]["status"] == "ok"
 
 
 def test_percentiles_of_buckets_are_those_of_the_latencies() -> None:

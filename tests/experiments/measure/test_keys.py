@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from experiments import configure
-from experiments.config.schema import Distribution, KeysConfig, Mode, Order, WorkloadConfig
+from experiments.config.schema import (
+    Config,
+    Distribution,
+    KeysConfig,
+    Mode,
+    Order,
+    TimingConfig,
+    WorkloadConfig,
+)
+from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.key_checks import verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
+from experiments.measure import keys
 from experiments.measure.cache import run_keys
 from experiments.measure.keys import FilledTable, Operation, fill
 from experiments.measure.session import Session
@@ -29,6 +39,25 @@ CPU = torch.device("cpu")
 SPACE = KeySpace(Order.permuted, 3)
 WORK = WorkloadConfig(distribution=Distribution.uniform, B=50, L=2)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_an_arm_whose_calls_cannot_be_prepared_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    operations_of = keys._operations
+
+    def operations(cell: Cell, filled: FilledTable, session: Session) -> Any:
+        if filled.table.task.resident == 32:
+            raise MemoryError("no memory for the calls")
+        return operations_of(cell, filled, session)
+
+    monkeypatch.setattr(keys, "_operations", operations)
+    work = WorkloadConfig(T=1, E=64, D=4, B=8, L=1)
+    arms = Arm("scored", load=0.5), Arm("scored", load=0.25)
+    config = Config(name="x", timing=TimingConfig(pool=2, warmup=0, max_rounds=1))
+    cell = Cell("sweep", "", work, arms, keys=KeysConfig(operations=["find_slots"]))
+    records = keys.keys_cell(cell, Session(config, CPU, "run"), 0.1)
+    assert [record["status"] for record in records] == ["oom", "ok"]
 
 
 class Plain(KeyTable):
