@@ -76,7 +76,8 @@ def decompose(
     Raises:
         TypeError: a rank is no integer.
         ValueError: none or several of the sizes; a size, `counts` or `spec` that does not fit the
-            table; another dtype.
+            table; another dtype; values or counts that are not finite, or cores that exceed the
+            range of `dtype`.
 
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 
@@ -108,6 +109,10 @@ def decompose(
         for _ in range(_FIT_SWEEPS):
             cores = _fit_outer(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
+    if not all(bool(core.isfinite().all()) for core in cores):
+        raise ValueError(
+            f"the cores exceed the range of {dtype}: take float32 or bfloat16, or scale the weight"
+        )
     result = _with_errors(weight, cut_spec, cores, counts)
     hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
     _LOG.info(
@@ -158,10 +163,14 @@ def _check(
             check_count("each of ranks", rank)
     if error is not None and not 0 < error < 1:
         raise ValueError(f"error must be in (0, 1), got {error}")
-    if counts is not None and (counts.shape != weight.shape[:1] or bool((counts < 0).any())):
+    if counts is not None and (
+        counts.shape != weight.shape[:1] or not bool((counts.isfinite() & (counts >= 0)).all())
+    ):
         raise ValueError(
-            f"counts must be {weight.shape[0]} numbers >= 0, got {tuple(counts.shape)}"
+            f"counts must be {weight.shape[0]} finite numbers >= 0, got {tuple(counts.shape)}"
         )
+    if not all(bool(chunk.isfinite().all()) for chunk in _chunks(weight)):
+        raise ValueError("weight must be finite, got a table with nan or inf")
 
 
 class _TTSVD:

@@ -167,7 +167,7 @@ def test_zeros_have_no_error() -> None:
         ({}, "say once how large"),
         ({"ranks": (2, 2), "error": 0.1}, "ranks, error"),
         ({"error": 1.5}, r"in \(0, 1\)"),
-        ({"ranks": (2, 2), "counts": torch.ones(3)}, "counts must be 50 numbers"),
+        ({"ranks": (2, 2), "counts": torch.ones(3)}, "counts must be 50 finite numbers"),
         ({"spec": TTSpec(51, 8, (2, 2))}, "must be 51 x 8"),
     ],
 )
@@ -176,6 +176,19 @@ def test_wrong_arguments(options: dict[str, object], message: str) -> None:
         decompose(torch.ones(50, 8), **options)
     with pytest.raises(ValueError, match="floating-point matrix"):
         decompose(torch.ones(50, 8).long(), ranks=(2, 2))
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    weight, counts = torch.randn(60, 8), torch.ones(60)
+    with pytest.raises(ValueError, match=r"cores exceed the range of torch\.float16"):
+        decompose(weight * 1e30, ranks=(3, 3), dtype=torch.float16)
+    for value in (math.nan, math.inf):
+        counts[2] = value
+        with pytest.raises(ValueError, match="counts must be 60 finite numbers"):
+            decompose(weight, ranks=(3, 3), counts=counts)
+        weight[3, 2] = value
+        with pytest.raises(ValueError, match="weight must be finite"):
+            decompose(weight, error=0.1)
 
 
 def test_ranks_are_lowered_to_those_of_use(caplog: pytest.LogCaptureFixture) -> None:
