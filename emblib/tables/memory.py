@@ -197,9 +197,9 @@ class Memory:
         self.layout = lay_out(tables)
         tiers_in_use = [tier for tier in STORED_TIERS if self.layout.rows[tier]]
         # The cache follows the disk tier in the lists that ops take, so none may be left out then.
-        self._last_tier = (
-            Tier.DISK if self.layout.cache_stride else max(tiers_in_use, default=Tier.DEVICE)
-        )
+        last_tier = Tier.DISK if self.layout.cache_stride else max(tiers_in_use, default=0)
+        # Not computed in `all_tiers`: torch 2.12 does not compile arithmetic of enums.
+        self._tiers_after_device = range(Tier.DEVICE + 1, last_tier + 1)
         self.check_device(device)
         self._host: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
         self._mapped: list[Tensor] | None = None  # the same memory as tensors on a GPU
@@ -281,7 +281,7 @@ class Memory:
         are empty tensors; unused tiers at the end are omitted unless a cache follows them.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
-        for tier in range(Tier.DEVICE + 1, self._last_tier + 1):
+        for tier in self._tiers_after_device:
             tensors = self._tier(tier, weights.device)
             all_weights.append(tensors[0])
             all_states.extend(tensors[1:])
