@@ -19,7 +19,7 @@ from emblib.sharding.dense import Wrapping, copy_from_first
 from emblib.sharding.model_parallel import DistributedModelParallel, names_of_tables, planned
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.plan import ShardingPlan
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction
 
@@ -40,7 +40,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
         mesh: a `DeviceMesh` of all processes, `[replicas, shards]`.
         plan: plan of the ranks of one group, as for `DistributedModelParallel`.
-        planner: planner, as for `DistributedModelParallel`; it plans for the ranks of a group.
+        planner: planner, as for `DistributedModelParallel`; it plans for the ranks of a group, and
+            that of the first group makes the plan of all.
         optimizer: optimizer of tables whose configuration has none.
         wrap: how the dense part is distributed over all ranks.
         comm_precision: the codecs of values sent between the ranks of a group.
@@ -55,6 +56,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Raises:
         ValueError: another mesh; hash tables, whose replicas would have different keys; tables
             without a fused optimizer; replicas that differ in their shards.
+        PlanError: no plan fits into the memory of the first group; raised on all ranks.
 
     Example:
         >>> store = torch.distributed.HashStore()  # one process; under torchrun: init_distributed()
@@ -90,7 +92,9 @@ class ReplicatedModelParallel(DistributedModelParallel):
         shards = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
         if plan is None:  # all replicas use the plan of the first: their memory may differ
-            plan = replicas.gather_objects(planned(module, planner, shards))[0]
+            plan = invoke_on_rank_and_broadcast_result(
+                replicas, 0, planned, module, planner, shards
+            )
         super().__init__(
             module,
             shards,

@@ -23,6 +23,7 @@ from emblib.sharding import (
     row_wise,
     table_wise,
 )
+from emblib.sharding.planner import PlanError, Planner, Topology
 from emblib.storage import Hash
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
@@ -212,3 +213,22 @@ def test_what_it_refuses() -> None:
             strict=True,
         ):
             assert words in text
+
+
+def _planned_by_the_first(ranks: RankGroup, replica_without_memory: int) -> str:
+    """Make two replicas, one of whose planners finds no plan; return the error, if any."""
+    mesh = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicas", "shards"))
+    memory = 1 if ranks.rank // 2 == replica_without_memory else 1 << 34
+    planner = Planner(Topology(2, memory=memory), 8)
+    try:
+        ReplicatedModelParallel(net(optim.SGD(0.1)).to(ranks.device), mesh, planner=planner)
+    except (PlanError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_the_first_replica_plans_for_all() -> None:
+    assert worlds.run(4, _planned_by_the_first, 1) == [""] * 4
+    errors = worlds.run(4, _planned_by_the_first, 0)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("nothing is left for tables on rank 0")
