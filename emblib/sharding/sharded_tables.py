@@ -348,13 +348,16 @@ def agreed_settings(
     """Return the checked settings of a sharded collection; all ranks call this.
 
     Raises:
-        ValueError: tables, plans, optimizers or settings differ between ranks, or are wrong here.
+        ValueError: tables, plans, optimizers or settings differ between ranks or are wrong here, or
+            new modules cannot take the place of those of the tables.
         TypeError: a setting is of a wrong type, or `shared` lacks a table.
         RuntimeError: another rank's settings are wrong.
     """
 
     def checked() -> Settings:
         check_shared_known(source, shared)
+        for handle in source.groups.handles:
+            handle.check_replaced()
         default = optimizer or source.optimizer
         reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
@@ -427,8 +430,6 @@ class ShardedTables(nn.Module):
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
             return [u for g in group(slices, reads, optimizer, pooling, shared) for u in g.units]
 
-        for handle in source.groups.handles:
-            handle.check_replaced()
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
         seeds = common_seeds(whole_tables, source.groups, ranks)

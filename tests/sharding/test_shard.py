@@ -482,3 +482,20 @@ def replaces_parameters(ranks: RankGroup, output: str) -> None:
 @pytest.mark.parametrize("output", ["pooled", "sequence"])
 def test_replaced_parameters_are_refused(output: str) -> None:
     worlds.run(2, replaces_parameters, output)
+
+
+def error_where_one_rank_refuses(ranks: RankGroup) -> str:
+    """Return the error of sharding a table that is in a memory budget on rank 1."""
+    config = emblib.EmbeddingBagConfig(64, 4, "t", storage=Hash())
+    model = nn.ModuleDict({"bags": emblib.EmbeddingBagCollection([config], optimizer=optim.SGD(1))})
+    if ranks.rank == 1:
+        budget = emblib.MemoryBudget(1 << 20)
+        budget.attach(model)
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        sharding.shard(model, {"bags": {"t": row_wise()}}, ranks)
+    return str(error.value)
+
+
+def test_a_table_that_one_rank_cannot_replace_raises_on_all() -> None:
+    for error in worlds.run(2, error_where_one_rank_refuses):
+        assert "table 't' is in a memory budget" in error
