@@ -145,7 +145,6 @@ PYPI = ("2.13.0", "2.13.0+cu130")
     ("torch", "variables"),
     [
         (PYPI, {}),
-        pytest.param(PYPI, {"VENV": ""}, marks=pytest.mark.slow),
         # An environment takes seconds to make, and is the same for every version.
         pytest.param(  # PyTorch's own index
             ("2.13.0+cpu", "2.13.0+cpu"), {"VENV": ""}, marks=pytest.mark.slow

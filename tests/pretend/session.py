@@ -65,7 +65,6 @@ SHORT = (
     "tests/dynamic/test_expiry.py::test_steps_count_and_custom_scores_stay",
     "tests/dynamic/test_expiry.py::test_scores_are_set_where_they_are_used",
     "tests/dynamic/test_expiry.py::test_the_sweep_keeps_its_promise",
-    "tests/dynamic/test_expiry.py::test_keys_live_for_their_time[cuda-0.3]",
     "tests/dynamic/test_expiry.py::test_keys_live_for_their_time[cuda-900.0]",
     "tests/dynamic/test_expiry.py::test_expire_keys_does_not_wait_for_training",
     "tests/dynamic/test_fallback.py::test_late_updates_go_to_the_row_that_was_read",

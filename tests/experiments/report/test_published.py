@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -302,12 +303,22 @@ def test_a_full_size_run_is_judged_in_its_report(tmp_path: Path, run: Run) -> No
     assert drawn.name == "published"
 
 
+@pytest.fixture(scope="module")
+def _references_are_read_once() -> Iterator[None]:
+    """Reading the committed runs takes seconds, and each page needs all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "read", staticmethod(cache(Run.read)))
+        yield
+
+
+@pytest.mark.usefixtures("_references_are_read_once")
 def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(compare)(["--overview", "check"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_references_are_read_once")
 def test_the_page_has_every_figure_and_takes_runs_along(run: Run, tmp_path: Path) -> None:
-    page = pages.overview().markdown()
+    page = pages.OVERVIEW.read_text()  # what `overview()` returns: the test above
     for source in published.publications():
         assert f"## {source.title}" in page
         assert source.url in page
