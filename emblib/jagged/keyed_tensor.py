@@ -281,7 +281,8 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
     for tensor in tensors:
         keys = tensor.keys()
         if keys:
-            repeated_keys.update(block_of_key.keys() & keys)
+            # torch 2.11 cannot compile `block_of_key.keys() & keys`.
+            repeated_keys.update(filter(block_of_key.__contains__, keys))
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_of_key.update(zip(keys, blocks, strict=True))
     try:

@@ -139,7 +139,7 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
     layout = batch.layout
     keys = _ops.tt_keys(batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables)
     groups = tbe.group(
-        batch.key_features,
+        batch.key_features(),
         keys,
         batch.offsets,
         layout.num_keys,
@@ -159,7 +159,7 @@ def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Co
     """
     groups, plan = _group(batch)
     rows, left_values = _ops.tt_rows(
-        cores, plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
+        cores, plan, *batch.layout.op_arguments(), num_saved, batch.matmul_code()
     )
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
     return ComputedRows(groups, plan, left_values, rows, inverse)
@@ -203,7 +203,7 @@ def look_up(
         num_saved,
         None,
         batch.tables.new_empty(2),  # violations, which a call without a check does not count
-        batch.matmul_code,
+        batch.matmul_code(),
     )
     groups, plan = tbe.Groups(*saved[:_GROUP_TENSORS]), TTPlan(*saved[_GROUP_TENSORS:-1])
     return out, ComputedRows(groups, plan, saved[-1])
@@ -254,7 +254,7 @@ def lookup_chunks(
     pooling = codes.POOLING[batch.pooling.value]
     variable = batch.bag_layout is not None
     shape = tbe.output_shape(
-        batch.key_features,
+        batch.key_features(),
         batch.indices,
         batch.offsets,
         pooling,
@@ -478,7 +478,7 @@ class FusedTTLookup(torch.autograd.Function):
             # Another backward has updated the cores, so values saved in forward are out of date.
             num_saved = computed.left_values.size(0)
             _, left_values = _ops.tt_rows(
-                cores, computed.plan, *batch.layout.op_arguments, num_saved, batch.matmul_code
+                cores, computed.plan, *batch.layout.op_arguments(), num_saved, batch.matmul_code()
             )
             computed = computed._replace(left_values=left_values)
         grad = autograd.clip_gradient(grad, ctx.rule)
@@ -582,9 +582,9 @@ def _update(
             sample_weights,
             codes.POOLING[batch.pooling.value],
             [*computed.groups, *computed.plan, computed.left_values],
-            *batch.layout.op_arguments,
+            *batch.layout.op_arguments(),
             False,  # the saved left halves are those of the current cores
-            batch.matmul_code,
+            batch.matmul_code(),
         )
         return
     row_grads = _row_grads(grad, computed, batch, sample_weights)
@@ -596,8 +596,8 @@ def _update(
         computed.plan,
         computed.left_values,
         row_grads,
-        *batch.layout.op_arguments,
-        batch.matmul_code,
+        *batch.layout.op_arguments(),
+        batch.matmul_code(),
     )
     _make_step(cores, hyper, row_grads, [partial(_ops.tt_update_.default, *arguments)])
 
@@ -683,7 +683,7 @@ def _row_grads(
     """
     return _ops.tbe_row_grads(
         grad,
-        batch.key_features,
+        batch.key_features(),
         *computed.groups,
         batch.offsets,
         batch.bag_layout,
@@ -702,8 +702,8 @@ def _core_grads(
         computed.plan,
         computed.left_values,
         row_grads,
-        *batch.layout.op_arguments,
-        batch.matmul_code,
+        *batch.layout.op_arguments(),
+        batch.matmul_code(),
     )
 
 
@@ -747,7 +747,7 @@ def _row_memory(
 
     If dims differ, all rows have the stride of the widest table, which only cache rows can have.
     """
-    features = batch.features[2 * batch.num_features :]
+    features = batch.features[2 * batch.num_features() :]
     if features.device.type == "cpu":  # ops on the CPU check that a table has its ROWS
         features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()

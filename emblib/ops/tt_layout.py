@@ -48,7 +48,7 @@ class TTLayout(NamedTuple):
     dim: int
     has_one_dim: bool
 
-    @property
+    # Methods here and below are not properties: torch 2.10 compiles no property of a NamedTuple.
     def op_arguments(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return `row_factors`, `dim_factors` and `num_cores`, which ops take in this order."""
         return self.row_factors, self.dim_factors, self.num_cores
@@ -148,17 +148,14 @@ class TTLookup(NamedTuple):
     repaired: bool = False
     matmul: MatmulPrecision = MatmulPrecision.FLOAT32
 
-    @property
     def num_features(self) -> int:
         """Return F."""
         return self.features.size(0) // 3
 
-    @property
     def key_features(self) -> Tensor:
         """Return the features of keys."""
-        return self.features[: self.num_features]
+        return self.features[: self.num_features()]
 
-    @property
     def matmul_code(self) -> int:
         """Return the precision of products as the ops take it."""
         return codes.MATMUL_PRECISION[self.matmul.value]
@@ -237,12 +234,12 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
     """Cut a batch into chunks of whole bags of one feature; a longer bag into several chunks."""
     ignore = codes.BOUNDS_CHECK["ignore"]
     repaired, _ = tbe.check_bounds(
-        batch.indices, batch.offsets, batch.key_features, batch.bag_layout, ignore
+        batch.indices, batch.offsets, batch.key_features(), batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
     max_lookups = _chunk_lookups(batch.layout, _column_bytes(sample_weights))
     max_bags = max(1, max_lookups // _LOOKUPS_PER_BAG)
-    num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
+    num_features, num_bags = batch.num_features(), batch.offsets.numel() - 1
     bag_ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
         features = batch.bag_layout[:, BagColumn.FEATURE].contiguous()
@@ -291,7 +288,7 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         dim,
         True,
     )
-    features = batch.features[f :: batch.num_features].clone()
+    features = batch.features[f :: batch.num_features()].clone()
     features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
     offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
     tables = torch.tensor([row])

@@ -74,12 +74,6 @@ class DeferredParameter(nn.Parameter):
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
-_SEE_NO_GRADIENT = {DistributedDataParallel.__module__}  # DDP would wait for the gradient
-if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
-    # Compiled graphs of these versions cannot update a leaf that requires a gradient.
-    _SEE_NO_GRADIENT.add("torch._subclasses.meta_utils")
-
-
 class TableParameter(nn.Parameter):
     """A parameter whose `requires_grad` freezes its table or trains it.
 
@@ -119,16 +113,33 @@ class TableParameter(nn.Parameter):
     def requires_grad(self) -> bool:
         """Return whether the parameter requires a gradient, and so whether it is trained.
 
-        Callers in `_SEE_NO_GRADIENT` get False for a parameter of a module outside collections.
+        `DistributedDataParallel`, which would wait for the gradient, gets False for a parameter of
+        a module outside collections.
         """
         caller = sys._getframe(1).f_globals.get("__name__")
-        if caller in _SEE_NO_GRADIENT and _is_of_bare_module(self):
+        if caller == DistributedDataParallel.__module__ and _is_of_bare_module(self):
             return False
         return bool(Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: Any) -> None:
         self.requires_grad_(requires_grad)
+
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+
+        @property
+        def is_leaf(self) -> bool:  # type: ignore[override]
+            """Return whether the parameter is a leaf; compiled graphs of these versions get False.
+
+            They cannot update a leaf that requires a gradient.
+            """
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if caller == "torch._subclasses.meta_utils" and is_updated_in_backward(self):
+                return False
+            return bool(Tensor.is_leaf.__get__(self))  # type: ignore[attr-defined]
+
+
+_GRAPH_CALLS = "torch._functorch._aot_autograd.runtime_wrappers"  # calls compiled graphs
 
 
 class _RefusesWrites:
@@ -148,7 +159,9 @@ class _RefusesWrites:
             refuse_incomplete()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if isinstance(func, OpOverload):  # compiled graphs take no subclasses
+            # Compiled graphs take no subclasses. Before torch 2.13 their calls detach parameters.
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if isinstance(func, OpOverload) or caller == _GRAPH_CALLS:
                 return result
             return _map_aliases(result, target, lambda t: t.as_subclass(IncompleteValues))
 

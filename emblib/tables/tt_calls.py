@@ -82,7 +82,7 @@ class ShortTrainCalls:
         self._states = [state for states in module.core_states() for state in states]
         self._hyperparams, self._features = module.hyperparams, features
         self._id_tensors = (module.table_ids, module.feature_table_ids, features)
-        self._factors = layout.op_arguments
+        self._factors = layout.op_arguments()
         self._max_saved_halves = tt.max_saved_left_halves(layout, cores)
         self._max_lookups = tt.max_lookups_at_once(layout, features.device)
         self._bounds_mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE

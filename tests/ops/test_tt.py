@@ -448,7 +448,7 @@ def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -
     grad = torch.randn(out.shape, generator=generator)
     hyper = optim.SGD(0.1).hyperparams()
     bags = (batch.offsets, None, weights, POOLING["sum"])
-    row_grads = ops.tbe_row_grads(grad, batch.key_features, *made.groups, *bags, out.size(-1))
+    row_grads = ops.tbe_row_grads(grad, batch.key_features(), *made.groups, *bags, out.size(-1))
     sgd, shape = OPTIMIZER["sgd"], case.layout[:3]
 
     def compare(

@@ -155,13 +155,18 @@ def test_a_deferred_table_applies_a_penalty() -> None:
     torch.testing.assert_close(module.weights.detach(), expected.detach())
 
 
-def test_in_a_compiled_graph() -> None:
-    module = MODULES["plain"]()
+@pytest.mark.parametrize("kind", ["plain", "train", "collection", "collection of trains"])
+def test_in_a_compiled_graph(kind: str) -> None:
+    module = MODULES[kind]()
     torch._dynamo.reset()
     look_up = torch.compile(lambda: _look_up(module).sum(), backend="aot_eager")
     look_up().backward()  # reads the weights, which get no gradient
-    both = torch.compile(
-        lambda: _look_up(module).sum() + module.weights.square().sum(), backend="aot_eager"
-    )
-    with pytest.raises(RuntimeError, match=REFUSED):
-        both().backward()
+    for penalised in module.parameters():
+        penalty = torch.compile(lambda p=penalised: p.square().sum(), backend="aot_eager")
+        both = torch.compile(
+            lambda p=penalised: _look_up(module).sum() + p.square().sum(), backend="aot_eager"
+        )
+        for loss in (penalty, both):
+            with pytest.raises(RuntimeError, match=REFUSED):
+                loss().backward()
+        assert penalised.grad is None
