@@ -108,6 +108,11 @@ def _mark(parameter: Tensor, share: GradientShare, ranks: RankGroup) -> None:
         keyed.mark_gradient(parameter, share, _RankPeers(ranks))
 
 
+def peers_of(ranks: RankGroup) -> keyed.Peers | None:
+    """Return the ranks as `keyed.clip_grad_norm_` takes them; None for one rank."""
+    return _RankPeers(ranks) if ranks.size > 1 else None
+
+
 class _RankPeers:
     """The other ranks of the model, which `keyed.clip_grad_norm_` gathers norms from."""
 

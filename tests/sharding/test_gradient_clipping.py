@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.optimizers import (
+    FusedOptimizer,
     GradientClipping,
     GradientClippingOptimizer,
     KeyedOptimizerWrapper,
@@ -15,7 +17,7 @@ from emblib.collections.optimizers import (
 )
 from emblib.collections.optimizers.keyed import GradientShare, mark_gradient
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding import DistributedModelParallel, clip_grad_norm_
+from emblib.sharding import DistributedModelParallel, clip_grad_norm_, shard
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import data_parallel, row_wise, table_wise
 from emblib.storage import Dense, TensorTrain
@@ -184,3 +186,21 @@ def test_a_rank_without_a_part_takes_part(wrap: str) -> None:
     first, second = worlds.run(2, _no_part, wrap)
     assert first == second
     assert first[0] == 2.0  # one row of 4, the mean over two ranks of 1 each
+
+
+def clipped_norm_of_deferred_tables(ranks: RankGroup) -> float:
+    """Return the norm of a step that clips the gradients of a table that rank 0 has."""
+    config = EmbeddingBagConfig(8, 4, "t")
+    bags = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1, deferred=True))
+    model = shard(nn.ModuleDict({"bags": bags}), {"bags": {"t": table_wise(0)}}, ranks)
+    optimizer = GradientClippingOptimizer(FusedOptimizer.of(model), GradientClipping.NORM, 1.0)
+    batch = KeyedJaggedTensor(["t"], torch.tensor([3]), lengths=torch.tensor([1])).to(ranks.device)
+    model["bags"](batch).values().sum().backward()
+    optimizer.step()
+    assert optimizer.last_total_grad_norm is not None
+    return float(optimizer.last_total_grad_norm)
+
+
+def test_a_rank_without_tables_takes_part_in_the_norm_of_an_optimizer() -> None:
+    norms = worlds.run(2, clipped_norm_of_deferred_tables)
+    assert norms[0] == norms[1] > 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from emblib import optim
 from emblib.collections.configs import TableConfig
 from emblib.collections.fused_states import HYPER, FusedTableEntry, check_saved_states
-from emblib.collections.optimizers.keyed import KeyedOptimizer, State, cycled_defaults
+from emblib.collections.optimizers.keyed import KeyedOptimizer, Peers, State, cycled_defaults
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.collections.optimizers.torch_states import (
     Template,
@@ -143,6 +143,12 @@ class FusedOptimizer(KeyedOptimizer):
                 "torch.optim, and use CombinedOptimizer to step both"
             )
         super().add_param_group(param_group)
+
+    def gradient_peers(self) -> Peers | None:
+        """Return the ranks over which the tables are sharded; None for one."""
+        peers_of = (getattr(m, "gradient_peers", None) for m in self._modules_by_path.values())
+        all_peers = (peers() for peers in peers_of if peers is not None)
+        return super().gradient_peers() or next((p for p in all_peers if p is not None), None)
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group, on all ranks."""

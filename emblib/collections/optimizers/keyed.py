@@ -41,6 +41,16 @@ class KeyedOptimizer(TorchOptimizer):
         names = {id(parameter): name for name, parameter in self.params.items()}
         return [[names[id(p)] for p in group["params"]] for group in self.param_groups]
 
+    def gradient_peers(self) -> Peers | None:
+        """Return the ranks over which gradients are sharded, see `clip_grad_norm_`; None for one.
+
+        A rank gets them also if it has no parameter.
+
+        Raises:
+            ValueError: parameters over several groups of ranks.
+        """
+        return _peers_of([p for group in self.param_groups for p in group["params"]])
+
     def keyed_state(self) -> State:
         """Return the state by parameter name, without copying."""
         names = {id(parameter): name for name, parameter in self.params.items()}
@@ -212,6 +222,10 @@ class OptimizerWrapper(KeyedOptimizer):
         """Reset the gradients."""
         self.wrapped.zero_grad(set_to_none)
 
+    def gradient_peers(self) -> Peers | None:
+        """Return the ranks over which the gradients of the wrapped optimizer are sharded."""
+        return self.wrapped.gradient_peers()
+
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group of the wrapped optimizer."""
         return self.wrapped.group_names()
@@ -279,17 +293,26 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return [p for group in self.param_groups for p in group["params"] if not p.is_meta]
 
     def clip_grad_norm_(self) -> Tensor:
-        """Clip the norm of all gradients now; return the norm before, a scalar tensor."""
-        return clip_grad_norm_(self._parameters(), self.max_gradient, self.norm_type)
+        """Clip the norm of all gradients now; return the norm before, a scalar tensor.
+
+        All ranks of the model call this together.
+        """
+        return self._clip_norm(self.max_gradient)
+
+    def _clip_norm(self, max_norm: float) -> Tensor:
+        return clip_grad_norm_(
+            self._parameters(), max_norm, self.norm_type, peers=self.gradient_peers()
+        )
 
     def step(self, closure: Any = None) -> Any:
         """Clip the gradients, then make a step."""
         self.last_total_grad_norm = None
-        if self.clipping is GradientClipping.NORM and self._parameters():
-            self.last_total_grad_norm = self.clip_grad_norm_()
-        elif self.track_grad_norm and self._parameters():
-            self.last_total_grad_norm = clip_grad_norm_(
-                self._parameters(), math.inf, self.norm_type
+        is_clipped = self.clipping is GradientClipping.NORM
+        # A rank without parameters takes part: the others wait for it.
+        takes_part = bool(self._parameters()) or self.gradient_peers() is not None
+        if takes_part and (is_clipped or self.track_grad_norm):
+            self.last_total_grad_norm = self._clip_norm(
+                self.max_gradient if is_clipped else math.inf
             )
         if self.clipping is GradientClipping.VALUE:
             clip_grad_value_(self._parameters(), self.max_gradient)
@@ -527,6 +550,11 @@ class CombinedOptimizer(KeyedOptimizer):
             for prefix, optimizer in self._optimizers
             for names in optimizer.group_names()
         ]
+
+    def gradient_peers(self) -> Peers | None:
+        """Return the ranks over which the gradients of any of the optimizers are sharded."""
+        all_peers = (optimizer.gradient_peers() for _, optimizer in self.optimizers)
+        return super().gradient_peers() or next((p for p in all_peers if p is not None), None)
 
     def keyed_state(self) -> State:
         """Return the states of all optimizers."""

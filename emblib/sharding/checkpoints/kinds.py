@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
+from emblib.collections.optimizers.keyed import Peers
 from emblib.columns import Hyper
 from emblib.dynamic import DynamicTable, DynamicTables
 from emblib.grad_mode import without_gradients
@@ -21,6 +22,7 @@ from emblib.ops import autograd
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.sharding.checkpoints import keyed, sharded_table
 from emblib.sharding.checkpoints.sharded_table import RowStates, ShardedTable
+from emblib.sharding.parameters import peers_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard
 from emblib.sharding.shared_shards import Shared
@@ -627,6 +629,11 @@ class StateOfTables(nn.Module):
         """Return the tables that backward updates, in the same order on every rank."""
         tables: Any = self
         return fused_tables(tables, f"{self.handles_name}.")
+
+    def gradient_peers(self) -> Peers | None:
+        """Return the ranks that have the gradients of other shards; None for one rank."""
+        tables: Any = self
+        return peers_of(tables.ranks)
 
     @cached_property
     def fused_optimizer(self) -> Any:
