@@ -23,10 +23,8 @@ from emblib.collections.optimizers.keyed import (
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
-    WarmupOptimizer,
-    WarmupPolicy,
-    WarmupStage,
 )
+from emblib.collections.optimizers.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "CombinedOptimizer",

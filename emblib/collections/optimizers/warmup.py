@@ -1,0 +1,195 @@
+"""Warm-up: learning rates that follow a schedule of stages, saved with the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.collections.optimizers.keyed import KeyedOptimizer, OptimizerWrapper
+from emblib.specs import Choice
+
+_WARMUP_KEY = "__warmup"  # in `state`, where it is no name of a parameter
+_NO_END = 1 << 62  # a step that no training reaches
+
+
+class WarmupPolicy(Choice):
+    """Multiplier of the rate at step i of a stage with `value` v and `decay_iters` d.
+
+    =============================  =========================================================
+    NONE                           1
+    LINEAR                         v + (1 - v) * i / max_iters
+    CONSTANT                       v
+    POLY                           (1 - i / d) ** v
+    STEP                           v ** floor(i / d)
+    INVSQRT                        1 / sqrt(i)
+    COSINE_ANNEALING_WARM_RESTARTS v + (1 - v) * (1 + cos(pi * (i mod sgdr_period) /
+                                   sgdr_period)) / 2
+    INTERPOLATE                    v + (end_value - v) * (i - start) / (max_iters - start), with
+                                   start = `start_interpolating_iters`
+    =============================  =========================================================
+    """
+
+    NONE = "none"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    POLY = "poly"
+    STEP = "step"
+    INVSQRT = "inv_sqrt"
+    COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
+    INTERPOLATE = "interpolate"
+
+
+@dataclass(frozen=True)
+class WarmupStage:
+    """A stage of a schedule of learning rates; `WarmupPolicy` has the formulas.
+
+    Attributes:
+        policy: formula of the multiplier.
+        max_iters: the last step of the stage, counted over all stages.
+        value: v of the formulas.
+        lr_scale: further factor of the rates of the stage.
+        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
+        sgdr_period: steps per period of COSINE_ANNEALING_WARM_RESTARTS.
+        start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
+
+    Raises:
+        ValueError: INTERPOLATE without its two fields, or with a start that is not before
+            `max_iters`.
+    """
+
+    policy: WarmupPolicy = WarmupPolicy.LINEAR
+    max_iters: int = 1
+    value: float = 1.0
+    lr_scale: float = 1.0
+    decay_iters: int = -1
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", WarmupPolicy(self.policy))
+        if self.decay_iters <= 0:
+            steps = 1 if self.policy is WarmupPolicy.STEP else self.max_iters
+            object.__setattr__(self, "decay_iters", steps)
+        if self.policy is WarmupPolicy.INTERPOLATE:
+            start, end = self.start_interpolating_iters, self.end_value
+            if start is None or end is None or start >= self.max_iters:
+                raise ValueError(
+                    "INTERPOLATE needs end_value and start_interpolating_iters < max_iters = "
+                    f"{self.max_iters}, got {end} and {start}"
+                )
+
+    def multiplier(self, step: int) -> float:
+        """Return the multiplier of the rate at step `step`."""
+        return self.lr_scale * self._policy_multiplier(step)
+
+    def _policy_multiplier(self, step: int) -> float:
+        """Return the multiplier of the policy at a step, without `lr_scale`."""
+        policy, value = self.policy, self.value
+        if policy is WarmupPolicy.LINEAR:
+            return value + (1.0 - value) * step / self.max_iters
+        if policy is WarmupPolicy.CONSTANT:
+            return value
+        if policy is WarmupPolicy.POLY:
+            return float((1 - step / self.decay_iters) ** value)
+        if policy is WarmupPolicy.STEP:
+            return float(value ** (step // self.decay_iters))
+        if policy is WarmupPolicy.INVSQRT:
+            return 1.0 / math.sqrt(max(step, 1))
+        if policy is WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS:
+            angle = math.pi * (step % self.sgdr_period) / self.sgdr_period
+            return value + (1.0 - value) * 0.5 * (1 + math.cos(angle))
+        if policy is WarmupPolicy.INTERPOLATE:
+            start, end = self.start_interpolating_iters, self.end_value
+            assert start is not None
+            assert end is not None
+            return value + (end - value) * (step - start) / (self.max_iters - start)
+        return 1.0
+
+
+class WarmupOptimizer(OptimizerWrapper):
+    """Set the learning rate of all groups by stages; after the last stage it is `lr`.
+
+    The rate is set at every step, so a scheduler on the same groups has no effect: let a stage
+    define the decay. The state dict has the current step and stage.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        stages: stages of the schedule, in order of ascending `max_iters`.
+        lr: learning rate that stages multiply, for all groups; None is the current rate of each
+            group.
+        lr_param: the key of the rate in the groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        stages: Sequence[WarmupStage],
+        lr: float | None = None,
+        lr_param: str = "lr",
+    ) -> None:
+        super().__init__(optimizer)
+        last_steps = [stage.max_iters for stage in stages]
+        if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
+            raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
+        self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, _NO_END))
+        self._lr_param = lr_param
+        self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]
+        self._step = self._stage = 0
+        self._set_rate()
+
+    def _set_rate(self) -> None:
+        """Write the learning rate of the current step into the groups."""
+        factor = self.stages[self._stage].multiplier(self._step)
+        for group, rate in zip(self.param_groups, self._rates, strict=True):
+            if rate is not None:  # a group without parameters may have no rate
+                group[self._lr_param] = rate * factor
+
+    def step(self, closure: Any = None) -> Any:
+        """Make a step, then set the rate of the next step."""
+        result = super().step(closure)
+        self._step += 1
+        if self._step > self.stages[self._stage].max_iters:
+            self._stage += 1
+        self._set_rate()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped optimizer, and the current step and stage."""
+        saved = super().state_dict()
+        progress = torch.tensor([self._step, self._stage])
+        return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of the wrapped optimizer, and continue from the saved step.
+
+        Raises:
+            ValueError: the saved stage is none of `stages`; nothing is loaded.
+        """
+        states = dict(state_dict["state"])
+        progress = self._checked_progress(states.pop(_WARMUP_KEY, None))
+        super().load_state_dict({**state_dict, "state": states})
+        self._step, self._stage = progress
+        self._set_rate()
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Check the saved step and stage, and the state of the wrapped optimizer."""
+        self._checked_progress(state_dict["state"].get(_WARMUP_KEY))
+        return super().check_state_dict(state_dict)
+
+    def _checked_progress(self, saved: Mapping[str, Tensor] | None) -> tuple[int, int]:
+        """Return the saved step and stage, or the current ones if none are saved."""
+        if saved is None:
+            return self._step, self._stage
+        step, stage = map(int, saved["warmup"].tolist())
+        if step < 0 or not 0 <= stage < len(self.stages):
+            raise ValueError(
+                f"the saved warm-up is at step {step} in stage {stage}, and this one has stages 0 "
+                f"to {len(self.stages) - 1}: give it the stages of the saved one"
+            )
+        return step, stage
