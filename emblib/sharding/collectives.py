@@ -13,8 +13,9 @@ tensors that require gradients; a rank without values passes an empty tensor tha
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
 the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the
 columns. Results have the dtype of `values`. Arguments of a rank that do not fit together raise
-ValueError, values that are not floating raise TypeError. Sizes that differ from those of another
-rank raise RuntimeError in host memory; on a GPU they are not compared.
+ValueError, values that are not floating raise TypeError: on that rank alone, before it sends
+anything, so that the others wait for it. Sizes that differ from those of another rank raise
+RuntimeError on all ranks in host memory; on a GPU they are not compared.
 """
 
 from __future__ import annotations

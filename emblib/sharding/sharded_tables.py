@@ -577,7 +577,7 @@ class ShardedTables(nn.Module):
                 one use. Ignored if no table counts uses.
 
         Raises:
-            KeyError: the batch lacks a feature.
+            KeyError: the batch lacks a feature. Nothing was sent, so other ranks wait for this one.
         """
         if features is None:
             return InputRequest(self._input_dist, None)

@@ -63,7 +63,10 @@ class Reporting:
 
     @contextmanager
     def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Time the context and report its duration; on CUDA the host waits before and after."""
+        """Time the context and report its duration; on CUDA the host waits before and after.
+
+        A context that raises is not reported.
+        """
         if not self.is_active:
             yield
             return

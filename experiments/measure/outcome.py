@@ -148,7 +148,11 @@ def status_of(error: Exception) -> str:
 
 
 def facts(pool: Pool) -> dict[str, Any]:
-    """Return the entries of a record about the batches, see `Pool`."""
+    """Return the entries of a record about the batches: their facts in `Pool`.
+
+    `lookups` and `unique_rows` are means per batch, `pool_sha256` is the fingerprint,
+    `pool_batches` the number of batches, `pool_folded` the number of ids outside their tables.
+    """
     return {
         "lookups": pool.lookups,
         "unique_rows": pool.unique_rows,

@@ -113,7 +113,11 @@ class KeyedOptimizer(TorchOptimizer):
         return state_dict
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
-        """Make a step with gradients of zero, some of them sparse, so that all states exist."""
+        """Make a step with gradients of zero, some of them sparse, so that all states exist.
+
+        The gradients are replaced by these and stay; weight decay and momentum change parameters.
+        `sparse_grad_parameter_names` are the parameters that get sparse ones.
+        """
         sparse = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
             if parameter.requires_grad:
