@@ -261,12 +261,17 @@ def _sync_with_cache(
 ) -> Any:
     """Run a torch function on a view of a table behind a cache.
 
-    The cache is written back first, and emptied if `func` writes its first argument.
+    The cache is written back first, and emptied if `func` writes its first argument. A graph that
+    is being compiled ends before `func`, because it cannot contain this.
     """
     kwargs = kwargs or {}
-    if torch.compiler.is_compiling() or _is_metadata(func):
+    if _is_metadata(func):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(  # noqa: SLF001  # torch.compiler has none
+            "values of a cached table: the cache is written back before"
+        )
     target = args[0] if args else next(iter(kwargs.values()), None)
     for owner in _owners_behind((target if _writes(func) else None, kwargs.get("out"))):
         owner.before_write()

@@ -155,7 +155,28 @@ def test_a_deferred_table_applies_a_penalty() -> None:
     torch.testing.assert_close(module.weights.detach(), expected.detach())
 
 
-@pytest.mark.parametrize("kind", ["plain", "train", "collection", "collection of trains"])
+CACHED = ["cached collection", "cached", "managed", "cached train"]
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_compiled_code_reads_and_writes_values_behind_a_cache(kind: str) -> None:
+    module = MODULES[kind]()
+    parameter = next(module.parameters())
+    torch._dynamo.reset()
+    read = torch.compile(lambda: parameter.detach() * 1, backend="aot_eager")
+    double = torch.compile(torch.no_grad()(lambda: parameter.mul_(2)), backend="aot_eager")
+    for _ in range(2):
+        _look_up(module).sum().backward()
+        values = read()
+        assert torch.equal(values, parameter.detach() * 1)
+    double()
+    assert torch.equal(parameter.detach() * 1, 2 * values)
+    assert torch.equal(read(), 2 * values)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "train", "collection", "collection of trains", "cached collection"]
+)
 def test_in_a_compiled_graph(kind: str) -> None:
     module = MODULES[kind]()
     torch._dynamo.reset()
