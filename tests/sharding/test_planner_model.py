@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,12 @@ def test_between_two_points_costs_are_linear() -> None:
 
 
 def _calibrate(ranks: RankGroup) -> Calibration:
+    failure = MemoryError("no memory") if ranks.rank == 0 else None
+    with (
+        mock.patch.object(measure, "measure_rank", side_effect=failure, return_value=None),
+        pytest.raises((MemoryError, RuntimeError), match="no memory"),
+    ):
+        calibrate(ranks, QUICK)
     return calibrate(ranks, QUICK)
 
 

@@ -24,6 +24,7 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import SGD, Adam, Optimizer
 from emblib.sharding.all_to_all import start_all_to_all
+from emblib.sharding.fingerprint import agree
 from emblib.sharding.input_dist import number_bags
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
@@ -436,15 +437,15 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     Args:
         ranks: the processes, whose devices are measured; by default this one alone.
         sizes: sizes of what is measured; by default `Sizes()`.
+
+    Raises:
+        RuntimeError: the measurement failed on another rank; where it failed, its own error.
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
-    own_calibration = None
     # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
-    at_once = _has_a_core_each(ranks)
-    if ranks.rank == 0 or at_once:
-        own_calibration = measure_rank(ranks.device, sizes)
-    ranks.barrier()
+    measures = _has_a_core_each(ranks) or ranks.rank == 0
+    own_calibration = agree(ranks, lambda: measure_rank(ranks.device, sizes) if measures else None)
     measured = ranks.gather_objects(own_calibration)[0]
     assert measured is not None
     if ranks.size == 1:
