@@ -1,16 +1,12 @@
 """The input_dist: send the ids of a batch to the ranks that store their rows.
 
 This is the first stage of a sharded lookup. `InputDist` sorts the ids of one collection by
-destination (rank, then unit), and the received ids by unit, then rank. `start_input_dists` sends
-the batches of several collections in two stages. The first sends the numbers of bags and ids that
-each rank will get, which the host needs to allocate memory. The second sends lengths of bags and
-ids, and weights and use counts if there are any. Small messages of all collections share one
-collective; of larger messages each kind and collection has its own.
+destination (rank, then unit), and the received ids by unit, then rank. `start_input_dists` in
+input_messages.py sends the batches of several collections.
 """
 
 from collections.abc import Sequence
 from enum import IntEnum, IntFlag
-from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any, NamedTuple
@@ -23,19 +19,10 @@ from emblib.grad_mode import in_grad_mode
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
-from emblib.sharding.all_to_all import (
-    Content,
-    DifferentiableAllToAllAwaitable,
-    Message,
-    start_all_to_alls,
-    start_sizes,
-)
-from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.awaitables import Awaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
-# To copy larger messages into one costs more than a collective per message.
-_MAX_MERGED_NBYTES = 1 << 19
 MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share of bags remains
 _FLOAT_BYTES = 4
 # Elements of rows: dropping fewer costs more work on indices than it saves.
@@ -618,117 +605,6 @@ def number_bags(has_ids: Tensor) -> Tensor:
     return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
 
 
-class _Common(IntEnum):
-    """Numbers that a rank sends to all ranks with the sizes of its batches."""
-
-    HAS_BATCHES = 0  # 0 on a rank that stops the input_dist
-    ID_NBYTES = 1  # bytes of what it sends, see `_id_nbytes`
-    ROW_NBYTES = 2  # estimated bytes of all rows that it will receive
-
-
-class InputRequest(NamedTuple):
-    """A batch to send with its `InputDist`; None for a rank that stops the input_dist."""
-
-    input_dist: InputDist
-    inputs: LocalBatch | None
-
-
-class _Outgoing(NamedTuple):
-    """The batch of one collection, sorted for sending."""
-
-    input_dist: InputDist
-    inputs: LocalBatch
-    batch: OutgoingBatch
-
-
-InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
-
-
-def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> InputsInFlight:
-    """Send the sizes of batches, those of several collections together.
-
-    In host memory the call returns once all ranks have made it. The first `wait` receives the sizes
-    and sends the ids; `wait` on each of its results receives the ids of a batch. All ranks must
-    pass the batches of the same collections in the same order. If a rank passes a request without a
-    batch, the first `wait` returns None on all ranks, and nothing else is sent. It raises
-    RuntimeError on all ranks if their batches differ in dtype of ids, weights or counts.
-    """
-    outgoing = [
-        _Outgoing(request.input_dist, request.inputs, request.input_dist.outgoing(request.inputs))
-        for request in requests
-        if request.inputs is not None
-    ]
-    if len(outgoing) == len(requests):
-        headers = [
-            request.input_dist.headers(request.inputs, request.batch) for request in outgoing
-        ]
-        row_nbytes = sum(request.input_dist.row_nbytes(request.inputs) for request in outgoing)
-        common = [1, sum(map(_id_nbytes, outgoing)), row_nbytes]
-    else:
-        headers = [request.input_dist.empty_headers() for request in requests]
-        common = [0] * len(_Common)
-    pending = start_sizes(
-        common,
-        list(zip(*headers, strict=True)),
-        [request.input_dist.header_size for request in requests],
-        ranks,
-    )
-    return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
-
-
-def _id_nbytes(outgoing: _Outgoing) -> int:
-    """Return the bytes of ids, lengths, weights and counts; a weight counts as an id."""
-    num_ids = sum(outgoing.batch.num_ids)
-    per_id = 1 + (outgoing.batch.weights is not None)
-    count_nbytes = (
-        0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
-    )
-    elements = num_ids * per_id + sum(outgoing.batch.num_bags)
-    return elements * outgoing.inputs.ids.element_size() + count_nbytes
-
-
-def _send_ids(
-    outgoing: Sequence[_Outgoing],
-    pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
-    ranks: RankGroup,
-) -> list[Awaitable[IncomingBatch]] | None:
-    """Receive the sizes, and send lengths, ids, weights and counts; None if a rank has no batch."""
-    by_rank = pending.wait()
-    if not all(common[_Common.HAS_BATCHES] for common, _ in by_rank):
-        return None
-    merges_ids, merges_rows = (
-        max(common[entry] for common, _ in by_rank) <= _MAX_MERGED_NBYTES
-        for entry in (_Common.ID_NBYTES, _Common.ROW_NBYTES)
-    )
-    in_flight = [
-        request.input_dist.expect(
-            request.inputs, request.batch, [headers[i] for _, headers in by_rank]
-        )
-        for i, request in enumerate(outgoing)
-    ]
-    messages: list[Message] = []
-    for (_, _, batch), expected in zip(outgoing, in_flight, strict=True):
-        payload = torch.cat(_interleaved(batch))
-        sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
-        messages.append(Message(payload, sizes, expected.sizes))
-        if batch.weights is not None:
-            messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
-        if batch.counts is not None:
-            messages.append(Message(batch.counts, batch.num_ids, expected.received_ids()))
-    payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
-    results: list[Awaitable[IncomingBatch]] = []
-    for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
-        ids, weights = next(payloads), None
-        if batch.weights is not None:
-            weights = DifferentiableAllToAllAwaitable(
-                batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
-            )
-        counts = None if batch.counts is None else next(payloads)
-        finish = partial(input_dist.finish, merges_rows=merges_rows)
-        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, counts)))
-    return results
-
-
 def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
     """Return the lengths of all bags, unit by unit, and the sizes of segments of a payload.
 
@@ -784,11 +660,3 @@ def _check_kinds(kinds: list[int]) -> None:
         "ids must have one dtype on all ranks; weights, features of different batch sizes, and "
         f"dedup, must be on all or none; got {'; '.join(descriptions)}"
     )
-
-
-def _interleaved(batch: OutgoingBatch) -> list[Tensor]:
-    """Return the lengths and the ids for rank 0, those for rank 1, and so on."""
-    assert batch.lengths is not None
-    assert batch.ids is not None
-    lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)
-    return [part for pair in zip(lengths, ids, strict=True) for part in pair]

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, LazyAwaitable, ReadyAwaitable
-from emblib.sharding.input_dist import IncomingBatch, InputRequest, start_input_dists
+from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.input_messages import InputRequest, start_input_dists
 from emblib.sharding.output_dist import OutputStep, start_output_dists
 from emblib.sharding.ranks import RankGroup
 from emblib.tables.recomputation import running_forward
@@ -150,9 +151,14 @@ def start_joint_input_dist(
 
     The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
     what `compute` of that collection takes. If a rank has no batch for one of them, the first
-    `wait` returns None on all ranks.
+    `wait` returns None on all ranks. A rank whose batch is wrong raises here, and the other ranks
+    of its process group raise RuntimeError in the first `wait`.
     """
-    inputs = [call.module.inputs(call.features) for call in calls]
+    error: Exception | None = None
+    try:
+        inputs = [call.module.inputs(call.features) for call in calls]
+    except Exception as raised:
+        error, inputs = raised, [call.module.inputs(None) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
@@ -163,7 +169,12 @@ def start_joint_input_dist(
         ]
         if sent:
             positions, requests = zip(*sent, strict=True)
-            pending.append((list(positions), start_input_dists(requests, ranks)))
+            try:
+                pending.append((list(positions), start_input_dists(requests, ranks, error)))
+            except Exception as raised:  # the other process groups get to know it, too
+                error = raised
+    if error is not None:
+        raise error
 
     def send_ids() -> list[Awaitable[Any]] | None:
         received: list[list[Any]] = [list(request.requests) for request in inputs]

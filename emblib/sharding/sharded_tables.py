@@ -32,10 +32,10 @@ from emblib.sharding.codecs import CommPrecision, check_comm_precision
 from emblib.sharding.input_dist import (
     IncomingBatch,
     InputDist,
-    InputRequest,
     LocalBatch,
     ScaledGradient,
 )
+from emblib.sharding.input_messages import InputRequest
 from emblib.sharding.layout import (
     CollectionLayout,
     Config,
@@ -577,7 +577,8 @@ class ShardedTables(nn.Module):
                 one use. Ignored if no table counts uses.
 
         Raises:
-            KeyError: the batch lacks a feature. Nothing was sent, so other ranks wait for this one.
+            KeyError: the batch lacks a feature. Nothing was sent; `start_joint_input_dist` tells
+                other ranks.
         """
         if features is None:
             return InputRequest(self._input_dist, None)

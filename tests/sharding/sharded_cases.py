@@ -18,7 +18,7 @@ import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
 from emblib.checkpoints import table_entries
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
-from emblib.sharding import input_dist, sharding_types
+from emblib.sharding import input_dist, input_messages, sharding_types
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import construct_plan
@@ -211,7 +211,7 @@ def train(ranks: RankGroup, case: Case) -> str:
     compare_tables(sharded, oracle, 0.0)
     for step in range(STEPS):
         # Rows that are not merged into one message leave those of a rank for itself out of it.
-        input_dist._MAX_MERGED_NBYTES = -1 if step % 2 else 1 << 19
+        input_messages._MAX_MERGED_NBYTES = -1 if step % 2 else 1 << 19
         batches = [
             batch(case, 10 * step + r, case.batches[r]).to(device) for r in range(ranks.size)
         ]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib import optim
-from emblib.sharding import all_to_all, input_dist
+from emblib import KeyedJaggedTensor, optim
+from emblib.sharding import all_to_all, input_dist, input_messages
 from emblib.sharding.all_to_all import Content
 from emblib.sharding.codecs import BF16, CommPrecision
 from emblib.sharding.lookup import (
@@ -84,7 +84,7 @@ def _train(ranks: RankGroup, joint: Joint) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(input_dist, "_MIN_SAVED_ELEMENTS", 0)
         if not joint.is_merged:
-            monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
+            monkeypatch.setattr(input_messages, "_MAX_MERGED_NBYTES", -1)
         _compare_steps(ranks, joint)
 
 
@@ -232,7 +232,7 @@ def _sent_to_itself(ranks: RankGroup, case: Case) -> list[tuple[Content, int]]:
         return plain(sent, sizes, *rest, content=content, **more)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", -1)
+        monkeypatch.setattr(input_messages, "_MAX_MERGED_NBYTES", -1)
         monkeypatch.setattr(all_to_all, "start_all_to_all", counted)
         sharded = make_sharded(case, ranks, make_source(case))
         (output,) = _outputs([sharded], [batch(case, ranks.rank, 4)])
@@ -245,3 +245,34 @@ def test_rows_and_gradients_of_a_rank_do_not_travel(case: Case) -> None:
     for found in worlds.run(2, _sent_to_itself, replace(case, optimizer=optim.SGD(0.1))):
         assert {content for content, _ in found} == {Content.IDS, Content.ROWS, Content.GRADIENTS}
         assert all(bool(size) == (content is Content.IDS) for content, size in found)
+
+
+# A batch of one rank that is wrong
+
+
+def says_that_a_batch_is_wrong(ranks: RankGroup, kind: str) -> None:
+    """One rank raises its error and the other names it; then both train on."""
+    case = Case(tables(SUM), ("rw", "tw", "cw", "dp"))
+    source = make_source(case)
+    sharded = make_sharded(case, ranks, source)
+    features = batch(case, ranks.rank, 4)
+    wrong: dict[str, tuple[Any, str]] = {
+        "without a feature": (features.permute([1, 2]), "the batch has no features"),
+        "no batch at all": (features.values(), "KeyedJaggedTensor"),
+        "ids that are floats": (_with_floats(features), "float"),
+    }
+    sent, message = (features, "rank 1 could not send its batch")
+    if ranks.rank == 1:
+        sent, message = wrong[kind]
+    with pytest.raises((KeyError, TypeError, ValueError, RuntimeError), match=message):
+        sharded(sent)
+    flat(sharded(features)).sum().backward()  # the ranks still agree
+
+
+def _with_floats(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
+
+
+@pytest.mark.parametrize("kind", ["without a feature", "no batch at all", "ids that are floats"])
+def test_no_rank_waits_for_one_whose_batch_is_wrong(kind: str) -> None:
+    worlds.run(2, says_that_a_batch_is_wrong, kind)

@@ -19,7 +19,7 @@ from emblib.sharding import (
     ShardedEmbeddingCollection,
     World,
     construct_module_plan,
-    input_dist,
+    input_messages,
     row_wise,
     table_wise,
 )
@@ -74,7 +74,7 @@ def entries(ranks: RankGroup, plan: str, dtype: torch.dtype, *, dedup: bool) -> 
 def both(ranks: RankGroup, plan: str, dtype: torch.dtype, max_merged: int) -> tuple[Any, Any]:
     """Return the entries without and with deduplication."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(input_dist, "_MAX_MERGED_NBYTES", max_merged)
+        monkeypatch.setattr(input_messages, "_MAX_MERGED_NBYTES", max_merged)
         plain = entries(ranks, plan, dtype, dedup=False)
         return plain, entries(ranks, plan, dtype, dedup=True)
 

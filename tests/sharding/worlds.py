@@ -3,7 +3,7 @@
 `run(3, function, *args)` calls `function(ranks, *args)` on three ranks and returns what they
 returned, by rank. The function is one of a module (also the test's own), since the processes import
 it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
-raised with its traceback. Functions may set the limits of `input_dist`, which are restored. The
+raised with its traceback. Functions may set the limits of the input_dist, which are restored. The
 processes are forked by one that has imported torch and emblib, for all that share the tests, so
 that another world costs a tenth of a second; one is made whenever a test has left the last one
 unfit. That process imports the module for which a world is made before it forks, so that the ranks
@@ -460,15 +460,15 @@ def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
 @contextlib.contextmanager
 def _limits_restored() -> Iterator[None]:
     """Undo changes of the sizes from which messages are sent otherwise."""
-    from emblib.sharding import input_dist
+    from emblib.sharding import input_dist, input_messages
 
-    names = ("_MIN_SAVED_ELEMENTS", "_MAX_MERGED_NBYTES")
-    before = {name: getattr(input_dist, name) for name in names}
+    limits = ((input_dist, "_MIN_SAVED_ELEMENTS"), (input_messages, "_MAX_MERGED_NBYTES"))
+    before = [getattr(module, name) for module, name in limits]
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(input_dist, name, value)
+        for (module, name), value in zip(limits, before, strict=True):
+            setattr(module, name, value)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,182 @@
+"""The messages of the input_dist, of several collections together.
+
+The ranks first send the numbers of bags and ids that each rank will get, which the host needs to
+allocate memory. Then they send lengths of bags and ids, and weights and use counts if there are
+any. Small messages of all collections share one collective; of larger messages each kind and
+collection has its own. A rank whose batch is wrong says so in place of the numbers, so that no rank
+waits for it.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.sharding.all_to_all import (
+    Content,
+    DifferentiableAllToAllAwaitable,
+    Message,
+    start_all_to_alls,
+    start_sizes,
+)
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, OutgoingBatch
+from emblib.sharding.ranks import RankGroup
+
+# To copy larger messages into one costs more than a collective per message.
+_MAX_MERGED_NBYTES = 1 << 19
+
+
+class _Common(IntEnum):
+    """Numbers that a rank sends to all ranks with the sizes of its batches."""
+
+    STATE = 0  # a `_State`
+    ID_NBYTES = 1  # bytes of what it sends, see `_id_nbytes`
+    ROW_NBYTES = 2  # estimated bytes of all rows that it will receive
+
+
+class _State(IntEnum):
+    """The kind of message that a rank sends."""
+
+    NOTHING = 0  # it stops the input_dist
+    BATCHES = 1
+    ERROR = 2  # its batch is wrong
+
+
+class InputRequest(NamedTuple):
+    """A batch to send with its `InputDist`; None for a rank that stops the input_dist."""
+
+    input_dist: InputDist
+    inputs: LocalBatch | None
+
+
+class _Outgoing(NamedTuple):
+    """The batch of one collection, sorted for sending."""
+
+    input_dist: InputDist
+    inputs: LocalBatch
+    batch: OutgoingBatch
+
+    @classmethod
+    def of(cls, request: InputRequest) -> "_Outgoing":
+        """Sort the batch of a request that has one."""
+        input_dist, inputs = request
+        assert inputs is not None
+        return cls(input_dist, inputs, input_dist.outgoing(inputs))
+
+
+InputsInFlight = Awaitable[list[Awaitable[IncomingBatch]] | None]
+
+
+def start_input_dists(
+    requests: Sequence[InputRequest], ranks: RankGroup, error: Exception | None = None
+) -> InputsInFlight:
+    """Send the sizes of batches, those of several collections together.
+
+    In host memory the call returns once all ranks have made it. The first `wait` receives the sizes
+    and sends the ids; `wait` on each of its results receives the ids of a batch. All ranks must
+    pass the batches of the same collections in the same order. If a rank passes a request without a
+    batch, the first `wait` returns None on all ranks, and nothing else is sent.
+
+    A rank whose batch is wrong raises here, after it has told the others, whose first `wait` raises
+    RuntimeError. So does that of all ranks if batches differ in dtype of ids, weights or counts.
+
+    Args:
+        requests: the batches.
+        ranks: the ranks.
+        error: error to raise, because the batch of this rank is wrong; None for a right batch.
+    """
+    outgoing: list[_Outgoing] = []
+    state = _State.NOTHING if error is None else _State.ERROR
+    if error is None and all(request.inputs is not None for request in requests):
+        try:
+            outgoing = [_Outgoing.of(request) for request in requests]
+            headers = [sent.input_dist.headers(sent.inputs, sent.batch) for sent in outgoing]
+            row_nbytes = sum(sent.input_dist.row_nbytes(sent.inputs) for sent in outgoing)
+            common = [_State.BATCHES, sum(map(_id_nbytes, outgoing)), row_nbytes]
+            state = _State.BATCHES
+        except Exception as raised:
+            error, state = raised, _State.ERROR
+    if state != _State.BATCHES:
+        headers = [request.input_dist.empty_headers() for request in requests]
+        common = [state, 0, 0]
+    pending = start_sizes(
+        common,
+        list(zip(*headers, strict=True)),
+        [request.input_dist.header_size for request in requests],
+        ranks,
+    )
+    if error is not None:
+        pending.wait()
+        raise error
+    return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
+
+
+def _id_nbytes(outgoing: _Outgoing) -> int:
+    """Return the bytes of ids, lengths, weights and counts; a weight counts as an id."""
+    num_ids = sum(outgoing.batch.num_ids)
+    per_id = 1 + (outgoing.batch.weights is not None)
+    count_nbytes = (
+        0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
+    )
+    elements = num_ids * per_id + sum(outgoing.batch.num_bags)
+    return elements * outgoing.inputs.ids.element_size() + count_nbytes
+
+
+def _send_ids(
+    outgoing: Sequence[_Outgoing],
+    pending: Awaitable[list[tuple[list[int], list[list[int]]]]],
+    ranks: RankGroup,
+) -> list[Awaitable[IncomingBatch]] | None:
+    """Receive the sizes, and send lengths, ids, weights and counts; None if a rank has no batch."""
+    by_rank = pending.wait()
+    states = [common[_Common.STATE] for common, _ in by_rank]
+    if _State.ERROR in states:
+        raise RuntimeError(
+            f"rank {states.index(_State.ERROR)} could not send its batch, see its error: nothing "
+            "was looked up on any rank"
+        )
+    if _State.NOTHING in states:
+        return None
+    merges_ids, merges_rows = (
+        max(common[entry] for common, _ in by_rank) <= _MAX_MERGED_NBYTES
+        for entry in (_Common.ID_NBYTES, _Common.ROW_NBYTES)
+    )
+    in_flight = [
+        request.input_dist.expect(
+            request.inputs, request.batch, [headers[i] for _, headers in by_rank]
+        )
+        for i, request in enumerate(outgoing)
+    ]
+    messages: list[Message] = []
+    for (_, _, batch), expected in zip(outgoing, in_flight, strict=True):
+        payload = torch.cat(_interleaved(batch))
+        sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
+        messages.append(Message(payload, sizes, expected.sizes))
+        if batch.weights is not None:
+            messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
+        if batch.counts is not None:
+            messages.append(Message(batch.counts, batch.num_ids, expected.received_ids()))
+    payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
+    results: list[Awaitable[IncomingBatch]] = []
+    for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
+        ids, weights = next(payloads), None
+        if batch.weights is not None:
+            weights = DifferentiableAllToAllAwaitable(
+                batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
+            )
+        counts = None if batch.counts is None else next(payloads)
+        finish = partial(input_dist.finish, merges_rows=merges_rows)
+        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, counts)))
+    return results
+
+
+def _interleaved(batch: OutgoingBatch) -> list[Tensor]:
+    """Return the lengths and the ids for rank 0, those for rank 1, and so on."""
+    assert batch.lengths is not None
+    assert batch.ids is not None
+    lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)
+    return [part for pair in zip(lengths, ids, strict=True) for part in pair]
