@@ -22,6 +22,7 @@ from emblib import ops
 from emblib.columns import Hyper
 from emblib.dynamic import tt_projection
 from emblib.dynamic.hash_table import HashTable, TableRows
+from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.dynamic.stored_rows import StoredTables
 from emblib.dynamic.training import feature_starts, num_padding_ids
 from emblib.dynamic.tt_cache import (
@@ -85,7 +86,7 @@ class _Lookups(NamedTuple):
     counted: Keys
 
 
-class CachedTTEmbeddingBags(nn.Module):
+class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     """Look up tensor-train tables whose most used rows are stored dense.
 
     A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
@@ -716,6 +717,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._rebuild_index()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        check_not_shared(fn)
         warn_of_dtype(fn, "precision=Precision(weights=...)")
         super()._apply(ops.keep_dtype(fn), recurse)
         if parameters.loses_values(fn) and not self.features.is_meta:

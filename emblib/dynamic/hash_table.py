@@ -16,6 +16,7 @@ from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.keys import as_keys, hash_keys_of
+from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash
 from emblib.ops.effects import Effects
@@ -63,7 +64,7 @@ class Insertion(NamedTuple):
         return self._replace(evicted=TableRows(*(column[:count] for column in self.evicted)))
 
 
-class HashTable(nn.Module):
+class HashTable(SentAsCopy, nn.Module):
     """Vectors for keys of any 64 bits, at most `spec.capacity`; a full table evicts by its spec.
 
     Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
@@ -614,6 +615,7 @@ class HashTable(nn.Module):
 
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        check_not_shared(fn)
         return super()._apply(ops.keep_dtype(fn), recurse)
 
     def extra_repr(self) -> str:

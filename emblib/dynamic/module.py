@@ -25,6 +25,7 @@ from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.rows import BatchReads, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
+from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.dynamic.short_calls import KeyedCalls, look_up
 from emblib.dynamic.state import DynamicState
 from emblib.dynamic.tiers.backing_tier import BackingTier
@@ -48,7 +49,7 @@ _OFFSETS_MESSAGE = (
 )
 
 
-class DynamicEmbeddingBags(FusedTables):
+class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     """Look up F features in T dynamic tables and pool their rows into one `[B, sum D]` output.
 
     A training forward inserts the new keys of the batch that are admitted, evicting old keys when a
@@ -581,6 +582,7 @@ class DynamicEmbeddingBags(FusedTables):
         if self.state.backing is not None:
             self.state.backing.drop_overflow_rows()
         training.check_keeps_keys(fn)
+        check_not_shared(fn)
         device = self.hyperparams.device
         new_device = fn(torch.empty(0, device=device)).device
         if device == new_device:
