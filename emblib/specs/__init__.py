@@ -22,7 +22,7 @@ from emblib.specs.tables import (
     StochasticRounding,
     TableSpec,
 )
-from emblib.specs.tensor_trains import IdOrder, TTSpec
+from emblib.specs.tensor_trains import IdOrder, TTSpec, check_cores
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -50,6 +50,7 @@ __all__ = [
     "TableSpec",
     "Verify",
     "brief",
+    "check_cores",
     "check_count",
     "check_float_dtype",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +20,37 @@ class IdOrder(Choice):
 
     AS_GIVEN = "as_given"
     PERMUTED = "permuted"
+
+
+def check_cores(
+    ranks: Sequence[int],
+    row_factors: Sequence[int],
+    dim_factors: Sequence[int],
+    *,
+    computed: int | None = None,
+) -> None:
+    """Raise ValueError or TypeError unless ranks and factors are those of 2 to 4 cores.
+
+    Args:
+        ranks: inner ranks, one fewer than cores.
+        row_factors: one factor per core; () is not checked.
+        dim_factors: one factor per core; () is not checked.
+        computed: value of a factor that is computed later.
+    """
+    num_cores = len(ranks) + 1
+    if not 2 <= num_cores <= 4:
+        raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {ranks}")
+    for rank in ranks:
+        check_count("each rank", rank)
+    for name, factors in (("row_factors", row_factors), ("dim_factors", dim_factors)):
+        if factors and len(factors) != num_cores:
+            raise ValueError(
+                f"{name} must have one entry per core = {num_cores} (ranks has "
+                f"{num_cores - 1}), got {factors}"
+            )
+        for factor in factors:
+            if factor != computed:
+                check_count(f"each of {name}", factor)
 
 
 @dataclass(frozen=True)
@@ -65,23 +97,13 @@ class TTSpec:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
+        row_factors, dim_factors = tuple(self.row_factors or ()), tuple(self.dim_factors or ())
+        check_cores(self.ranks, row_factors, dim_factors)
         num_cores = len(self.ranks) + 1
-        if not 2 <= num_cores <= 4:
-            raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {self.ranks}")
-        for rank in self.ranks:
-            check_count("each rank", rank)
-        row_factors = tuple(self.row_factors or ()) or shapes.row_factors(self.rows, num_cores)
-        dim_factors = tuple(self.dim_factors or ()) or shapes.dim_factors(self.dim, num_cores)
+        row_factors = row_factors or shapes.row_factors(self.rows, num_cores)
+        dim_factors = dim_factors or shapes.dim_factors(self.dim, num_cores)
         object.__setattr__(self, "row_factors", row_factors)
         object.__setattr__(self, "dim_factors", dim_factors)
-        for name, factors in (("row_factors", row_factors), ("dim_factors", dim_factors)):
-            if len(factors) != num_cores:
-                raise ValueError(
-                    f"{name} must have one entry per core = {num_cores} (ranks has "
-                    f"{num_cores - 1}), got {factors}"
-                )
-            for factor in factors:
-                check_count(f"each of {name}", factor)
         if math.prod(row_factors) < self.rows:
             raise ValueError(
                 f"row_factors {row_factors} multiply to {math.prod(row_factors)} < rows {self.rows}"

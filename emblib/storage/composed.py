@@ -38,6 +38,7 @@ from emblib.storage.base import (
     TableSlice,
     TensorLayout,
     dense_gradient_ns,
+    kinds,
     row_bytes,
     state_bytes,
     stored_as,
@@ -102,6 +103,9 @@ class ComposedStorage(Storage):
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
         """Return the components of a table with `num_embeddings` ids."""
         raise NotImplementedError
+
+    number_names: ClassVar[tuple[str, ...]] = ()
+    """Names of `mapping_numbers` in error messages; () for numbers without names."""
 
     def mapping_numbers(self) -> tuple[int, ...]:
         """Return the integers that parametrise `rows_read`.
@@ -244,7 +248,7 @@ class ComposedStorage(Storage):
 
     def layout_entry(self, num_embeddings: int) -> Tensor:
         """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
-        kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
+        kind = _fingerprint(self.plan_name, self.joining)
         numbers = [kind, num_embeddings, len(self.row_components), *self.mapping_numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -303,11 +307,31 @@ def _describe_difference(actual: Tensor | None, expected: Tensor) -> str:
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):
+        saved, here = _describe_layout(actual), _describe_layout(expected)
         return (
-            f"the ids of the saved table read other rows: {LAYOUT} (kind, ids, reads, numbers) is "
-            f"{actual.tolist()}, here {expected.tolist()}; use the storage of the saved table"
+            f"the ids of the saved table read other rows: its storage is {saved}, here {here}; use "
+            "the storage of the saved table"
         )
     return ""
+
+
+def _fingerprint(plan_name: str, joining: Combine) -> int:
+    """Return the number that stands for a kind of storage in a layout."""
+    return zlib.crc32(f"{plan_name} {joining.value}".encode())
+
+
+def _describe_layout(layout: Tensor) -> str:
+    """Describe a layout by its storage, e.g. "Hashed(num_embeddings=9, reads=1, ...)"."""
+    fingerprint, *numbers = layout.flatten().tolist() or [0]
+    for name, kind in kinds().items():
+        if not issubclass(kind, ComposedStorage):
+            continue
+        for joining in Combine:
+            if _fingerprint(name, joining) == fingerprint:
+                names = ("num_embeddings", "reads", *kind.number_names)
+                fields = {**dict(zip(names, numbers, strict=False)), "combine": joining.value}
+                return f"{name}({', '.join(f'{key}={value}' for key, value in fields.items())})"
+    return f"unknown ({LAYOUT} {layout.tolist()})"
 
 
 def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:

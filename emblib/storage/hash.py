@@ -7,6 +7,7 @@ hash table cannot be on meta; a `MetaPlaceholder` stands for it there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -74,6 +75,7 @@ _HOST_ROW_OVERHEAD = 1 + 4 * _WORD_BYTES
 class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity.
 
+    It is rounded up to a multiple of 32, as tables and their shards consist of buckets of 32 rows.
     Fields that are not listed here are options of `DynamicSpec`.
 
     Args:
@@ -117,12 +119,9 @@ class Hash(Storage):
     def __post_init__(self) -> None:
         if self.seed is not None:
             object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
-        for name, choice in (
-            ("eviction", Eviction),
-            ("insert_policy", InsertPolicy),
-            ("on_insert_failure", OnInsertFailure),
-        ):
-            object.__setattr__(self, name, choice(getattr(self, name)))
+        spec = self.spec(sys.maxsize, 1, "")  # checks the options
+        for name in _OPTIONS:
+            object.__setattr__(self, name, getattr(spec, name))
         if self.backing is not None:
             check_backing(self.backing)
             self.backing.check_shardable()
@@ -139,9 +138,7 @@ class Hash(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Return the spec of a table of this storage, for a table module."""
-        field_names = {f.name for f in fields(self)}
-        names = [f.name for f in fields(DynamicSpec) if f.name in field_names]
-        options = {choice: getattr(self, choice) for choice in names}
+        options = {option: getattr(self, option) for option in _OPTIONS}
         return DynamicSpec(rows, dim, name=name, **options)
 
     def check_slice(self, table_slice: TableSlice) -> None:
@@ -392,6 +389,10 @@ class Hash(Storage):
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         ns_per_row = rates.update_row_ns(table_slice, row, ids)
         return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
+
+
+# The options of `DynamicSpec` that `Hash` has.
+_OPTIONS = tuple(sorted({f.name for f in fields(Hash)} & {f.name for f in fields(DynamicSpec)}))
 
 
 def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:

@@ -64,6 +64,7 @@ class Hashed(ComposedStorage):
     seed: int = 0
 
     plan_name: ClassVar[str] = "Hashed"
+    number_names: ClassVar[tuple[str, ...]] = ("rows", "seed", "by_remainder")
 
     def __post_init__(self) -> None:
         for name in ("rows", "functions"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from emblib.ops import quant
 from emblib.optim import NO_UPDATE, Optimizer
-from emblib.specs import Pooling
+from emblib.specs import Pooling, check_count
 from emblib.storage.base import (
     KeyBlock,
     MemoryBytes,
@@ -51,8 +51,9 @@ class Quantized(Storage):
     has_dense_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", check_count("bits", self.bits))
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"bits must be 8, 4 or 2, got {self.bits!r}")
+            raise ValueError(f"bits must be 8, 4 or 2, got {self.bits}")
 
     def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a table with an optimizer."""

@@ -37,6 +37,7 @@ class QuotientRemainder(ComposedStorage):
     combine: Combine = Combine.MULTIPLY
 
     plan_name: ClassVar[str] = "QuotientRemainder"
+    number_names: ClassVar[tuple[str, ...]] = ("divisor",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "divisor", check_count("divisor", self.divisor))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from emblib.dynamic import TTCache
 from emblib.optim import Optimizer
-from emblib.specs import IdOrder, MatmulPrecision, Pooling, TTSpec, check_count
+from emblib.specs import IdOrder, MatmulPrecision, Pooling, TTSpec, check_cores, check_count
 from emblib.storage import cached_train
 from emblib.storage.base import (
     CutUnits,
@@ -93,6 +93,8 @@ class TensorTrain(Storage):
                     "one of row_factors and one of dim_factors may be -1, which follows from the "
                     f"others, but {name} is {getattr(self, name)}: write the factors"
                 )
+        check_cores(self.ranks, self.row_factors, self.dim_factors, computed=-1)
+        object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         find_initializer(self.init)
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "matmul", MatmulPrecision(self.matmul))

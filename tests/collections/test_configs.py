@@ -112,6 +112,29 @@ def test_kinds_refuse() -> None:
         TensorTrain((3, 2), init="zeros")
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_load": 0.0}, "max_load must be in"),
+        ({"initial_capacity": 0}, "initial_capacity must be >= 1"),
+        ({"initializer": 3}, "initializer must be"),
+        ({"ttl": -1}, "ttl must be >= 1"),
+        ({"admission": 3}, "admission must be"),
+        ({"fallback_rows": -1}, "fallback_rows must be >= 0"),
+        ({"default_value": float("nan")}, "default_value of DynamicSpec must be"),
+        ({"initial_state": "a"}, "initial_state of DynamicSpec must be"),
+    ],
+)
+def test_hash_refuses_options_at_construction(options: dict, error: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        Hash(**options)
+
+
+def test_bits_are_an_int() -> None:
+    with pytest.raises(TypeError, match="bits must be an int"):
+        Quantized(8.0)  # type: ignore[arg-type]
+
+
 def test_slices_are_tables_of_their_own() -> None:
     config = EmbeddingBagConfig(100, 8, "t")
     part = TableSlice(config, (10, 40), (4, 8))

@@ -120,8 +120,12 @@ def test_a_factor_follows_from_the_others(
         (lambda: TensorTrain((2,), (), (-1, -1)), "but dim_factors is"),
         (lambda: TensorTrain((-1,)), "but ranks is"),
         (lambda: TensorTrain.projected(0), "columns must be"),
-        (lambda: TensorTrain((2,), (-1, 0)).spec(9, 8, "t"), "each of row_factors"),
-        (lambda: TensorTrain((2,), (-2, -1)).spec(9, 8, "t"), "each of row_factors"),
+        (lambda: TensorTrain((2,), (-1, 0)), "each of row_factors"),
+        (lambda: TensorTrain((2,), (-2, -1)), "each of row_factors"),
+        (lambda: TensorTrain((0, 4)), "each rank must be >= 1, got 0"),
+        (lambda: TensorTrain(()), "ranks must have 1 to 3 entries"),
+        (lambda: TensorTrain((2, 2), (3, 3)), "row_factors must have one entry per core = 3"),
+        (lambda: TensorTrain((2, 2), seed=-1), "seed must be >= 0"),
         (lambda: TensorTrain((2,), (), (3, -1)).spec(9, 8, "t"), "must multiply to dim 8"),
         (
             lambda: EmbeddingBagCollection(
@@ -134,3 +138,9 @@ def test_a_factor_follows_from_the_others(
 def test_wrong_factors(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("ranks", ["a", (2.5,), 4])
+def test_ranks_are_ints(ranks: Any) -> None:
+    with pytest.raises(TypeError):
+        TensorTrain(ranks)
