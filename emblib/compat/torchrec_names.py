@@ -145,7 +145,8 @@ DIFFERS = {
     "EmbeddingTableConfig": "as `BaseEmbeddingConfig`",
     "DataType": "rows have FP32, FP16, BF16, INT8 or INT4; equal to the dtype of a configuration",
     "KeyedJaggedTensor": "validates sizes; `length_per_key` and `inverse_indices` are keywords; "
-    "other cached fields (`jt_dict`, `index_per_key`, ...) follow from the rest: nothing is stale",
+    "other cached fields (`jt_dict`, `index_per_key`, ...) follow from the rest: nothing is stale; "
+    "`dist_labels`, `dist_splits`, `dist_tensors` and `dist_init` are missing: `KJTAllToAll` sends",
     "JaggedTensor": "validates sizes",
     "KeyedTensor": "`offset_per_key` and `index_per_key` are computed, not taken",
     "PoolingType": "emblib's `Pooling`; `.value` is lower case",

@@ -268,7 +268,12 @@ class JaggedTensor(metaclass=TracedClass):
     # Devices
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "JaggedTensor":
-        """Return the bags on `device`, as `Tensor.to` does; tensors that are there are shared."""
+        """Return the bags on `device`, as `Tensor.to` does; tensors that are there are shared.
+
+        Raises:
+            TypeError: a dtype in place of the device.
+        """
+        refuse_dtype(device)
         return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
@@ -425,6 +430,15 @@ def running_sums(lengths: Tensor) -> Tensor:
     offsets = lengths.new_zeros(lengths.numel() + 1)
     torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
     return offsets
+
+
+def refuse_dtype(device: Any) -> None:
+    """Raise TypeError for a dtype in place of a device, which would cast ids and lengths."""
+    if isinstance(device, torch.dtype):
+        raise TypeError(
+            f"a batch moves to a device, got {device}, which would cast ids and lengths too; "
+            "construct a batch from the tensors that you convert"
+        )
 
 
 def flat_integers(tensor: Tensor, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from emblib.jagged.jagged_tensor import (
     keyed_text,
     no_bags,
     no_tensor,
+    refuse_dtype,
     running_sums,
     too_few_weights,
     wrong_offsets,
@@ -687,8 +688,12 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     ) -> "KeyedJaggedTensor":
         """Return the batch on `device`, with weights of `dtype` if given, as `Tensor.to` does.
 
-        Tensors that are there already are shared, not copied.
+        Tensors that are there already are shared, not copied. Ids keep their dtype.
+
+        Raises:
+            TypeError: a dtype in place of the device.
         """
+        refuse_dtype(device)
         on_device = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
         if dtype is not None and on_device._weights is not None:
             on_device._weights = on_device._weights.to(dtype)

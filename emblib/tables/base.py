@@ -522,10 +522,30 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()
 
 
+class _Warned:
+    """The last function of `nn.Module._apply` that tables warned of, and what they named."""
+
+    fn: Callable[[Tensor], Tensor] | None = None
+    arguments: ClassVar[set[str]] = set()
+
+
+def _has_warned(fn: Callable[[Tensor], Tensor], argument: str) -> bool:
+    """Return whether another table warned of `fn` already; note that this one does."""
+    if _Warned.fn is not fn:
+        _Warned.fn = fn
+        _Warned.arguments.clear()
+    has_warned = argument in _Warned.arguments
+    _Warned.arguments.add(argument)
+    return has_warned
+
+
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
-    """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
+    """Warn where a function of `nn.Module._apply` would change the dtype of a table.
+
+    A model calls one function for all its tables: the first of them warns.
+    """
     requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
-    if requested_dtype != torch.float32:
+    if requested_dtype != torch.float32 and not _has_warned(fn, argument):
         warnings.warn(
             f"emblib: tables keep their dtypes, {requested_dtype} is ignored; choose them when "
             f"making one: {argument}, in a collection data_type= of the configuration",

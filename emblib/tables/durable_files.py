@@ -410,6 +410,9 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
             sync of its directory failed.
     """
     target = Path(os.path.realpath(path))  # follow links
+    if not target.parent.exists():
+        folder = str(target.parent)
+        raise FileNotFoundError(errno.ENOENT, f"cannot save {target.name}: no such folder", folder)
     new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEW_SUFFIX}")
     with replacing(target, new_path) as file:
         yield file

@@ -137,3 +137,10 @@ def test_a_failed_write_leaves_the_old_file(
 
 def test_the_bytes_of_a_file_do_not_change_between_writes(tmp_path: Path) -> None:
     assert written(tmp_path / "a") == written(tmp_path / "b")
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "missing"
+    with pytest.raises(FileNotFoundError, match="cannot save x: no such folder") as caught:
+        frozen_file.write(folder / "x", "kind", {}, {})
+    assert caught.value.filename == str(folder)

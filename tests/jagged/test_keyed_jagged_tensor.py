@@ -400,6 +400,9 @@ def test_moves_take_non_blocking_by_position() -> None:
     batch = KeyedJaggedTensor(["a"], torch.arange(2), torch.ones(2), torch.tensor([1, 1]))
     assert batch.to("cpu", True, torch.float16).weights().dtype is torch.float16
     assert batch["a"].to("cpu", True).values().tolist() == [0, 1]
+    for bags in (batch, batch["a"]):  # keys of 64 bits would wrap
+        with pytest.raises(TypeError, match="a batch moves to a device"):
+            bags.to(torch.int32)
 
 
 @pytest.mark.parametrize("differing", [False, True])

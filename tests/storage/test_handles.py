@@ -314,3 +314,13 @@ def test_other_dtypes_are_told_to_have_no_effect(make: Callable[[], nn.Module]) 
         warnings.simplefilter("error")
         model.float()
         model.to("cpu")
+
+
+def test_a_model_warns_once_of_a_dtype() -> None:
+    kinds = [Dense(), TensorTrain((2,)), Hashed(5), Hash()]
+    tables = [EmbeddingBagConfig(10, 8, f"t{i}", storage=kind) for i, kind in enumerate(kinds)]
+    model = nn.Sequential(EmbeddingBagCollection(tables), EmbeddingBagCollection(tables[:1]))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="tables keep their dtypes") as caught:
+            model.half()
+        assert len(caught) == 1
