@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.fused_states import (
     FusedTableEntry,
@@ -166,6 +167,7 @@ class TableCollection(nn.Module):
         self._own_handles()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
+        self._has_keyed = any(config.storage.is_keyed for config in self.configs)
         self._features_in_order = [self._units[u].feature for u in groups.order]
         # Of the last batch: its keys, the positions of `_features_in_order` in them, and these
         # positions on the GPU.
@@ -200,11 +202,23 @@ class TableCollection(nn.Module):
 
     def _is_exportable(self) -> bool:
         """Return whether a lookup reads no number of the batch on the host, and no keys."""
-        return self.groups.is_one and not any(config.storage.is_keyed for config in self.configs)
+        return self.groups.is_one and not self._has_keyed
 
-    def _in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch with only the features that tables read, in the order of `groups`."""
+    def _checked(self, features: Any) -> KeyedJaggedTensor:
+        """Return the batch with only the features that tables read, in the order of `groups`.
+
+        Where ids are selected by numbers on the host, these are checked; kernels check the rest.
+        """
+        if self._is_in_order(features):
+            check_ids(features.values(), has_keyed=self._has_keyed)
+            is_cut = not self.groups.is_one or self.groups.pooling is Pooling.NONE
+            return checked_batch(features, self.bounds_check) if is_cut else features
         batch = KeyedJaggedTensor.adopt(features)
+        check_ids(batch.values(), has_keyed=self._has_keyed)
+        return self._in_order(checked_batch(batch, self.bounds_check))
+
+    def _in_order(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Select the features that tables read, in the order of `groups`."""
         keys, positions, gpu_positions = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
@@ -532,7 +546,7 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: the collection is weighted and the batch is not, or features differ in their
                 bags and the batch has no inverse indices.
         """
-        batch = features if self._is_in_order(features) else self._in_order(features)
+        batch = self._checked(features)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
         if batch.values().is_meta:  # without data: shapes
@@ -717,7 +731,7 @@ class EmbeddingCollection(TableCollection):
             KeyError: the batch lacks a feature of a table.
             RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
         """
-        batch = features if self._is_in_order(features) else self._in_order(features)
+        batch = self._checked(features)
         vectors = self._vectors(batch)
         lengths = batch.lengths().split(batch.stride_per_key())
         ids: Sequence[Tensor | None] = [None] * len(vectors)

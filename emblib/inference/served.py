@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.modules import TableCollection, table_features
 from emblib.dynamic.handles import DynamicTable
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
@@ -171,6 +172,15 @@ class InferenceCollection(nn.Module):
         self.features = tuple(features)
         self.parts = nn.ModuleList([tables for tables, _ in parts])
         self.positions = [list(positions) for _, positions in parts]
+        self._has_index, self._bounds_check = False, BoundsCheck.WARNING
+        for tables, positions in parts:
+            rows = tables.rows if isinstance(tables, InferenceEmbeddingBags) else tables
+            self._has_index |= rows is not tables
+            self._bounds_check = rows.bounds_check
+            rows.feature_labels = [
+                f"feature {features[position].feature!r}, table {rows.table_names[table]!r}"
+                for position, table in zip(positions, rows.feature_tables, strict=True)
+            ]
         self._names = [feature.name for feature in features]
         self._dims = [feature.dim for feature in features]
 
@@ -199,6 +209,8 @@ class InferenceCollection(nn.Module):
                 f"the batch must have the features of all tables: missing are {missing}, there are "
                 f"{batch.keys()}"
             )
+        check_ids(batch.values(), has_keyed=self._has_index)
+        batch = checked_batch(batch, self._bounds_check)
         for tables, positions in zip(self.parts, self.positions, strict=True):
             feature_order = [index[self.features[position].feature] for position in positions]
             if feature_order == list(range(len(batch.keys()))):

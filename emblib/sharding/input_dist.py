@@ -64,6 +64,7 @@ class LocalBatch(NamedTuple):
         offsets: int32 or int64 `[bags + 1]`, first id of each bag, then the number of ids.
         weights: float32 `[L]`; None for unweighted lookups.
         bag_counts: number of bags per feature.
+        id_counts: number of ids per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
         counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
@@ -74,6 +75,7 @@ class LocalBatch(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     bag_counts: list[int]
+    id_counts: list[int]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
     counts: Tensor | None = None
@@ -90,10 +92,6 @@ class LocalBatch(NamedTuple):
         if self.is_variable or not features:
             return torch.tensor(bounds_of([self.bag_counts[f] for f in features]), device=device)
         return torch.arange(len(features) + 1, device=device) * self.bag_counts[0]
-
-    def num_ids(self) -> list[int]:
-        """Count the ids of each feature; synchronizes with the device."""
-        return [end - start for start, end in pairwise(self.starts().tolist())]
 
 
 class OutgoingBatch(NamedTuple):
@@ -375,11 +373,10 @@ class InputDist(nn.Module):
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
         starts = inputs.starts()
-        first_ids = starts.tolist()
-        ids_per_unit = [first_ids[f + 1] - first_ids[f] for f in self._unit_features]
+        ids_per_unit = [inputs.id_counts[f] for f in self._unit_features]
         num_ids = [sum(ids_per_unit[begin:end]) for begin, end in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
-        if not (self._in_order and first_ids[0] == 0 and first_ids[-1] == ids.numel()):
+        if not (self._in_order and sum(inputs.id_counts) == ids.numel()):
             lengths = self._lengths_in_order(inputs)
             ids = route.gather_segments(ids, starts, self.unit_features, sum(num_ids))
             if weights is not None:
@@ -388,7 +385,7 @@ class InputDist(nn.Module):
                 )
         unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
         num_bags = [sum(unit_bags[begin:end]) for begin, end in self._unit_ranges]
-        num_replicated_ids = sum(first_ids[f + 1] - first_ids[f] for f in self._replicated_features)
+        num_replicated_ids = sum(inputs.id_counts[f] for f in self._replicated_features)
         unit_starts = [0, *accumulate(ids_per_unit)]
         lengths = lengths.to(ids.dtype)
         return OutgoingBatch(

@@ -192,8 +192,7 @@ class SequenceTables(ShardedTables):
         order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
-        num_ids = received.inputs.num_ids()
-        unit_rows = local.split([num_ids[f] for f in order])
+        unit_rows = local.split([received.inputs.id_counts[f] for f in order])
         return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
@@ -521,7 +520,8 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         repeated = counts = None
         if self.dedup and features is not None:
-            features, repeated = _without_repeats(features, self._features())
+            batch = self._sequence_tables()[0].checked(KeyedJaggedTensor.adopt(features))
+            features, repeated = _without_repeats(batch, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
         requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
         return Inputs(requests, partial(_SequenceBatch, repeated=repeated))
@@ -661,7 +661,7 @@ class _SequenceBatch(NamedTuple):
 
 
 def _without_repeats(
-    features: KeyedJaggedTensor, keys: Sequence[str]
+    batch: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
     """Return a batch with each feature's distinct ids in one bag, and what expands the results.
 
@@ -670,7 +670,6 @@ def _without_repeats(
     Raises:
         KeyError: the batch lacks a feature.
     """
-    batch = KeyedJaggedTensor.adopt(features)
     distinct, repeated = [], {}
     for key in keys:
         jagged = batch[key]
@@ -687,7 +686,7 @@ def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, T
     """Return vectors `[L, dim]`, lengths of bags and ids per feature; `values` are all vectors."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bag_counts)
-    counts = inputs.num_ids()
+    counts = inputs.id_counts
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 
 

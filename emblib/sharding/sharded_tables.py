@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
@@ -188,11 +189,10 @@ def reordered(
     """Return ids, offsets and weights of some features; `order` has the same feature numbers.
 
     `order` is int64 `[n]` on the device of the batch. Ids are `[L]` of these features, offsets
-    `[bags + 1]` in the dtype of the lengths, weights `[L]` or None. Waits for the device.
+    `[bags + 1]` in the dtype of the lengths, weights `[L]` or None.
     """
     first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-    starts, num_ids = inputs.starts(), inputs.num_ids()
-    total = sum(num_ids[f] for f in features)
+    starts, total = inputs.starts(), sum(inputs.id_counts[f] for f in features)
     num_bags = sum(inputs.bag_counts[f] for f in features)
     lengths = route.gather_segments(inputs.lengths, first_bags, order, num_bags)
     ids = route.gather_segments(inputs.ids, starts, order, total)
@@ -423,6 +423,8 @@ class ShardedTables(nn.Module):
         self.scale = 1.0 / ranks.size if is_mean else 1.0
         self.configs = tuple(configs)
         self._is_weighted = pooled and source.is_weighted()
+        self._bounds_check = source.bounds_check
+        self._has_keyed = any(config.storage.is_keyed for config in configs)
         self._check_plan()
         device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
@@ -598,6 +600,7 @@ class ShardedTables(nn.Module):
         """Return the features of the tables, in the order of the layout."""
         if not isinstance(features, KeyedJaggedTensor):
             features = KeyedJaggedTensor.adopt(features)
+        features = self.checked(features)
         keys = features.keys()
         if keys != self._keys:
             features = features.permute(self._order(tuple(keys)))
@@ -607,9 +610,15 @@ class ShardedTables(nn.Module):
             features.offsets(),
             self._weights(features),
             features.stride_per_key(),
+            features.length_per_key(),
             features.variable_stride_per_key(),
             self._inverse(features),
         )
+
+    def checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return a batch with valid lengths, see `checked_batch`, before any of it is sent."""
+        check_ids(features.values(), has_keyed=self._has_keyed)
+        return checked_batch(features, self._bounds_check)
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the weights of a batch in float32; None if the collection is not weighted."""

@@ -55,6 +55,12 @@ class BoundsCheck(Choice):
     nothing: it equals IGNORE for offsets that never decrease, and is memory-safe but otherwise
     unspecified for others.
 
+    A collection treats the lengths of a batch in the same way whatever the order of its keys, its
+    tables and its ranks. If they do not add up to the number of ids, FATAL raises; the other modes
+    clamp offsets and give the last bag the ids that no bag has, and WARNING warns, or raises for
+    ids behind the bags of an only feature. After a negative length bags would have ids of others:
+    FATAL and, on the CPU and not compiled, WARNING raise; IGNORE and NONE take its bag as empty.
+
     Example:
         >>> tables, check = [emblib.TableSpec(rows=3, dim=4)], emblib.BoundsCheck
         >>> bags = emblib.TableBatchedEmbeddingBags(tables, bounds_check=check.IGNORE)
@@ -65,7 +71,7 @@ class BoundsCheck(Choice):
         >>> bags(torch.tensor([7]), bag)
         Traceback (most recent call last):
             ...
-        RuntimeError: ...indices of feature 0 must be in [0, 3), or -1 for a pruned one, got 7...
+        RuntimeError: ...indices of feature 0, table 'table_0' must be in [0, 3), or -1 for a ...
     """
 
     FATAL = "fatal"

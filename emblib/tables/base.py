@@ -39,7 +39,13 @@ from emblib.specs import (
     check_count,
 )
 from emblib.tables import hyperparameters, parameters, state_dicts
-from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
+from emblib.tables.bounds_report import (
+    BOUNDS_MESSAGE,
+    first_violation,
+    named_violation,
+    negative_length,
+    report_of,
+)
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated
@@ -633,7 +639,7 @@ def check_bounds(
     Raises:
         RuntimeError: the batch is not on the module's device; out of bounds in mode FATAL
             (on CUDA a device assert, see `BoundsCheck`); in mode WARNING on the CPU, offsets that
-            would skip ids or a bag, also in compiled graphs.
+            would skip ids or a bag, also in compiled graphs, and negative lengths in a collection.
     """
     device = module.features.device
     if indices.device != device or offsets.device != device:
@@ -658,9 +664,13 @@ def check_bounds(
         if counts:
             report_of(module).add_check(module, message)
         return repaired
-    repaired, violations = tbe.check_bounds(
-        indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
-    )
+    arguments = indices, offsets, features, bag_layout, codes.BOUNDS_CHECK[mode.value]
+    if mode is BoundsCheck.FATAL and not torch.compiler.is_compiling():
+        try:
+            return tbe.check_bounds(*arguments)[0]
+        except RuntimeError as error:
+            raise named_violation(module, error, offsets, bag_layout) from None
+    repaired, violations = tbe.check_bounds(*arguments)
     if mode is not BoundsCheck.WARNING or is_prefetch:
         return repaired
     if isinstance(violations, FakeTensor):
@@ -674,6 +684,9 @@ def check_bounds(
             report_of(module).add_check(module, message)
         return repaired
     bad_indices, bad_offsets = violations.tolist()
+    negative = negative_length(module, offsets, bag_layout) if bad_offsets else None
+    if negative is not None:
+        raise negative
     if (bad_indices or bad_offsets) and not is_repeated():
         module.bounds_violations.add_(violations)
         location = first_violation(module, indices, repaired, features, bag_layout)

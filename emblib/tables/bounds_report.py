@@ -5,6 +5,7 @@ memory. `BoundsReport` copies the counts to pinned memory every few checks, and 
 is complete, so the host never waits.
 """
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,43 @@ def feature_label(module: Any, feature: int) -> str:
     if labels is not None:
         return labels[feature]
     return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
+
+
+def named_violation(
+    module: Any, error: RuntimeError, offsets: Tensor, bag_layout: Tensor | None
+) -> RuntimeError:
+    """Return the error of a check in mode FATAL, with names in place of a feature's number.
+
+    Arguments are those of `first_violation`, with offsets that are not repaired.
+    """
+    if "not decrease" in str(error):
+        negative = negative_length(module, offsets, bag_layout)
+        if negative is not None:
+            return negative
+
+    def label(number: re.Match[str]) -> str:
+        return f"indices of {feature_label(module, int(number[1]))}"
+
+    return RuntimeError(re.sub(r"indices of feature (\d+)", label, str(error)))
+
+
+def negative_length(module: Any, offsets: Tensor, bag_layout: Tensor | None) -> RuntimeError | None:
+    """Return an error if offsets on the CPU decrease in a module of a collection.
+
+    There a bag has a negative length, and any repair would give later bags the ids of others.
+    Arguments are those of `first_violation`, with offsets that are not repaired.
+    """
+    steps = offsets.diff()
+    labels: Sequence[str] | None = getattr(module, "feature_labels", None)
+    if labels is None or not bool((steps < 0).any()):
+        return None
+    bag = int((steps < 0).nonzero()[0])
+    bags_per_feature = max(len(steps) // len(labels), 1)
+    feature = bag // bags_per_feature if bag_layout is None else int(bag_layout[bag, 0])
+    return RuntimeError(
+        f"bounds_check: lengths must be >= 0, got {int(steps[bag])} in {labels[feature]} "
+        "(are they offsets that decrease?)"
+    )
 
 
 def _features_phrase(module: Any) -> str:

@@ -159,6 +159,7 @@ class QuantizedEmbeddingBags(nn.Module):
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
     _layout: list[FeatureRow]  # the values of `features`
     _check: LookupBoundsCheck | None = None
+    feature_labels: list[str] | None = None  # names for messages, which a collection sets
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from emblib import (
     optim,
     storage,
 )
+from emblib.inference import for_inference
 from emblib.sharding import (
     DistributedModelParallel,
     RankGroup,
@@ -45,7 +47,7 @@ BARE: dict[str, Callable[..., Any]] = {
     "cached train": lambda **o: CachedTTEmbeddingBags(
         TRAINS, TTCache(8), feature_tables=FEATURES, **o
     ),
-    "quantised": lambda **o: QuantizedEmbeddingBags.from_float(BARE["dense"](**o)),
+    "quantised": lambda **o: QuantizedEmbeddingBags.from_float(BARE["dense"](), **o),
 }
 KINDS = {
     "dense": storage.Dense(),
@@ -122,7 +124,7 @@ def test_a_copy_keeps_check_and_names(change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_collection_takes_the_advice_of_the_warning(kind: str) -> None:
     fatal = collection(kind, bounds_check=BoundsCheck.FATAL)
-    with pytest.raises(RuntimeError, match="index"):
+    with pytest.raises(RuntimeError, match="indices of feature 'seen', table 'goods' must be"):
         fatal(batch())
     assert fatal(batch(19)).values().shape == (1, 12)
     ignoring = collection(kind, bounds_check=BoundsCheck.IGNORE)
@@ -139,8 +141,27 @@ def test_tables_of_several_kernels_and_sequences() -> None:
         in messages(lambda: EmbeddingCollection(configs)(batch()))[0]
     )  # positions count in the ids of a kernel
     fatal = EmbeddingCollection(configs, bounds_check=BoundsCheck.FATAL)
-    with pytest.raises(RuntimeError, match="index"):
+    with pytest.raises(RuntimeError, match="indices of feature 'seen', table 'goods' must be"):
         fatal(batch())
+
+
+@pytest.mark.parametrize("kind", BARE)
+def test_a_fatal_check_of_a_module_names_the_table(kind: str) -> None:
+    module = BARE[kind](bounds_check=BoundsCheck.FATAL)
+    ids, offsets = torch.tensor([1, 2, 20]), torch.tensor([0, 1, 2, 3])
+    with pytest.raises(RuntimeError, match="indices of feature 2, table 'goods' must be in"):
+        module(ids, offsets)
+
+
+def test_frozen_collections_name_the_feature(tmp_path: Path) -> None:
+    path = str(tmp_path / "tables.frozen")
+    emblib.freeze(collection("dense"), path)
+    for served in (for_inference(collection("dense")), emblib.open_frozen(path)):
+        (text,) = messages(lambda served=served: served(batch()))
+        assert WHERE in text
+    emblib.freeze(collection("dense", bounds_check=BoundsCheck.FATAL), path)
+    with pytest.raises(RuntimeError, match="indices of feature 'seen', table 'goods' must be"):
+        emblib.open_frozen(path)(batch())
 
 
 def test_mixed_pooling() -> None:

@@ -1,0 +1,133 @@
+"""Checks of a batch that its collection reorders, splits or sends, and of the ids of any batch.
+
+The kernels check the offsets that they get. Where a collection first cuts the ids of a batch by
+numbers on the host, wrong lengths would be lost: kernels get as many ids as the offsets count. So
+`checked_batch` compares these numbers with the number of ids, with the result of the kernels' check
+of the whole batch. Valid batches pay a comparison of numbers that the host needs anyway.
+"""
+
+import warnings
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from emblib.jagged import KeyedJaggedTensor
+from emblib.ops.route import is_captured
+from emblib.specs import BoundsCheck
+from emblib.tables.bounds_report import is_padded
+from emblib.tables.parameters import caller_level
+from emblib.tables.recomputation import is_repeated
+
+_LENGTHS_MESSAGE = (
+    "offsets out of bounds: the lengths of the bags add up to {total}, but there are {count} ids"
+)
+
+
+def check_ids(ids: Tensor, *, has_keyed: bool) -> None:
+    """Raise unless the values of a batch can be ids; reads no values.
+
+    Args:
+        ids: the values.
+        has_keyed: whether some tables have keys instead of row numbers, which may be uint64.
+
+    Raises:
+        TypeError: a dtype other than int32 and int64.
+        ValueError: another number of dimensions than 1.
+    """
+    is_integer = ids.dtype is torch.int64 or ids.dtype is torch.int32
+    if not is_integer and not (has_keyed and ids.dtype is torch.uint64):
+        raise TypeError(
+            f"ids must be int32 or int64, got values of {ids.dtype}: make the KeyedJaggedTensor "
+            "with values.to(torch.int64)"
+        )
+    if ids.dim() != 1:
+        raise ValueError(
+            f"ids must have 1 dimension, got values of {list(ids.shape)}: make the "
+            "KeyedJaggedTensor with values.reshape(-1)"
+        )
+
+
+def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
+    """Return a batch whose bags cover its ids in order: the batch itself if it is valid.
+
+    Reads `offset_per_key` from the device if it is not known. It is not read, and nothing checked,
+    in `torch.export`, in graphs with `capture_scalar_outputs`, and while a CUDA graph is captured:
+    the host has no numbers then. Violations within a feature are left to the kernels.
+
+    Args:
+        batch: the batch.
+        check: the reaction to a batch that is not valid. WARNING, IGNORE and NONE return a repaired
+            one: offsets are clamped, and the last bag gets ids that no bag has.
+
+    Raises:
+        RuntimeError: the batch is not valid, in mode FATAL. In mode WARNING a length is negative,
+            or ids are before the first bag or behind that of the only feature.
+    """
+    values = batch.values()
+    if batch.offset_per_key_or_none() is None and (is_captured(values) or _is_traced_whole()):
+        return batch
+    bounds, count = batch.offset_per_key(), values.size(0)
+    is_valid = bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
+    is_valid = is_valid or not any(batch.stride_per_key())  # without bags no id is looked up
+    return batch if is_valid else _repaired(batch, check)
+
+
+def _is_traced_whole() -> bool:
+    """Return whether numbers that are read from tensors are unknown in the graph being traced."""
+    if torch.compiler.is_exporting():
+        return True
+    return torch.compiler.is_compiling() and torch._dynamo.config.capture_scalar_outputs  # noqa: SLF001
+
+
+def _repaired(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
+    """Return a batch that is not valid with repaired offsets, see `checked_batch`."""
+    offsets, values = batch.offsets(), batch.values()
+    count, first, total = values.size(0), int(offsets[0]), int(offsets[-1])
+    reports = check in (BoundsCheck.FATAL, BoundsCheck.WARNING)
+    if reports:
+        _refuse_negative(batch)
+        if first != 0 and not is_padded() and bool((values[:first] != -1).any()):
+            raise RuntimeError(
+                f"bounds_check: offsets must begin with 0, got {first}: no bag would have the ids "
+                "before it (are they offsets, not lengths?)"
+            )
+    if total != count and reports:
+        text = _LENGTHS_MESSAGE.format(total=total, count=count)
+        if check is BoundsCheck.FATAL or (total < count and len(batch.keys()) == 1):
+            raise RuntimeError(f"bounds_check: {text} (are they offsets, not lengths?)")
+        if not is_repeated():
+            warnings.warn(
+                f"emblib: {text}; offsets are clamped, and the last bag, of feature "
+                f"{batch.keys()[-1]!r}, gets ids that no bag has (are they offsets, not lengths? "
+                "bounds_check=BoundsCheck.FATAL raises instead)",
+                stacklevel=caller_level(),
+            )
+    clamped = offsets.clamp(0, count).cummax(0).values
+    clamped[-1] = count
+    return KeyedJaggedTensor.from_valid(
+        batch.keys(),
+        values,
+        batch.weights_or_none(),
+        None,
+        clamped,
+        batch.stride(),
+        batch.inverse_indices_or_none(),
+        batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
+    )
+
+
+def _refuse_negative(batch: KeyedJaggedTensor) -> None:
+    """Raise RuntimeError if a length is negative: later bags would get ids of other bags."""
+    negative = (batch.offsets().diff() < 0).nonzero()
+    if not len(negative):
+        return
+    bag = int(negative[0])
+    ends = list(accumulate(batch.stride_per_key()))
+    feature = next(f for f, end in enumerate(ends) if bag < end)
+    length = int(batch.offsets()[bag + 1] - batch.offsets()[bag])
+    raise RuntimeError(
+        f"bounds_check: lengths must be >= 0, got {length} for bag "
+        f"{bag - ends[feature] + batch.stride_per_key()[feature]} of feature "
+        f"{batch.keys()[feature]!r} (are they offsets that decrease?)"
+    )
