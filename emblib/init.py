@@ -8,15 +8,18 @@ after an eviction. `ByRows` is for the other tables of a collection.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
-# Of an interval of a truncated normal distribution, as far tails are drawn inexactly; not measured.
+# Least probability of the interval of a TruncatedNormal, as far tails are drawn inexactly; not
+# measured.
 _MIN_PROBABILITY = 1e-3
 
 
 @dataclass(frozen=True)
 class Uniform:
     """Draw uniformly from [low, high); the default is +-1/sqrt(capacity).
+
+    Rounding to the dtype of the table may give a value just outside the interval.
 
     Example:
         >>> emblib.init.Uniform(-0.1, 0.1)
@@ -56,7 +59,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Draw from the normal distribution truncated to [low, high].
+    """Draw from the normal distribution truncated to [low, high], then round to the table's dtype.
 
     The default interval is two standard deviations to either side of the mean. The interval must
     hold at least a thousandth of the distribution.
@@ -144,14 +147,20 @@ def check_finite(spec: Any, *names: str) -> None:
     """Convert fields of a frozen dataclass to float; raise ValueError unless they are finite."""
     for name in names:
         value = getattr(spec, name)
-        if isinstance(value, str | bool) or not math.isfinite(value):
+        if not _is_finite(value):
             kind = type(spec).__name__
             raise ValueError(f"{name} of {kind} must be a finite number, got {value!r}")
         object.__setattr__(spec, name, float(value))
 
 
+def _is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
 def _check_interval(spec: Any, low: float, high: float) -> None:
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+    if not (_is_finite(low) and _is_finite(high) and low < high):
         raise ValueError(
             f"low and high of {type(spec).__name__} must be finite and low < high, got {low} and "
             f"{high}; for one value use Constant"
@@ -164,7 +173,7 @@ class ByRows:
 
     A rank of a sharded table fills only the blocks of its own rows; with any other `init_fn` each
     rank fills the whole table. Before each block torch's generators are seeded by the table and the
-    number of the block, so that values do not depend on the plan.
+    number of the block, so that values do not depend on the plan on one kind of device.
 
     Args:
         function: function of a tensor `[n, embedding_dim]` to fill and the range of its n rows in

@@ -41,9 +41,9 @@ NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
 BUDGETS = ("cell_seconds", "total_seconds")  # keys of `timing`, see `_scale_budgets`
 
 
-@functools.cache  # of Hydra's stores, which are this process's; the schema takes long to convert
+@functools.cache  # once per process, whose Hydra has one store; the schema takes long to convert
 def register() -> None:
-    """Register the schema and the resolver ${cpu_gpu:a,b} (a on a CPU, b on a GPU) with Hydra."""
+    """Register the schema and the resolver ${cpu_gpu:a,b}: a on a CPU, b on a GPU."""
 
     def cpu_gpu(cpu: Any, gpu: Any, *, _root_: DictConfig) -> Any:
         kind = cast(DeviceKind, _root_.device.kind)
@@ -83,12 +83,15 @@ def load(arguments: Sequence[str]) -> Config:
 
 
 def composed_yaml(arguments: Sequence[str]) -> str:
-    """Return the configuration of the words of a command line before its check, as YAML."""
+    """Return the configuration of the words of a command line as YAML, before `check_values`."""
     return OmegaConf.to_yaml(_compose(arguments))
 
 
 def _compose(arguments: Sequence[str]) -> DictConfig:
-    """Compose conf/ and the words of a command line, without checking values; raise UsageError."""
+    """Compose conf/ and the words of a command line; raise UsageError.
+
+    Keys, types and choices are checked, but not the rules of `check_values`.
+    """
     register()
     overrides = [re.sub(r"^experiment=", "+experiment=", a) for a in arguments]
     check_keys(overrides)
@@ -123,7 +126,12 @@ def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Convert a composed configuration to a Config and check its values; raise UsageError."""
+    """Convert a composed configuration to a Config and check its values.
+
+    Raises:
+        UsageError: a value breaks a rule.
+        OmegaConfBaseException: an interpolation cannot be resolved.
+    """
     config = cast(Config, OmegaConf.to_object(composed))
     _convert_modes(config)
     complete_options(config)

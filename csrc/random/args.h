@@ -1,8 +1,11 @@
 // The arguments of `fill_uniform_` on any device, and the function table of its CPU kernels.
-// Element i of the tensor is low + span * u, where u in [0, 1) depends only on the seed and on i.
+// Element i of the tensor is low + span * u, rounded once, where u in [0, 1) depends only on the seed and on i.
 #pragma once
 
+#include <cmath>
+
 #include "core/dtype.h"
+#include "core/portability.h"
 
 namespace emb {
 
@@ -12,6 +15,10 @@ struct UniformArgs {
   int64_t numel;
   float low, span;
   uint64_t seed;
+
+  // Return the element for u. A compiler may contract `low + span * u` or not, so that processors
+  // would differ in the last bit.
+  EMB_HD float value(float u) const { return fmaf(span, u, low); }
 };
 
 // Elements per block of the CPU kernel: kBlockWords, the words of its block of Philox counters.

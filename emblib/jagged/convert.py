@@ -15,8 +15,8 @@ JaggedTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
     """Return the tensors of jagged `nested` `[B, j, ...]`, and of `weights` of the same lengths.
 
-    They share the memory of the arguments unless there are holes between bags. With weights, the
-    function waits for a GPU, to compare the lengths.
+    They share the memory of the arguments unless there are holes between bags. With weights or
+    holes the function waits for a GPU, to compare the lengths or to pack the bags.
 
     Raises:
         TypeError: not a nested tensor, another layout, or raggedness in another dimension.

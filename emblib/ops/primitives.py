@@ -1,6 +1,7 @@
 """Grouping by key, the primitive of every backward pass, cache and hash table; random numbers.
 
-`group(keys[L], num_keys)` returns, all padded to static sizes so that nothing waits for the device:
+`group(keys[L], num_keys)`, of int32 or int64 keys, L < 2^31, returns tensors that are padded to
+static sizes, so that nothing waits for the device:
 
 - `unique [L]` the distinct keys, ascending, dtype of `keys`; entries from `count` on are 0
 - `segments` int32 `[L + 1]`, group u is `permutation[segments[u] : segments[u + 1]]`; entries
@@ -9,13 +10,15 @@
 - `count` int32 `[1]`, number of groups, on the device of `keys`
 
 Keys outside `[0, num_keys)` belong to no group and sort to the end. `group_inverse` gives the group
-of each input position, int32 `[L]`, -1 for none. Source: radix sort, most significant digit first
-on the CPU (see csrc/group/group_items.h), CUB's on CUDA.
+of each input position, int32 `[L]`, -1 for none; it takes `segments`, `permutation` and `count`.
+Source: radix sort; see csrc/group/group_items.h for the CPU. On CUDA csrc/group/small_group.cuh
+sorts small batches, CUB the others.
 
 `fill_uniform_(tensor, low, high, seed)` fills a contiguous float32, float16 or bfloat16 tensor with
-`low + (high - low) * u`, where `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the
-seed and the position: it is the same on any device and any number of threads. Source: Philox4x32-10
-(Salmon et al., 2011).
+`low + (high - low) * u`, rounded once to float32 and then to the dtype, which may give `high`
+itself. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the seed and the position,
+so the values are the same on any device and any number of threads. Source: Philox4x32-10 (Salmon et
+al., 2011).
 """
 
 import torch

@@ -2,12 +2,14 @@
 
 Sources come from git or from the working tree. Native libraries are cached by the content of their
 sources, so that revisions which differ only in Python share them. Where both revisions have the
-sources of the installed libraries, these serve both and nothing is compiled.
+native sources of the working tree, the installed libraries serve both and nothing is compiled; that
+these were built from them is not checked.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -189,8 +191,9 @@ def snapshot(name: str, device: str, say: Say) -> Revision:
 
 
 def _build_key(revision: Revision, cuda: str) -> str:
-    """Return a key of everything that determines a build: sources, torch, compiler, settings."""
-    settings = [cuda, *(os.environ.get(k, "") for k in ("TORCH_CUDA_ARCH_LIST", "CXX"))]
+    """Return a key of what determines a build: sources, torch, the C++ compiler, variables."""
+    variables = ("TORCH_CUDA_ARCH_LIST", "CXX", "CXXFLAGS", "CUDACXX", "CUDAFLAGS", "CUDA_HOME")
+    settings = [cuda, *(os.environ.get(name, "") for name in variables)]
     try:
         command = [os.environ.get("CXX", "c++"), "--version"]
         compiler = subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
@@ -198,7 +201,8 @@ def _build_key(revision: Revision, cuda: str) -> str:
         compiler = ""
     torch = importlib.util.find_spec("torch")
     digest = _sources_digest(revision.folder, "csrc/")
-    words = [digest, compiler, str(torch and torch.origin), *settings]
+    torch_version = importlib.metadata.version("torch")
+    words = [digest, compiler, str(torch and torch.origin), torch_version, *settings]
     return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
 
 

@@ -64,6 +64,8 @@ def test_truncated_normal_knows_its_share() -> None:
         (lambda: TruncatedNormal(std=0.0), "std of TruncatedNormal must be > 0"),
         (lambda: TruncatedNormal(low=4.0, high=5.0), "at least 0.001 of the distribution"),
         (lambda: Constant(math.inf), "value of Constant must be a finite number"),
+        (lambda: Constant([1]), "value of Constant must be a finite number"),
+        (lambda: Uniform("a", 2.0), "low and high of Uniform must be finite"),
         (lambda: ExactCounter(0), "capacity must be >= 1"),
         (lambda: CountMinSketch(0), "width must be >= 1"),
         (lambda: FrequencyAdmission(0, ExactCounter(1)), "threshold must be >= 1"),

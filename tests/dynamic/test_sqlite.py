@@ -34,6 +34,24 @@ def test_a_file_that_was_cut_off_is_refused(database: Path, size: int) -> None:
     assert database.stat().st_size == size
 
 
+@pytest.mark.parametrize("verify", ["open", "touch"])
+def test_overwritten_pages_are_reported_with_the_file(database: Path, verify: str) -> None:
+    content = bytearray(database.read_bytes())
+    content[8192:-4096] = b"\xff" * (len(content) - 4096 - 8192)
+    database.write_bytes(content)
+    store = SqliteRows(database, verify=verify)
+
+    def use() -> None:
+        store.open(TABLES)
+        store.read(0, torch.arange(500))
+        for _ in store.iterate(0):
+            pass
+
+    with pytest.raises(RuntimeError, match=f"{database} is damaged"):
+        use()
+    store.close()
+
+
 def test_a_log_without_its_database_is_refused(database: Path) -> None:
     store = SqliteRows(database)
     store.open(TABLES)

@@ -17,7 +17,7 @@ from emblib.dynamic.tiers import backing_tier
 from emblib.dynamic.tiers import prefetched_rows as row_stage
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.store import FoundRows, StoredRows
+from emblib.dynamic.tiers.store import FoundRows, StoredRows, StoredTable
 from emblib.specs import DynamicSpec
 from tests.dynamic import tier_kills
 from tests.dynamic.tier_cases import STORES, Pair, batch, specs
@@ -268,6 +268,36 @@ def test_prefetch_changes_nothing_of_a_last_tier_that_is_full() -> None:
             module(*batch(step)).sum().backward()
         states.append(module.state_dict())
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_rows_that_an_exchange_drops_are_in_memory_no_longer() -> None:
+    """The thread may prefetch them between the insertion of a batch and its moves."""
+    host = HostRows(32, seed=0)
+    store = row_stage.PrefetchedRows(host, [StoredTable("a", 8)])
+    old, new = torch.arange(32), torch.arange(100, 120)
+    values = torch.zeros(32, 8, dtype=torch.uint8)
+    store.put(0, StoredRows(old, torch.zeros(32, dtype=torch.int64), old, values))
+    store.read_ahead(0, old)
+    entries = torch.stack([new, torch.full_like(new, 9), new], 1)
+    dropped = store.exchange(0, old[:0], entries, values[:20])
+    assert dropped.numel()
+    assert not store.read(0, dropped).positions.numel()
+    assert store.read(0, old).positions.numel() == host.read(0, old).positions.numel()
+
+
+def test_the_first_error_of_a_repeated_put_is_raised() -> None:
+    class Broken(HostRows):
+        causes = iter(["the cause", "closed"])
+
+        def put(self, table: int, rows: StoredRows) -> StoredRows:
+            raise RuntimeError(next(self.causes))
+
+    store = row_stage.PrefetchedRows(Broken(32), [StoredTable("a", 8)])
+    moves, keys = row_stage.RowMoves(), torch.arange(4)
+    moves.demoted[0] = StoredRows(keys, keys, keys, torch.zeros(4, 8, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="the cause"):
+        store.apply_moves(moves)
+    assert store.read(0, keys).positions.numel() == 4  # unstored rows
 
 
 def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from emblib.init import Constant, Initializer, KeyModulo, Normal, TruncatedNormal, Uniform
 from emblib.ops.hash import initial_rows_, rule_of
+from emblib.ops.primitives import fill_uniform_
 from emblib.reference import hash
 from emblib.specs import DynamicSpec
 
@@ -172,9 +173,18 @@ def test_wrong_input_is_refused() -> None:
 
 _BITS = """
 import sys, torch
-from tests.ops.test_initial import INITIALIZERS, _rows_of
-torch.save([_rows_of(torch.arange(100) * 7919, x) for x in INITIALIZERS], sys.argv[1])
+from tests.ops.test_initial import INITIALIZERS, _rows_of, _uniform_values
+rows = [_rows_of(torch.arange(100) * 7919, x) for x in INITIALIZERS]
+torch.save([*rows, *_uniform_values()], sys.argv[1])
 """
+
+
+def _uniform_values() -> list[torch.Tensor]:
+    """Values of `fill_uniform_` whose last bit shows whether sums of products are rounded once."""
+    values = [torch.empty(4096, dtype=d) for d in (torch.float32, torch.float16, torch.bfloat16)]
+    for tensor in values:
+        fill_uniform_(tensor, -0.1, 0.3, 7)
+    return values
 
 
 def test_same_bits_on_older_machines(tmp_path: Path) -> None:
@@ -182,5 +192,8 @@ def test_same_bits_on_older_machines(tmp_path: Path) -> None:
     path = tmp_path / "rows.pt"
     environment = {**os.environ, "EMBLIB_ISA": "baseline", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", _BITS, str(path)], env=environment, check=True)
-    for initializer, rows in zip(INITIALIZERS, torch.load(path), strict=True):
+    saved = torch.load(path)
+    for initializer, rows in zip(INITIALIZERS, saved, strict=False):
         assert torch.equal(rows, _rows_of(torch.arange(100) * 7919, initializer)), initializer
+    for values, expected in zip(saved[len(INITIALIZERS) :], _uniform_values(), strict=True):
+        assert torch.equal(values, expected)

@@ -77,14 +77,16 @@ class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
 
     Another thread, started at first use, prefetches and moves rows. It changes nothing but the
-    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store. The
-    thread has only a weak reference to this object; `stop` ends it.
+    store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store, but
+    for `iterate`, `clear` and `close`: these wait for the thread first, and must not be called
+    while another thread uses the store. The thread has only a weak reference to this object; `stop`
+    ends it.
 
-    Two kinds of rows are in memory in front of the store. *Prefetched* rows, the last
-    `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
-    result. *Unstored* rows are those that the store could not take, e.g. for want of disk space.
-    They stay in memory until they are promoted, replaced or removed; `flush` commits them like rows
-    of the fast tier.
+    Two kinds of rows are in memory in front of the store. *Prefetched* rows are copies of rows that
+    stay in the store, so prefetching changes no result. The newest blocks stay, of about
+    `MAX_PREFETCHED` rows per table, or one block. *Unstored* rows are those that the store could
+    not take, e.g. for want of disk space. They stay in memory until they are promoted, replaced or
+    removed; `flush` commits them like rows of the fast tier.
 
     Args:
         store: the store behind, which is opened.
@@ -192,10 +194,11 @@ class PrefetchedRows:
                 raise last_error
 
     def _put_with_retry(self, table: int, moves: RowMoves) -> None:
-        """Put demoted rows; try once more after an error other than of the disk.
+        """Put demoted rows; try once more after an error that is no OSError.
 
         Such an error, e.g. a lack of memory, may have ended the `put` in the middle; a second call
-        completes it. The rows that the first call dropped are then not in `moves.dropped`.
+        completes it, or the first error is raised. The rows that the first call dropped are then
+        not in `moves.dropped`.
         """
         rows = moves.demoted[table]
         if not rows.keys.numel():
@@ -204,8 +207,11 @@ class PrefetchedRows:
             dropped = self.put(table, rows).keys
         except OSError:
             raise
-        except Exception:
-            dropped = self.put(table, rows).keys
+        except Exception as error:
+            try:
+                dropped = self.put(table, rows).keys
+            except Exception:
+                raise error from None  # it names the cause, e.g. a full disk
         moves.dropped.append((table, dropped))
 
     def prefetch(self, table: int, keys: Tensor) -> None:
@@ -229,7 +235,7 @@ class PrefetchedRows:
         """Wait until no prefetch is running.
 
         Raises:
-            Exception: the first one that the store raised meanwhile.
+            Exception: the first one that the store raised in a prefetch, and no caller has seen.
         """
         futures, self._futures = self._futures, []
         concurrent.futures.wait(futures)
@@ -322,7 +328,9 @@ class PrefetchedRows:
             put_keys = entries[:, HashEntryColumn.KEY]
             self._drop_from_memory(table, torch.cat([lifted, put_keys]))
         assert isinstance(self.behind, HostRows)
-        return self.behind.exchange(table, lifted, entries, values)
+        dropped = self.behind.exchange(table, lifted, entries, values)
+        self._drop_from_memory(table, dropped)
+        return dropped
 
     @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:

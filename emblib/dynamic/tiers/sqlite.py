@@ -176,7 +176,10 @@ class SqliteRows:
             new_path.unlink(missing_ok=True)
 
     def _refuse_others(self, connection: sqlite3.Connection) -> None:
-        """Raise an error unless the database is new or has all tables of a store."""
+        """Raise an error for a database of another program, or a store that has lost tables.
+
+        `_create_tables` refuses a store of another layout.
+        """
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         kinds = ("rows", "above")
         expected_names = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
@@ -199,7 +202,7 @@ class SqliteRows:
         query = "SELECT count(*) FROM emblib WHERE name LIKE 'table %'"
         return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
 
-    def _describe_error(self, error: sqlite3.DatabaseError) -> Exception:
+    def _describe_error(self, error: sqlite3.Error) -> Exception:
         """Convert an SQLite error to one that names the cause and the remedy."""
         if "locked" in str(error):
             return BlockingIOError(
@@ -296,13 +299,24 @@ class SqliteRows:
                 self._connection.execute("BEGIN IMMEDIATE")  # also where a flush was interrupted
             return self._connection.execute(statement, values)
 
+    def _fetch(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return all records of a query."""
+        with self._close_on_rollback():
+            return self._run(query, values).fetchall()
+
     @contextlib.contextmanager
     def _close_on_rollback(self) -> Iterator[None]:
-        """Close the store if an SQLite error rolled back the transaction: moved rows are lost."""
+        """Close the store if an SQLite error rolled back the transaction: moved rows are lost.
+
+        Raises:
+            RuntimeError: the transaction was rolled back, or the file is damaged.
+        """
         try:
             yield
         except sqlite3.Error as error:
             if self._connection is None or self._connection.in_transaction:
+                if "malformed" in str(error):
+                    raise self._describe_error(error) from error
                 raise
             self.close()
             raise RuntimeError(
@@ -352,7 +366,7 @@ class SqliteRows:
             values += values[-1:] * (_KEYS_PER_QUERY - len(values))
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
-            records += self._run(query, values) if key_block.numel() else ()
+            records += self._fetch(query, values) if key_block.numel() else ()
         return match_keys(keys, self._verified_rows(table, records))
 
     def _verified_rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
@@ -403,12 +417,16 @@ class SqliteRows:
     def _read_in_batches(self, source: str, table: int, batch: int) -> Iterator[StoredRows]:
         """Yield the rows that a FROM clause selects from a table."""
         cursor = self._run(f"SELECT {_COLUMNS} FROM {source}")
-        while records := cursor.fetchmany(batch):
+        while True:
+            with self._close_on_rollback():
+                records = cursor.fetchmany(batch)
+            if not records:
+                return
             yield self._verified_rows(table, records)
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        return int(self._run(f"SELECT count(*) FROM rows_{table}").fetchone()[0])
+        return int(self._fetch(f"SELECT count(*) FROM rows_{table}")[0][0])
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
