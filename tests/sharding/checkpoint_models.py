@@ -29,7 +29,7 @@ from emblib.sharding.sharding_types import (
     table_wise,
 )
 from emblib.specs import CountMinSketch, Eviction, ExactCounter, FrequencyAdmission
-from emblib.storage import Hash, TensorTrain
+from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain
 
 BATCH = 12
 CONFIGS = {
@@ -74,6 +74,20 @@ CONFIGS = {
         ["f6"],
         storage=Hash(admission=FrequencyAdmission(2, CountMinSketch(64))),
         optimizer=optim.SGD(0.1),
+    ),
+    "hashed": EmbeddingBagConfig(
+        31, 8, "hashed", ["f8"], storage=Hashed(7, functions=2), optimizer=optim.Adam(0.1)
+    ),
+    "multiplied": EmbeddingBagConfig(
+        31,
+        8,
+        "multiplied",
+        ["f9"],
+        storage=QuotientRemainder(5),
+        optimizer=optim.RowwiseAdagrad(0.1),
+    ),
+    "narrow": EmbeddingBagConfig(
+        19, 8, "narrow", ["f10"], storage=Narrow(3), optimizer=optim.RowwiseAdagrad(0.1)
     ),
 }
 Plan = Mapping[str, tuple[str, Any]]

@@ -18,6 +18,7 @@ import emblib
 from emblib import JaggedTensor, KeyedJaggedTensor, optim
 from emblib.checkpoints import table_entries
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig
+from emblib.collections.optimizers import FusedOptimizer
 from emblib.sharding import input_dist, input_messages, sharding_types
 from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.layout import shape_of
@@ -209,7 +210,12 @@ def train(ranks: RankGroup, case: Case) -> str:
     oracle = make_source(case).to(device)
     sharded = make_sharded(case, ranks, copy.deepcopy(oracle))
     compare_tables(sharded, oracle, 0.0)
+    fused = [FusedOptimizer.of(oracle), FusedOptimizer.of(sharded)]
+    assert fused[0].group_names() == fused[1].group_names()
     for step in range(STEPS):
+        for optimizer in fused:  # as a scheduler does
+            for group in optimizer.param_groups if optimizer.params else ():
+                group["lr"] *= 0.5
         # Rows that are not merged into one message leave those of a rank for itself out of it.
         input_messages._MAX_MERGED_NBYTES = -1 if step % 2 else 1 << 19
         batches = [

@@ -28,20 +28,28 @@ MIXED = {
     "keyed": ("rows", None),
     "counted": ("rows", [2, 3]),
     "sketched": ("rows", [0, 1, 2]),
+    "hashed": ("columns", [1, 3]),
+    "multiplied": ("table", 2),
+    "narrow": ("copies", None),
 }
 DYNAMIC = ("keyed", "counted", "sketched")
+COMPOSED = ("hashed", "multiplied", "narrow")  # no rule cuts their rows, nor columns of the last
 
 
-def of_kinds(plain: tuple[str, Any], dynamic: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
-    """A plan with one rule for dynamic tables and another for the others."""
-    return {name: dynamic if name in DYNAMIC else plain for name in MIXED}
+def of_kinds(
+    plain: tuple[str, Any], dynamic: tuple[str, Any], composed: tuple[str, Any] = ("table", 3)
+) -> dict[str, tuple[str, Any]]:
+    """A plan with one rule for dynamic tables, one for composed ones and one for the others."""
+    rules = dict.fromkeys(MIXED, plain)
+    return rules | dict.fromkeys(DYNAMIC, dynamic) | dict.fromkeys(COMPOSED, composed)
 
 
 PLANS: dict[str, dict[str, tuple[str, Any]]] = {
     "tables": {name: ("table", i) for i, name in enumerate(MIXED)},
-    "rows": dict.fromkeys(MIXED, ("rows", None)),
-    "columns": of_kinds(("columns", None), ("table", 1)),
-    "copies": of_kinds(("copies", None), ("rows", [1, 0])),
+    "rows": of_kinds(("rows", None), ("rows", None)),
+    "columns": of_kinds(("columns", None), ("table", 1), ("columns", None))
+    | {"narrow": ("table", 0)},
+    "copies": of_kinds(("copies", None), ("rows", [1, 0]), ("copies", None)),
     "grid": of_kinds(("grid", None), ("table", 2)),
 }
 CUT = {"columns", "grid"}  # by columns: states of one number per row are one number per shard
@@ -65,9 +73,10 @@ def without_sketches(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in models.flat(tree).items() if "sketched" not in name}
 
 
-def test_goes_on_as_if_never_saved(tmp_path: Path) -> None:
-    (saved, after), *_ = worlds.run(4, models.train_and_save, MIXED, tmp_path)
-    (loaded, end), *_ = worlds.run(4, models.load_and_train, MIXED, tmp_path)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_goes_on_as_if_never_saved(size: int, tmp_path: Path) -> None:
+    (saved, after), *_ = worlds.run(size, models.train_and_save, MIXED, tmp_path)
+    (loaded, end), *_ = worlds.run(size, models.load_and_train, MIXED, tmp_path)
     assert_same(saved, loaded)
     assert_same(without_sketches(after), without_sketches(end))
 

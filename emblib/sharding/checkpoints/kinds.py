@@ -164,10 +164,11 @@ class Table:
         return self.sharding.shards
 
     def table_modules(self) -> list[Any]:
-        """Return the modules that store the local shards."""
+        """Return the modules that update the local shards."""
         return [
-            local_shard.groups.module_of(local_shard.index)[0]
+            module
             for local_shard in self.local.values()
+            for module in local_shard.groups.handles[local_shard.index].fused_modules()
         ]
 
     def fused_parameters(self) -> dict[str, Any]:
