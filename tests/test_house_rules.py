@@ -55,7 +55,13 @@ SMALL_FILES = {
 # Two entries on one line do not see each other. `emblib/__init__.py` is above all of them, and
 # `emblib.compat` above that.
 LAYERS = (
-    ("emblib.tt", "emblib.columns", "emblib.grad_mode", "emblib.torch_names"),
+    (
+        "emblib.attribute_errors",
+        "emblib.tt",
+        "emblib.columns",
+        "emblib.grad_mode",
+        "emblib.torch_names",
+    ),
     ("emblib.init",),
     ("emblib.specs",),
     ("emblib.optim",),

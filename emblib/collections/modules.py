@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
 from emblib.collections.fused_states import (
@@ -278,6 +279,7 @@ class TableCollection(nn.Module):
         return self.groups.nbytes()
 
     @property
+    @shows_attribute_errors
     def tables(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name (docs/dynamic.md#handles)."""
         return self.table_handles()

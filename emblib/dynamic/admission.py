@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
@@ -200,6 +201,7 @@ class _Counter(nn.Module):
             destination[f"{prefix}{number}.counts"] = counts
 
     @property
+    @shows_attribute_errors
     def _by_number(self) -> SimpleNamespace:
         """Return the entries of a state dict as attributes."""
         numbers = map(str, range(self.numbers.numel() - 1))

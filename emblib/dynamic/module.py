@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib import ops
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.eviction import EvictionLog
@@ -567,6 +568,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             checkpoint.read_state(self.state, state_dict, prefix, missing_names, unexpected)
 
     @property
+    @shows_attribute_errors
     def _names_in_checkpoints(self) -> SimpleNamespace:
         """Return the state dict entries that are not parameters or buffers, as attributes."""
         return checkpoint.names_as_attributes(self.state)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from emblib import optim
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged.padding import drop_padding_from_bags
 from emblib.migration.base import (
@@ -73,6 +74,7 @@ class _DropIn(nn.Module):
         self.train(source.training)
 
     @property
+    @shows_attribute_errors
     def weight(self) -> Tensor:
         """Return a view of the rows, `[num_embeddings, embedding_dim]`; detached if fused."""
         if autograd.updates_in_backward(self.table.optimizer):

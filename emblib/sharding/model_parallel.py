@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import DynamicTables, tables_of
 from emblib.optim import Optimizer
 from emblib.sharding import fingerprint
@@ -167,6 +168,7 @@ class DistributedModelParallel(nn.Module):
         return self.ranks
 
     @property
+    @shows_attribute_errors
     def module(self) -> nn.Module:
         """Return the model with sharded collections, without the wrapper of its dense part."""
         return unwrapped(self._wrapped)
@@ -187,17 +189,20 @@ class DistributedModelParallel(nn.Module):
         raise RuntimeError("DistributedModelParallel.joint_exchange is called joint_dist")
 
     @property
+    @shows_attribute_errors
     def plan(self) -> ShardingPlan:
         """Return the sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
         return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
 
     @property
+    @shows_attribute_errors
     def tables(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name; their methods are collectives."""
         return tables_of(self.module)
 
     @cached_property
+    @shows_attribute_errors
     def fused_optimizer(self) -> FusedOptimizer:
         """Return the optimizer that the tables run in backward: its states and learning rate."""
         from emblib.collections.optimizers import FusedOptimizer

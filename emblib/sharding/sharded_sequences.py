@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.groups import TableGroups
 from emblib.grad_mode import in_grad_mode
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor
@@ -484,6 +485,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self
 
     @property
+    @shows_attribute_errors
     def groups(self) -> TableGroups:
         """Return the table groups of the first dim and width; all have the same optimizer."""
         return self._sequence_tables()[0].groups

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
@@ -564,6 +565,7 @@ class ShardedTables(nn.Module):
     # One batch
 
     @property
+    @shows_attribute_errors
     def counts_uses(self) -> bool:
         """Return whether one of the tables counts how often an id is used."""
         return any(self.storage_config(name).storage.counts_uses for name in self.plan)

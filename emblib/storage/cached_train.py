@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheStats
 from emblib.dynamic.hash_index import MAX_TICK
 from emblib.dynamic.hash_table import TableRows
@@ -364,6 +365,7 @@ class CachedTTHandle(TTHandle):
         return self._attached[0]
 
     @property
+    @shows_attribute_errors
     def bags(self) -> CachedTTModule:
         """Return the module that stores this table.
 
@@ -594,6 +596,7 @@ class StoredRowsHandle(DenseHandle):
         return ["keys", *self._tensors(), *_STATISTICS]
 
     @property
+    @shows_attribute_errors
     def _names_in_checkpoints(self) -> SimpleNamespace:
         return SimpleNamespace(**dict.fromkeys(self._entry_names(), 0))
 

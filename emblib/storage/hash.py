@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import BackingStore, DynamicEmbeddingBags, HostRows, keys
 from emblib.dynamic.hash_index import HASH_KEYS
 from emblib.dynamic.saving import fallback
@@ -436,6 +437,7 @@ class HashHandle(TableHandle):
     module: DynamicEmbeddingBags
 
     @property
+    @shows_attribute_errors
     def _is_placeholder(self) -> bool:
         return self._storage.is_placeholder(self.module)
 
@@ -569,6 +571,7 @@ class HashHandle(TableHandle):
         return {key for key in entries if key.partition(".")[0] in children and "." in key}
 
     @property
+    @shows_attribute_errors
     def _names_in_checkpoints(self) -> SimpleNamespace:
         """Return an object with an attribute per state dict entry, see `_fqn_modifiers`."""
         module: DynamicEmbeddingBags = self.module

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.ops import quant
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import Pooling, check_count
@@ -203,6 +204,7 @@ class QuantizedHandle(TableHandle):
             view.copy_(views[name])
 
     @property
+    @shows_attribute_errors
     def _names_in_checkpoints(self) -> SimpleNamespace:
         return SimpleNamespace(**self.views())
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, TTSpec
@@ -195,6 +196,7 @@ class TTHandle(TableHandle):
         yield from state_dicts.entry_problems(state_dict, layout_entries)
 
     @property
+    @shows_attribute_errors
     def _names_in_checkpoints(self) -> SimpleNamespace:
         return SimpleNamespace(**{layout_entry.NAME: layout_entry.from_spec(self.spec)})
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from emblib import ops
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, Hyper
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, codes, tbe
@@ -273,6 +274,7 @@ class FusedTables(nn.Module):
         return hyperparams
 
     @property
+    @shows_attribute_errors
     def step(self) -> int:
         """Return the number of updates so far (reads the device)."""
         report_of(self).poll()

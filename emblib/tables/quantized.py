@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, FeatureRow, RowFormatCode
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_tangents
@@ -542,6 +543,7 @@ class QuantizedEmbeddingBags(nn.Module):
         return entries
 
     @property
+    @shows_attribute_errors
     def _tables_by_name(self) -> SimpleNamespace:
         """Return the tables by their names in state dicts."""
         views = zip(self.table_names, self.table_views(), strict=True)

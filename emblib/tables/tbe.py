@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from emblib import ops
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, Tier
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, joint_step, tbe
@@ -737,6 +738,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._memory.move_host_tier(self.hyperparams.device)
 
     @property
+    @shows_attribute_errors
     def _tables_by_name(self) -> SimpleNamespace:
         """Return the tables and their states by their names in state dicts."""
         with self._lock:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureRow, TTTableColumn
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops import autograd, tt
@@ -533,6 +534,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return work_by_table
 
     @property
+    @shows_attribute_errors
     def compression(self) -> float:
         """Return (values of the dense tables) / (values of the cores)."""
         dense = sum(spec.rows * spec.dim for spec in self.tables)

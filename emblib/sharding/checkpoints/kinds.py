@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.fused_states import HYPER, FusedTableEntry
 from emblib.collections.groups import TableGroups
 from emblib.collections.optimizers.keyed import Peers
@@ -617,6 +618,7 @@ class StateOfTables(nn.Module):
             errors.append(f"{prefix}: {error}")
 
     @property
+    @shows_attribute_errors
     def tables(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name; their methods are collectives."""
         return self.table_handles()
@@ -637,6 +639,7 @@ class StateOfTables(nn.Module):
         return peers_of(tables.ranks)
 
     @cached_property
+    @shows_attribute_errors
     def fused_optimizer(self) -> Any:
         """Return the optimizer that the tables run in backward, a `FusedOptimizer`."""
         from emblib.collections.optimizers import FusedOptimizer
