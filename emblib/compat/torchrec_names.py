@@ -167,7 +167,8 @@ DIFFERS = {
     "state_dict_to_device": "sharded tables stay sharded; the process group is not needed",
     "CombinedOptimizer": "one `param_groups` list, made at construction",
     "KTRegroupAsDict": "`multi_device` is not needed",
-    "GradientClippingOptimizer": "the norm is always that of the model over all ranks",
+    "GradientClippingOptimizer": "the norm is always that of the model over all ranks; tables that "
+    "backward updates raise",
     "WarmupOptimizer": "`param_name` is fixed",
     "apply_optimizer_in_backward": "also resets the optimizer states of tables",
     "QuantEmbeddingBagCollection": "INT8, INT4 and float rows; scale and offset are float32; "

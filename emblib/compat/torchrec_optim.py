@@ -193,7 +193,8 @@ class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
     """Clip as in `emblib.collections.optimizers`, with TorchRec's arguments.
 
     `enable_global_grad_clip` and `param_to_pgs` are not needed: the norm is that of the model over
-    all ranks, and the tables know their ranks.
+    all ranks, and the tables know their ranks. Tables that backward updates raise; TorchRec skips
+    them.
     """
 
     def __init__(

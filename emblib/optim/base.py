@@ -104,7 +104,8 @@ class Optimizer:
     Args:
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
         max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
-            by element, before any other computation.
+            by element, before any other computation. Where backward updates the table, no gradient
+            is left for functions such as `torch.nn.utils.clip_grad_norm_`, which skip it.
         deferred: False applies the optimizer in backward. True leaves a sparse gradient on the
             parameter of each table, as `nn.EmbeddingBag(sparse=True)` does, or a dense one on the
             cores of a tensor train. The `step` of `FusedOptimizer` applies it: gradients can be

@@ -147,8 +147,9 @@ def clip_grad_norm_(
     different factor. Here every shard counts on the rank that stores it and everything else counts
     once, so that the result is the same as for the whole model in one process. All ranks call this
     together, after the gradients of the dense part are averaged. Sparse gradients are clipped too,
-    which torch refuses. Tables that backward updates have no gradients to clip: make their
-    optimizer `deferred`, or set its `max_gradient`.
+    which torch refuses. Tables that backward updates have no gradients to clip and raise: make
+    their optimizer `deferred`, or set its `max_gradient`; pass the parameters of the dense part to
+    clip that alone.
 
     Args:
         parameters: a model that `DistributedModelParallel` or `shard` made, or parameters of one.
@@ -159,6 +160,12 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, the same on all ranks.
+
+    Raises:
+        ValueError: trained tables that backward updates, on all ranks if one has them; parameters
+            over several groups of ranks; or, over ranks or with sparse gradients, a `norm_type`
+            that is not positive.
+        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)

@@ -130,7 +130,7 @@ class OtherRank:
     """A second rank, with gradients of other norms, or with none."""
 
     def __init__(self, shards: float, replicas: float = 0.0) -> None:
-        self.numbers = torch.tensor([shards, replicas])
+        self.numbers = torch.tensor([shards, replicas, 0.0])
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
         """Return the numbers of both ranks."""
@@ -204,3 +204,37 @@ def clipped_norm_of_deferred_tables(ranks: RankGroup) -> float:
 def test_a_rank_without_tables_takes_part_in_the_norm_of_an_optimizer() -> None:
     norms = worlds.run(2, clipped_norm_of_deferred_tables)
     assert norms[0] == norms[1] > 0
+
+
+def clip_tables_that_backward_updates(ranks: RankGroup) -> None:
+    """Clip a model whose table rank 0 has, by every way; then the dense part alone, and frozen."""
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "t")], optimizer=optim.SGD(0.1))
+    plan = {"0": {"t": table_wise(0)}}
+    model = DistributedModelParallel(nn.Sequential(bags, nn.Linear(4, 1)), ranks, plan=plan)
+    dense = model.module[1]
+    for parameter in dense.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    refusal = pytest.raises(ValueError, match="1 of the parameters are of tables that backward")
+    with refusal:
+        clip_grad_norm_(model, BOUND)
+    with refusal:
+        clip_grad_norm_(model.parameters(), BOUND)
+    optimizer = GradientClippingOptimizer(model.fused_optimizer, GradientClipping.NORM, BOUND)
+    with refusal:
+        optimizer.step()
+    assert all(parameter.grad.eq(1).all() for parameter in dense.parameters())
+    assert float(clip_grad_norm_(dense.parameters(), BOUND)) == pytest.approx(5**0.5)
+    model.module[0].requires_grad_(requires_grad=False)
+    assert float(clip_grad_norm_(model, 1.0)) == pytest.approx(BOUND, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_that_backward_updates_are_refused_on_all_ranks(size: int) -> None:
+    worlds.run(size, clip_tables_that_backward_updates)
+
+
+def test_tables_that_backward_updates_are_not_clipped_by_value() -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "t")], optimizer=optim.SGD(0.1))
+    optimizer = GradientClippingOptimizer(FusedOptimizer.of(bags), GradientClipping.VALUE, BOUND)
+    with pytest.raises(ValueError, match="set its max_gradient"):
+        optimizer.step()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from emblib.collections.optimizers.torch_states import by_name
 from emblib.grad_mode import without_gradients
 from emblib.specs import Choice
+from emblib.tables.parameters import is_updated_in_backward
 
 State = dict[str, dict[str, Any]]  # states by name, by the name of their parameter
 
@@ -263,8 +264,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
     The norm is taken over the whole model, the same on all ranks: shards of tables count on the
     rank that has them, everything else once. All ranks must step together.
 
-    Tables that backward updates have no gradients: make their optimizer `deferred`, or set its
-    `max_gradient`.
+    Tables that backward updates have no gradients, and raise ValueError when they would be clipped:
+    make their optimizer `deferred`, or set its `max_gradient`; or wrap the optimizer of the other
+    parameters alone.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -392,13 +394,17 @@ def clip_grad_norm_(
         peers: the ranks; None is those that `mark_gradient` recorded for the parameters.
 
     Raises:
-        ValueError: parameters over several groups of ranks, or, over ranks or with sparse
-            gradients, a `norm_type` that is not positive.
+        ValueError: parameters of tables that backward updates, on any rank; parameters over several
+            groups of ranks; or, over ranks or with sparse gradients, a `norm_type` that is not
+            positive.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
     peers = _peers_of(parameters) if peers is None else peers
+    num_updated = _num_updated_in_backward(parameters)
+    if peers is None:
+        _refuse_updated_in_backward(num_updated)
     # Empty gradients need no scaling, and torch's infinity norm raises for them.
     parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
     if peers is None and not any(_is_sparse(parameter) for parameter in parameters):
@@ -412,7 +418,7 @@ def clip_grad_norm_(
     if peers is None:
         total = _total_norm([_values_of(p) for p in with_grad], norm_type)
     else:
-        total = _norm_over_ranks(with_grad, norm_type, peers)
+        total = _norm_over_ranks(with_grad, norm_type, peers, num_updated)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
@@ -432,13 +438,35 @@ def clip_grad_norm_(
 
 @without_gradients
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones."""
+    """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones.
+
+    Raises:
+        ValueError: parameters of tables that backward updates; nothing is clipped.
+    """
+    parameters = list(parameters)
+    _refuse_updated_in_backward(_num_updated_in_backward(parameters))
     with_grad = [p for p in parameters if p.grad is not None]
     if dense := [p for p in with_grad if not _is_sparse(p)]:
         torch.nn.utils.clip_grad_value_(dense, clip_value)
     for parameter in with_grad:
         if _is_sparse(parameter):
             _values_of(parameter).clamp_(-clip_value, clip_value)
+
+
+def _num_updated_in_backward(parameters: Sequence[Tensor]) -> int:
+    """Count the trained parameters of tables that backward updates."""
+    return sum(p.requires_grad and is_updated_in_backward(p) for p in parameters)
+
+
+def _refuse_updated_in_backward(count: int) -> None:
+    """Raise ValueError if `count` parameters have no gradient to clip, because backward uses it."""
+    if count:
+        raise ValueError(
+            f"{count} of the parameters are of tables that backward updates, which leaves no "
+            "gradient to clip: make their optimizer deferred, e.g. optim.Adam(0.01, "
+            "deferred=True), or set its max_gradient; to clip other parameters alone, pass those, "
+            "e.g. model.dense.parameters()"
+        )
 
 
 def _is_sparse(parameter: Tensor) -> bool:
@@ -480,8 +508,14 @@ def _is_dtensor(parameter: Tensor) -> bool:
     return hasattr(parameter, "full_tensor")
 
 
-def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
-    """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this."""
+def _norm_over_ranks(
+    parameters: Sequence[Tensor], norm_type: float, peers: Peers, num_updated: int
+) -> Tensor:
+    """Return the norm of the gradients of all ranks, a scalar tensor; all ranks call this.
+
+    All of them raise ValueError if `num_updated`, the number of this rank's parameters that
+    backward updates, is positive on any.
+    """
     shards: list[Tensor] = []
     replicas: list[Tensor] = []
     dtensor_grads: list[Tensor] = []
@@ -497,8 +531,10 @@ def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peer
             replicas.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
-    local_norms = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
-    norms_of_ranks = peers.gather_numbers(local_norms)
+    local_norms = [_norm(shards, norm_type), _norm(replicas, norm_type)]
+    updated = torch.tensor(float(num_updated), device="cpu")
+    norms_of_ranks = peers.gather_numbers(torch.stack([*local_norms, updated]))
+    _refuse_updated_in_backward(int(norms_of_ranks[:, 2].max()))
     # Rank 0's norm of the replicas on all ranks: replicas diverge if factors differ in one bit.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if dtensor_grads:
