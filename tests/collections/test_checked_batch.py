@@ -193,20 +193,25 @@ def test_keys_of_hash_tables_may_be_uint64() -> None:
 
 
 def wrong_batch_of_one_rank(ranks: sharding.RankGroup, rule: str) -> None:
-    """Rank 0 raises before it sends anything, so that the ranks can go on with the next batch."""
+    """Rank 0 raises what is wrong, the other ranks that it did; all go on with the next batch."""
     table_sharding = {"rw": sharding.row_wise(), "tw": sharding.table_wise(ranks.size - 1)}[rule]
     source = make(bounds_check=BoundsCheck.FATAL)
     plan = dict.fromkeys("ab", table_sharding)
     sharded = sharding.ShardedEmbeddingBagCollection(source, plan, ranks)
     for keys in SEVERAL_KEYS:
-        lengths = [0] * (len(keys) - 2) + [2, 3]
-        if ranks.rank == 0:
-            with pytest.raises(TypeError, match="got values of"):
-                sharded(batch(keys, lengths, IDS.float()))
-            for wrong in ([1, 1], [3, -1], [9, 9]):
-                with pytest.raises(RuntimeError, match=r"lengths must be >= 0|add up to"):
-                    sharded(batch(keys, [*lengths[:-2], *wrong]))
-        valid = batch(keys, lengths)
+        others = [0] * (len(keys) - 2)
+        valid = batch(keys, [*others, 2, 3])
+        for wrong, error, text in (
+            (batch(keys, [*others, 2, 3], IDS.float()), TypeError, "ids must be int32 or int64"),
+            (batch(keys, [*others, 3, -1]), RuntimeError, "lengths must be >= 0, got -1"),
+            (batch(keys, [*others, 1, 1]), RuntimeError, "add up to 2, but there are 5 ids"),
+        ):
+            if ranks.rank == 0:
+                with pytest.raises(error, match=text):
+                    sharded(wrong)
+            else:
+                with pytest.raises(RuntimeError, match="rank 0 could not send its batch"):
+                    sharded(valid)
         torch.testing.assert_close(sharded(valid).wait().values(), make()(valid).values())
 
 
