@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,16 @@ from emblib import optim
 from emblib.collections import EmbeddingBagCollection, EmbeddingBagConfig
 from emblib.collections.optimizers import FusedOptimizer
 from emblib.jagged import KeyedJaggedTensor
-from emblib.sharding import DistributedModelParallel, clip_grad_norm_
+from emblib.sharding import DistributedModelParallel, clip_grad_norm_, shard
 from emblib.sharding.ranks import RankGroup
-from emblib.sharding.sharding_types import column_wise, data_parallel, row_wise, table_wise
+from emblib.sharding.sharding_types import (
+    Shard,
+    column_wise,
+    custom,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from emblib.storage import Dense, TensorTrain
 from tests.sharding import worlds
 
@@ -120,3 +128,22 @@ def test_accumulated_clipped_and_scaled_as_in_one_process(
                 state[key], value, rtol=2e-4, atol=2e-5, msg=lambda text, k=key: f"{k}: {text}"
             )
             assert torch.equal(state[key], found[0][key]), key
+
+
+def test_all_shards_of_a_table_on_one_rank_are_in_its_optimizer() -> None:
+    source = EmbeddingBagCollection(
+        [EmbeddingBagConfig(8, 4, "t")], optimizer=optim.SGD(0.5, deferred=True)
+    )
+    plan = {"": {"t": custom([Shard(0, (0, 4), (0, 4)), Shard(0, (4, 8), (0, 4))])}}
+    sharded = shard(copy.deepcopy(source), plan)
+    batch = KeyedJaggedTensor(["t"], torch.tensor([1, 6]), lengths=torch.tensor([1, 1]))
+    for model in (source, sharded):
+        optimizer = FusedOptimizer.of(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(batch).values().sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    (weights,) = sharded.state_dict().values()
+    assert torch.equal(weights.full_tensor(), source.embedding_bags.t.weight)

@@ -173,13 +173,15 @@ class Table:
         ]
 
     def fused_parameters(self) -> dict[str, Any]:
-        """Return the parameters of the first local shard that a fused optimizer updates."""
-        first_shard = next(iter(self.local.values()), None)
-        return (
-            {}
-            if first_shard is None
-            else first_shard.groups.handles[first_shard.index].fused_parameters()
-        )
+        """Return the parameters of the local shards that a fused optimizer updates.
+
+        Names are those in `named_parameters`, e.g. `item.weight`, `item#1.weight`.
+        """
+        return {
+            f"{self.name}#{number}.{key}" if number else f"{self.name}.{key}": parameter
+            for number, shard in enumerate(self.local.values())
+            for key, parameter in shard.groups.handles[shard.index].fused_parameters().items()
+        }
 
     @property
     def hyperparams(self) -> Entry:
@@ -521,7 +523,7 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
             table.optimizer,
             tuple(f"{prefix}{table.name}.{name}" for name in table.fused_names()),
             table.table_modules(),
-            {f"{prefix}{table.name}.{key}": p for key, p in table.fused_parameters().items()},
+            {f"{prefix}{name}": p for name, p in table.fused_parameters().items()},
             tables.shared.get(table.name),
         )
         for table in _tables(tables)
