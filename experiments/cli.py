@@ -6,15 +6,18 @@ A usage error is one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
+import difflib
 import gc
 import importlib
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Sequence
 
 from experiments.config.schema import UsageError
 
+BROKEN_PIPE = 141  # exit status after `| head` has closed the output: 128 + SIGPIPE
 # Command -> module with `add_arguments(parser)` and `run(arguments)`, and a line for --help.
 COMMANDS = {
     "list": ("experiments.listing", "list experiments, contenders, presets and what runs here"),
@@ -91,9 +94,17 @@ def main(arguments: Sequence[str]) -> int:
     # variable when torch is loaded, so it is set first. The user's own value has precedence.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        if arguments and arguments[0] in COMMANDS:
-            return _command(arguments[0], arguments[1:])
-        return _measure(arguments)
+        is_command = bool(arguments) and arguments[0] in COMMANDS
+        status = _command(arguments[0], arguments[1:]) if is_command else _measure(arguments)
+        sys.stdout.flush()  # at the interpreter's end, a broken pipe could not be caught
+        return status
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # the pipe of a child, not the output
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is unflushed
+        return BROKEN_PIPE
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -116,7 +127,13 @@ def _command(name: str, arguments: Sequence[str]) -> int:
     program = importlib.import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"run.py {name}", description=program.__doc__)
     program.add_arguments(parser)
-    return int(program.run(parser.parse_args(arguments)))
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(program.run(parsed))
+    except ConnectionError:
+        raise
+    except OSError as error:  # of a file or folder that the user named, or a full disk
+        raise UsageError(str(error)) from error
 
 
 def _measure(arguments: Sequence[str]) -> int:
@@ -132,6 +149,9 @@ def _measure(arguments: Sequence[str]) -> int:
         from experiments import launch
 
         return launch.run(arguments)
+    similar = difflib.get_close_matches(arguments[0], COMMANDS, 1) if arguments else []
+    if similar and "=" not in arguments[0]:
+        raise UsageError(f"no command '{arguments[0]}'. Did you mean '{similar[0]}'?")
     if shows_config := flags == {"--cfg"} and "job" in words:
         words.remove("job")
     elif flags:
@@ -150,6 +170,9 @@ def _measure(arguments: Sequence[str]) -> int:
         print(configure.composed_yaml(words), end="")
         return 0
     config = configure.load(words)
+    if not config.dry_run:
+        activity = "loading torch and examining this machine; nothing is measured yet"
+        print(f"{config.name}: {activity}", flush=True)
     from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
     gc.freeze()  # collections of torch's objects would take a seventh of a small run

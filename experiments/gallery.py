@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `gallery`."""
     parser.description = __doc__
     parser.add_argument("folder", type=Path, help="with runs in it, at any depth")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pages, created")
 
 
 def run(arguments: argparse.Namespace) -> int:

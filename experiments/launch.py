@@ -175,8 +175,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run all jobs and return the worst of their exit statuses; raise UsageError before any."""
     plan = parse_command_line(arguments)
     configs = [configure.load(words) for words in plan.jobs]
-    folder = RunStore.create(ROOT / configs[0].report.folder, MULTIRUN).path
-    (folder / JOBS).mkdir()
+    parent = configs[0].report.folder
+    try:
+        folder = RunStore.create(ROOT / parent, MULTIRUN).path
+        (folder / JOBS).mkdir()
+    except OSError as error:
+        raise UsageError(f"report.folder={parent}: {error}") from error
     with Watcher(folder, plan) as watcher:
         status = _launch(plan, folder)
     if status and not any((folder / JOBS).iterdir()):

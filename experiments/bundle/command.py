@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", required=True, metavar="{pack,verify}")
     packer = commands.add_parser("pack", help="put runs, configuration and source into one file")
     packer.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="directories of runs")
-    packer.add_argument("-o", "--out", type=Path, required=True, metavar="X.zip")
+    packer.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="X.zip", help="its folder is created"
+    )
     checker = commands.add_parser(
         "verify", help="check the sums, rebuild every number from its samples", epilog=STATUS
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
-from omegaconf import OmegaConf
 
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
@@ -29,15 +27,12 @@ from experiments.bundle.pack import (
 from experiments.report import write_report
 from experiments.report.data import Run
 
-# A picture of report.md with its caption.
-FIGURE = re.compile(r"^!\[[^\n]*\]\([^\n]*\.png\)\n\n\*\*[^\n]*\n\n", re.MULTILINE)
-IGNORED_ELEMENTS = ("figure", "svg", "style", "script")  # of a page; their text is not compared
-FIGURES_HEADING = "Figures"  # heading that only reports with figures have
+IGNORED_ELEMENTS = ("svg", "style", "script")  # of a page; their text is not compared
 SHOWN_CHARACTERS = 60  # length of a quoted difference
 
 
 class _Words(HTMLParser):
-    """Collect the text of a page without its figures."""
+    """Collect the text of a page without its drawings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,36 +48,26 @@ class _Words(HTMLParser):
             self._inside.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self._inside and data.strip() and data.strip() != FIGURES_HEADING:
+        if not self._inside and data.strip():
             self.pieces.append(data.strip())
 
 
 def page_problems(packed: Path, rebuilt: Path) -> list[str]:
-    """Return differences between a run's report and the one rebuilt from its samples.
-
-    Figures are left out, and `rebuilt` quotes a config.yaml that draws none.
-    """
+    """Return differences between a run's report and the one rebuilt without drawings."""
     problems = []
     for name in ("report.md", "index.html"):
         if not (packed / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
             continue
         old, new = _text_pieces(packed / name), _text_pieces(rebuilt / name)
-        config = _config_text(rebuilt)
-        new = [_config_text(packed) if piece == config else piece for piece in new]
         if difference := _first_difference(old, new):
             problems.append(f"{name} does not say what the samples say: {difference}")
     return problems
 
 
-def _config_text(folder: Path) -> str:
-    return (folder / "config.yaml").read_text().strip()
-
-
 def _text_pieces(path: Path) -> list[str]:
     if path.suffix == ".md":
-        lines = FIGURE.sub("", path.read_text()).splitlines()
-        return [line for line in lines if line.strip()]
+        return [line for line in path.read_text().splitlines() if line.strip()]
     reader = _Words()
     reader.feed(path.read_text())
     return reader.pieces
@@ -291,14 +276,11 @@ def _claim_problems(
 
 
 def _rebuild_tables(folder: Path, target: Path) -> Path:
-    """Copy a run to `target`, with all tables rebuilt from its samples; return it."""
+    """Copy a run to `target`, with tables and pages rebuilt from its samples; return it."""
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
     )
-    config = OmegaConf.load(target / "config.yaml")
-    OmegaConf.update(config, "report.figures", False)
-    OmegaConf.save(config, target / "config.yaml")
-    write_report(target)
+    write_report(target, draws_figures=False)  # drawing takes most of the time of a report
     return target
 
 

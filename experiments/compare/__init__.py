@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from experiments.config.schema import UsageError, folder_name
@@ -55,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name} is out of date: run `{pages.COMMAND} write`")
             return 1
         return 0
+    resolved = [path.resolve() for path in arguments.runs]
+    if repeated := [path for path, n in Counter(resolved).items() if n > 1]:
+        raise UsageError(f"{repeated[0]} is named twice: a run is compared with other runs")
     words = " ".join(
         str(path) if machines.is_remote(path) else os.path.relpath(path) for path in arguments.runs
     )

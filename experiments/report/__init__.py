@@ -25,8 +25,13 @@ class ReportSummary:
     failures: int  # records of FAILED_STATUSES; out of memory and unsupported are results
 
 
-def write_report(path: Path) -> ReportSummary:
+def write_report(path: Path, *, draws_figures: bool = True) -> ReportSummary:
     """Write every derived file of the run in `path` from its raw records; measure nothing.
+
+    Args:
+        path: directory of the run.
+        draws_figures: whether the figures are drawn; without, the pages have their titles and
+            captions only. Kinds with reports of their own ignore it.
 
     Raises:
         UsageError: the run is of a kind that this harness does not have.
@@ -45,7 +50,7 @@ def write_report(path: Path) -> ReportSummary:
     for name, content in run_data.kind.write_files(run_data).items():
         store.write(name, content)
     page = pages.page(run_data)
-    document.write(path, page)
+    document.write(path, page, draws_figures=draws_figures)
     return ReportSummary(" ".join(page.answer), num_failed)
 
 

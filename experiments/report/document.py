@@ -128,19 +128,19 @@ def _flatten(
             yield from _flatten(section.parts, level + 1, on_web=on_web)
 
 
-def write(folder: Path, page: Page) -> Path:
+def write(folder: Path, page: Page, *, draws_figures: bool = True) -> Path:
     """Draw the figures into a folder, write report.md and index.html there; return the latter.
 
-    The folder must exist. A figure without a subtitle gets that of the page.
+    The folder must exist. A figure without a subtitle gets that of the page. Without
+    `draws_figures`, only the texts of figures are written.
     """
     store = RunStore(folder)
-    with style.theme():
-        drawings = {
-            figure.name: [
-                Markup(svg) for svg in style.draw(figure, figure.subtitle or page.subtitle, folder)
-            ]
-            for figure in page.figures
-        }
+    drawings = {figure.name: [""] * len(figure.panels) for figure in page.figures}
+    if draws_figures:
+        with style.theme():
+            for figure in page.figures:
+                panels = style.draw(figure, figure.subtitle or page.subtitle, folder)
+                drawings[figure.name] = [Markup(svg) for svg in panels]
     store.write("report.md", page.markdown())
     return store.write("index.html", page.html(drawings))
 

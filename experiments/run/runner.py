@@ -176,7 +176,7 @@ class JobRunner:
                     f"no time for {self.left_out} of {self.left_out + self.jobs} processes "
                     f"(timing.total_seconds={total:g}); the same command continues with them"
                 )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the latter by rich: `| head` has ended
             self.display.say(
                 "interrupted: the report has what was measured; the same command continues"
             )

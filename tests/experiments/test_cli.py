@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from experiments import cli, configure, kinds
+from experiments.bundle import pack
 from experiments.paths import ROOT
 from experiments.run import runner
+from tests.experiments import FIRST_SCHEMA
 
 OK = "+experiment=tt_vs_tbe"
 
@@ -62,6 +66,8 @@ PROBES = {
     (OK, "++hydra.output_subdir=../x"): "unknown key 'hydra.output_subdir'",
     (OK, "--cfg", "hydra"): "no flag --cfg: there is --help, --cfg job and -m",
     (OK, "foo["): "cannot read the arguments",
+    ("lst",): "no command 'lst'. Did you mean 'list'?",
+    ("galery", "runs", "--out", "x"): "no command 'galery'. Did you mean 'gallery'?",
     ("experiment",): "'experiment' needs a value: write +experiment=NAME. There is: anchor_",
     (OK, "timing"): "'timing' needs a value: write timing=NAME. There is: gate, paper, quick",
     (OK, "where=['__import__(\"os\")']"): "where, exclude: cannot read",
@@ -166,6 +172,50 @@ def test_ctrl_c_before_anything_was_measured_is_status_130(
     monkeypatch.setattr(configure, "load", interrupted)
     assert cli.main([OK]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_run_says_what_it_does_before_it_loads_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        assert capsys.readouterr().out.endswith("this machine; nothing is measured yet\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert cli.main([OK]) == 130
+
+
+def test_a_command_ends_silently_where_nobody_reads_its_output(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        assert cli.main(["gallery", str(tmp_path), "--out", str(tmp_path / "x")]) == 141
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gallery", str(FIRST_SCHEMA)),
+        ("bundle", "pack", str(FIRST_SCHEMA)),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.usefixtures("figures_once")
+def test_a_folder_that_cannot_be_written_is_wrong_usage(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pack, "_source_archive", lambda sha: None)
+    (tmp_path / "file").touch()
+    assert cli.main([*words, "--out", str(tmp_path / "file" / "x" / "y")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: [Errno 20] Not a directory: '{tmp_path / 'file' / 'x'}")
 
 
 def test_the_bare_name_of_an_experiment_is_told_how_to_be_written(

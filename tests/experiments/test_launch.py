@@ -71,6 +71,14 @@ def test_what_is_wrong_is_wrong_before_the_first_job(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "run_job", None)  # nothing may be started
+    assert cli.main(["-m", A, "report.folder=/dev/null"]) == 2
+    assert "report.folder=/dev/null: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
 def test_a_launcher_that_is_not_installed_says_what_to_type(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

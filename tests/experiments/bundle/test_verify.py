@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from experiments import cli
-from experiments.bundle import archive, rerun
+from experiments.bundle import archive, pack, rerun
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import Claim, ClaimOutcome, Measure, compare, holds
 from experiments.paths import ROOT
 from experiments.results.store import pack_records, read_records
 from tests.experiments import FIRST_SCHEMA
+from tests.experiments.report.test_pages import REPORTED, one_per_kind
 
 CELLS = 3
 NAN = float("nan")
+MEASURED = ("tables", "samples", "calibration", "points")  # entries of a record, of some kinds
 Record = dict[str, Any]
 
 
@@ -194,6 +197,43 @@ def test_a_forger_who_mends_the_sums_is_found(
     forged = changed(bundle, tmp_path / "forged.zip", forge)
     assert cli.main(["bundle", "verify", str(forged)]) == 3
     assert said in capsys.readouterr().out
+
+
+def with_another_sample(contents: dict[str, bytes]) -> None:
+    """Triple what the first record that was measured has: times, shares, or lookups."""
+    name = of(contents, "points.jsonl")
+    records = [json.loads(line) for line in contents[name].splitlines()]
+    record, entry = next((r, e) for r in records for e in MEASURED if r.get(e))
+    record[entry] = tripled(record[entry])
+    contents[name] = "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def tripled(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(value.get("lookups"), list):
+        return {**value, "lookups": [3 * n for n in value["lookups"]]}
+    if isinstance(value, dict):
+        return {key: tripled(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return list(map(tripled, value))
+    return 3 * value if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("name", one_per_kind(REPORTED))
+@pytest.mark.usefixtures("figures_once")
+def test_a_run_of_every_kind_is_verified_figures_and_all(
+    name: str,
+    smoke_runs: Mapping[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(pack, "_source_archive", lambda sha: None)  # seconds and 20 MB
+    bundle = tmp_path / "x.zip"
+    assert cli.main(["bundle", "pack", str(smoke_runs[name]), "-o", str(bundle)]) == 0
+    assert cli.main(["bundle", "verify", str(bundle)]) == 0, capsys.readouterr().out
+    forged = changed(bundle, tmp_path / "y.zip", with_another_sample)
+    assert cli.main(["bundle", "verify", str(forged)]) == 3
+    assert re.search("but (the samples|they) give", capsys.readouterr().out)
 
 
 def test_damage_is_found_before_anything_is_read(

@@ -22,6 +22,7 @@ from experiments.compare import confounders, figures, machines, pages
 from experiments.compare.confounders import Weight
 from experiments.compare.machines import Comparison, NotComparable
 from experiments.compare.pages import machines_table, points_table
+from experiments.config.schema import UsageError
 from experiments.machine import ceilings
 from experiments.machine.ceilings import MeasuredCeilings
 from experiments.paths import REFERENCE
@@ -301,6 +302,8 @@ def test_what_cannot_be_compared_is_a_line_and_a_status(
     assert "different questions" in capsys.readouterr().err
     assert main([str(CPU), str(tmp_path / "nothing")]) == 2
     assert "is no run: it has no points.jsonl" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="named twice: a run is compared with other runs"):
+        main([str(CPU), f"{CPU}/../{CPU.name}"])
 
 
 @pytest.mark.skipif(

@@ -198,15 +198,16 @@ def test_half_a_job_is_not_done(first: Path, tmp_path: Path) -> None:
     assert len(read_records(second)) == 2
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])  # the latter by a broken pipe
 def test_ctrl_c_leaves_a_readable_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = runner.measure_job, []
 
     def second_is_interrupted(*arguments: object) -> list[Record]:
         calls.append(arguments)
         if len(calls) == 2:
-            raise KeyboardInterrupt
+            raise end
         return real(*arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
