@@ -149,8 +149,8 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
-  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster(kernel) blocks. With more
-  // than one block, `shared_bytes` must be at most kDefaultSharedBytes, else the launch fails.
+  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster(kernel) blocks. With
+  // more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else the launch fails.
   template <class... Parameters, class... Arguments>
   void cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block, size_t shared_bytes,
                const Arguments&... arguments) const {

@@ -59,8 +59,8 @@ class FreeBlocks {
   }
 
   // Take ownership of a block of `bytes` bytes. Free the oldest blocks until all blocks together
-  // have at most `limit` bytes; a block that is larger than that is freed itself, as is any block if
-  // there is no memory to note it. Deleters call this, so it does not throw.
+  // have at most `limit` bytes; a block that is larger than that is freed itself, as is any block
+  // if there is no memory to note it. Deleters call this, so it does not throw.
   void give(void* data, int64_t bytes) noexcept {
     if (bytes > limit_) return std::free(data);
     while (bytes_ + bytes > limit_) {

@@ -463,8 +463,8 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
   });
 }
 
-// Launch `hash_evicted_rows` for `num_matrices` matrices, at least one: gather the rows of each, and
-// the entries with the first. This allocates the scratch of `evicted`.
+// Launch `hash_evicted_rows` for `num_matrices` matrices, at least one: gather the rows of each,
+// and the entries with the first. This allocates the scratch of `evicted`.
 template <class Work>
 void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries,
                          const EvictedMatrix* matrices, int num_matrices) {
