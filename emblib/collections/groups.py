@@ -661,9 +661,10 @@ def split(
     if id_counts is None and batch_sizes is None and is_captured(ids):
         return _split_captured(groups, ids, offsets, bag_bounds)
     if id_counts is None:
-        id_bounds = (
-            [int(offsets[bag]) for bag in bag_bounds]
-            if ids.is_cpu
+        # Not int(offsets[bag]): torch.export would need its value.
+        id_bounds: list[Any] = (
+            [offsets[bag].item() for bag in bag_bounds]
+            if ids.is_cpu or torch.compiler.is_compiling()
             else offsets[bag_bounds].tolist()
         )
     else:
@@ -676,7 +677,8 @@ def split(
         if batch_sizes is not None:
             sizes = batch_sizes[unit : unit + len(info.units)]
             unit += len(info.units)
-        group_offsets = group_offsets - first_id if first_id else group_offsets
+        if torch.compiler.is_compiling() or first_id:  # a graph may not know the number yet
+            group_offsets = group_offsets - first_id
         inputs.append(
             GroupInput(info, first_id, end_id, ids[first_id:end_id], group_offsets, sizes)
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -193,7 +194,7 @@ class TableCollection(nn.Module):
         """Return whether a batch has exactly the features of `groups`, in the same order."""
         if torch.compiler.is_exporting() and not self._is_exportable():
             raise RuntimeError(
-                "torch.export takes collections of one kind of table without keys: export "
+                "torch.export takes no collection with hash tables: export "
                 "emblib.inference.for_inference(collection), which keeps the rows as they are, or "
                 "in a format that is smaller"
             )
@@ -202,8 +203,8 @@ class TableCollection(nn.Module):
         )
 
     def _is_exportable(self) -> bool:
-        """Return whether a lookup reads no number of the batch on the host, and no keys."""
-        return self.groups.is_one and not self._has_keyed
+        """Return whether ids are row numbers, which no lookup changes."""
+        return not self._has_keyed
 
     def _checked(self, features: Any) -> KeyedJaggedTensor:
         """Return the batch with only the features that tables read, in the order of `groups`.
@@ -223,7 +224,7 @@ class TableCollection(nn.Module):
         keys, positions, gpu_positions = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
-            missing_features = sorted(set(self._features_in_order) - index.keys())
+            missing_features = sorted(set(self._features_in_order) - set(index))
             if missing_features:
                 raise KeyError(
                     "the batch must have the features of all tables: missing are "
@@ -252,11 +253,9 @@ class TableCollection(nn.Module):
         active = self.groups.active
         if lengths is None or len(active) == 1:
             return None
-        counts, unit = [], 0
-        for info in active:
-            counts.append(sum(lengths[unit : unit + len(info.units)]))
-            unit += len(info.units)
-        return counts
+        ends = [0, *accumulate(lengths)]  # no sum(), which torch.export.save does not write
+        units = accumulate((len(info.units) for info in active), initial=0)
+        return [ends[end] - ends[begin] for begin, end in pairwise(units)]
 
     # Tables
 

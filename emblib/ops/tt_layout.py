@@ -223,11 +223,10 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
 
     Only on the CPU, where offsets can be read, and not in compiled graphs.
     """
-    return (
-        batch.indices.device.type == "cpu"
-        and batch.indices.numel() > _chunk_lookups(batch.layout, _column_bytes(sample_weights))
-        and not torch.compiler.is_compiling()
-    )
+    # First, because the size of a batch in a compiled graph may be known to no one yet.
+    if torch.compiler.is_compiling() or batch.indices.device.type != "cpu":
+        return False
+    return batch.indices.numel() > _chunk_lookups(batch.layout, _column_bytes(sample_weights))
 
 
 def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]:

@@ -15,7 +15,7 @@ from emblib.storage.base import (
     kinds,
     register,
 )
-from emblib.storage.composed import Combine
+from emblib.storage.composed_lookup import Combine
 from emblib.storage.dense import Dense
 from emblib.storage.handles import TableHandle
 from emblib.storage.hash import Hash

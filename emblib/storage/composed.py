@@ -10,22 +10,17 @@ in one call, and combines the `count` blocks of the output.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from emblib.columns import FeatureColumn
-from emblib.ops import autograd
-from emblib.ops.route import is_captured, take_or_fill
 from emblib.optim import Gradient, Optimizer
-from emblib.specs import BoundsCheck, Choice, Pooling, brief
+from emblib.specs import BoundsCheck, Pooling, brief
 from emblib.storage.base import (
     CutUnits,
     KeyBlock,
@@ -43,44 +38,19 @@ from emblib.storage.base import (
     state_bytes,
     stored_as,
 )
+from emblib.storage.composed_lookup import (
+    Combine,
+    Component,
+    ComposedLookup,
+    ComposedTable,
+    component_features,
+    first_components,
+)
 from emblib.storage.dense import Dense, DenseHandle, DenseModule, view_name
 from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
-from emblib.tables.base import check_bounds, variable_batch
-from emblib.tables.bounds_report import is_padded
 
 _SEED_FACTOR = 0x632BE59BD9B4E019  # an arbitrary odd number, to separate seeds of components
-
-
-class Combine(Choice):
-    """Operation that combines the rows which an id reads into its row.
-
-    Example:
-        >>> emblib.storage.QuotientRemainder(4_000, "add").combine
-        <Combine.ADD: 'add'>
-    """
-
-    ADD = "add"
-    """Their sum."""
-    CONCATENATE = "concatenate"
-    """The first has the first half of the columns, the second the other."""
-    MULTIPLY = "multiply"
-    """1 plus the first, times the second. Without the 1, both start near zero, and so do their
-    gradients."""
-
-
-class Component(NamedTuple):
-    """A dense table that ids share.
-
-    Attributes:
-        name: name of its parameter.
-        rows: number of rows.
-        scale: bounds of its uniform initial values, divided by the bounds for the table.
-    """
-
-    name: str
-    rows: int
-    scale: float = 1.0
 
 
 class ComposedStorage(Storage):
@@ -157,6 +127,19 @@ class ComposedStorage(Storage):
     def stored_width(self, dim: int) -> int:
         """Return the number of columns of the components of a table with `dim` columns."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
+
+    def lookup_table(self, num_embeddings: int, dim: int) -> ComposedTable:
+        """Return what a lookup needs to know of a table."""
+        return ComposedTable(
+            num_embeddings,
+            dim,
+            self.stored_width(dim),
+            self.components(num_embeddings),
+            self.joining,
+            self.row_components,
+            self.mapping_numbers(),
+            self.rows_read,
+        )
 
     # Modules
 
@@ -343,14 +326,8 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
     return region
 
 
-class ComposedModule(nn.Module):
-    """Module of composed tables of one kind; its child `dense` has all their components.
-
-    Bounds are checked once, before ids are mapped; `bounds_check` selects whether violations are
-    counted and repaired, or raise. In every mode invalid ids read the rows of id 0.
-    """
-
-    bounds_check = BoundsCheck.WARNING
+class ComposedModule(ComposedLookup):
+    """Module of composed tables of one kind; its child `dense` has all their components."""
 
     def __init__(
         self,
@@ -361,37 +338,27 @@ class ComposedModule(nn.Module):
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        super().__init__()
-        self._slices, self._reads = tuple(slices), tuple(reads)
-        first_storage: Any = slices[0].storage
-        self._storage: ComposedStorage = first_storage
-        self._rows_per_id = len(first_storage.row_components)
-        self.pooling, self.output_dtype = pooling, torch.float32
-        self._dims = [slices[t].dim for t in reads]
-        self._widths = [self._storage_of(slices[t]).stored_width(slices[t].dim) for t in reads]
-        self._components = [
-            self._storage_of(table_slice).components(table_slice.config.num_embeddings)
+        tables = [
+            self._storage_of(table_slice).lookup_table(
+                table_slice.config.num_embeddings, table_slice.dim
+            )
             for table_slice in slices
         ]
-        self._first_component = [0, *accumulate(len(components) for components in self._components)]
-        features = [
-            self._first_component[t] + self._storage_of(slices[t]).row_components[k]
-            for k in range(self._rows_per_id)
-            for t in reads
-        ]
-        is_multiplied = first_storage.joining is Combine.MULTIPLY
+        super().__init__(tables, reads, pooling)
+        self._slices = tuple(slices)
+        self._components = [table.components for table in tables]
+        self._first_component = first_components(tables)
         self.dense = DenseModule(
             [component for table_slice in slices for component in _component_slices(table_slice)],
-            features,
+            component_features(tables, reads),
             optimizer,
-            Pooling.NONE if is_multiplied else pooling,
+            self.component_pooling,
             self._component_seeds(seeds),
             None,
             device,
         )
-        self.dense.bounds_check = BoundsCheck.NONE  # this module checks
-        self._mapping_numbers = self.features = self.bounds_violations = torch.empty(0)
-        self._make_mapping_tensors(device)
+        self.dense.bounds_check = BoundsCheck.NONE  # the base class checks
+        self.make_mapping_tensors(device)
 
     @staticmethod
     def _storage_of(table_slice: TableSlice) -> ComposedStorage:
@@ -407,187 +374,16 @@ class ComposedModule(nn.Module):
             for k in range(len(components))
         ]
 
-    def _make_mapping_tensors(self, device: torch.device) -> None:
-        """Make the tensors that parametrise the mapping of ids, one column per feature."""
-        numbers = [self._storage_of(self._slices[t]).mapping_numbers() for t in self._reads]
-        num_ids = [self._slices[t].config.num_embeddings for t in self._reads]
-        features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
-        features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
-        features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
-        shape = (len(self._reads), -1) if self._reads else (0, 1)
-        self._mapping_numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
-        self.features = features.to(device)
-        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-        self._has_one_mapping = len(set(zip(numbers, num_ids, strict=True))) == 1
-
-    # Lookup
-
-    def forward(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None = None,
-        *,
-        batch_sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Tensor:
-        """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`.
-
-        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None.
-        """
-        layout = None
-        if batch_sizes is not None:
-            num_bags = max(offsets.numel() - 1, 0)
-            layout = variable_batch(batch_sizes, self._dims, num_bags, ids.device).bag_layout
-        offsets = check_bounds(self, ids, offsets, self.features, layout)
-        rows = self._rows_of(ids, offsets, batch_sizes)
-        count = self._rows_per_id
-        all_rows = rows[0] if count == 1 else torch.cat(rows)
-        all_offsets = offsets if count == 1 else _repeat_bags(offsets, count, 0, ids.numel())
-        sizes = None if batch_sizes is None else [*batch_sizes] * count
-        if self._storage.joining is Combine.MULTIPLY:
-            out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
-            return out.to(self.output_dtype)
-        scales = None if weights is None else torch.cat([weights] * count)
-        if self.pooling is Pooling.MEAN and count > 1 and _may_have_padding(ids):
-            # Padding between two blocks would count in the length of the bag before it.
-            sources, all_offsets = _padding_first(offsets, count, ids.numel())
-            all_rows = take_or_fill(all_rows, sources, -1)
-            scales = None if scales is None else take_or_fill(scales, sources, 0)
-        looked_up: Tensor = self.dense(all_rows, all_offsets, scales, batch_sizes=sizes)
-        return self._combine(looked_up, batch_sizes).to(self.output_dtype)
-
-    def _rows_of(
-        self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> list[Tensor]:
-        """Map ids to `_rows_per_id` tensors of rows `[L]`.
-
-        Id -1 stays -1, and other invalid ids read the rows of id 0.
-        """
-        if not self._reads:
-            return [ids] * self._rows_per_id
-        if self._has_one_mapping:
-            numbers, num_ids = self._mapping_numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
-        else:
-            feature = self._features_of(ids, offsets, batch_sizes)
-            numbers, num_ids = (
-                self._mapping_numbers[:, feature],
-                self.features[feature, FeatureColumn.ROWS],
-            )
-        int64_ids = ids.long()
-        valid = (int64_ids >= 0) & (int64_ids < num_ids)
-        row_ids = self._storage.rows_read(
-            torch.where(valid, int64_ids, 0), numbers, self._rows_per_id
-        )
-        return [torch.where(int64_ids == -1, int64_ids, rows).to(ids.dtype) for rows in row_ids]
-
-    def _features_of(
-        self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Tensor:
-        """Return the index of the feature of each id, int64 `[L]`."""
-        num_features = len(self._reads)
-        bag_counts = [(offsets.numel() - 1) // num_features] * num_features
-        if batch_sizes is not None:
-            bag_counts = [sum(sizes) for sizes in batch_sizes]
-        borders = offsets[list(accumulate(bag_counts))[:-1]].long()
-        position = torch.arange(ids.numel(), device=ids.device)
-        return torch.bucketize(position, borders, right=True)
-
-    def _combine(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Combine the looked-up blocks, one per row of an id, into one block of rows or bags.
-
-        `looked_up` is `[B, rows per id * columns]`, `[rows per id * L, dim]` without pooling, or
-        flat with `batch_sizes`; the result has the same form for one row per id.
-        """
-        count = self._rows_per_id
-        is_concatenated = self._storage.joining is Combine.CONCATENATE
-        if count == 1:
-            return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)
-        if self.pooling is Pooling.NONE:
-            blocks = looked_up.view(count, -1, looked_up.shape[1])
-            return blocks.transpose(0, 1).flatten(1) if is_concatenated else blocks.sum(0)
-        if batch_sizes is None:
-            width = looked_up.shape[1] // count
-            blocks = looked_up.view(-1, count, width)
-            return self._concatenate_columns(blocks.unbind(1)) if is_concatenated else blocks.sum(1)
-        by_rank = list(zip(*batch_sizes, strict=True))
-        lengths = [
-            [n * width for n, width in zip(bag_counts, self._widths, strict=True)]
-            for bag_counts in by_rank
-        ]
-        rank_blocks = looked_up.split([count * sum(rank_lengths) for rank_lengths in lengths])
-        joined = []
-        for rank_block, rank_lengths in zip(rank_blocks, lengths, strict=True):
-            blocks = rank_block.view(count, -1)
-            if not is_concatenated:
-                joined.append(blocks.sum(0))
-                continue
-            for block, width in zip(blocks.split(rank_lengths, 1), self._widths, strict=True):
-                joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
-        return torch.cat(joined)
-
-    def _concatenate_columns(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Concatenate the columns of all blocks, feature by feature."""
-        columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
-        return torch.cat(
-            [columns for feature_columns in columns_by_feature for columns in feature_columns], 1
-        )
-
-    def _widen(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Append zero columns to each feature, up to the dim of its table."""
-        pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
-        pad = nn.functional.pad
-        if self.pooling is Pooling.NONE:
-            return pad(looked_up, (0, pad_widths[0]))
-        if batch_sizes is None:
-            blocks = looked_up.split(self._widths, 1)
-            padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
-            return torch.cat(padded, 1)
-        counts = [n for rank_sizes in zip(*batch_sizes, strict=True) for n in rank_sizes]
-        block_widths, block_pads = (
-            list(widths) * len(batch_sizes[0]) for widths in (self._widths, pad_widths)
-        )
-        blocks = looked_up.split([n * width for n, width in zip(counts, block_widths, strict=True)])
-        sizes = zip(blocks, block_widths, block_pads, strict=True)
-        return torch.cat([pad(b.view(-1, width), (0, zeros)).view(-1) for b, width, zeros in sizes])
-
-    def _multiply_and_pool(
+    def look_up_components(
         self,
         rows: Tensor,
-        all_offsets: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Look up two rows a and b per id, and pool the products (1 + a) * b.
-
-        For pooling NONE the products are the result; weights then raise ValueError.
-        """
-        sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
-        updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
-        with autograd.with_values() if updates_only else contextlib.nullcontext():
-            looked_up = self.dense(rows, all_offsets, batch_sizes=sizes).float()
-        quotient_rows, remainder_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
-        products = (1.0 + quotient_rows) * remainder_rows
-        if self.pooling is Pooling.NONE:
-            if weights is not None:
-                raise ValueError(
-                    "per_sample_weights scale rows that are pooled; unpooled tables have none"
-                )
-            return products
-        if weights is not None:
-            products = products * weights[:, None]
-        dim = products.shape[1]
-        bags = torch.segment_reduce(
-            products, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
-        )
-        if self.pooling is Pooling.MEAN:
-            bags = bags / offsets.diff().clamp(min=1)[:, None]
-        if batch_sizes is None:
-            return bags.view(len(self._reads), -1, dim).transpose(0, 1).flatten(1)
-        blocks = iter(bags.split([n for rank_sizes in batch_sizes for n in rank_sizes]))
-        by_feature = [[next(blocks) for _ in rank_sizes] for rank_sizes in batch_sizes]
-        in_order = [block for rank_blocks in zip(*by_feature, strict=True) for block in rank_blocks]
-        return torch.cat(in_order).view(-1)
+        """Look up rows of the components, as `DenseModule` does."""
+        looked_up: Tensor = self.dense(rows, offsets, weights, batch_sizes=batch_sizes)
+        return looked_up
 
     # Tables
 
@@ -650,47 +446,13 @@ class ComposedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._make_mapping_tensors(self.dense.hyperparams.device)
+        self.make_mapping_tensors(self.dense.hyperparams.device)
         return self
 
     def extra_repr(self) -> str:
         """Return names and sizes of the tables, and their storage."""
         sizes = (f"{s.config.name}: {s.config.num_embeddings} x {s.dim}" for s in self._slices)
-        return f"[{', '.join(sizes)}] {self._storage}"
-
-
-def _repeat_bags(offsets: Tensor, count: int, begin: Tensor | int, num_ids: Tensor | int) -> Tensor:
-    """Return the offsets of the bags of `count` blocks, `[count * bags + 1]`.
-
-    Block k has the bags of `offsets` `[bags + 1]`, `begin + k * num_ids` positions later; its last
-    bag ends where the first bag of the next block begins.
-    """
-    blocks = [
-        offsets[: None if k + 1 == count else -1] + (begin + k * num_ids) for k in range(count)
-    ]
-    return torch.cat(blocks)
-
-
-def _may_have_padding(ids: Tensor) -> bool:
-    """Return whether ids of -1 may precede the first bag, see `CapturedStep` and `GroupInput`."""
-    return not torch.compiler.is_compiling() and (is_padded() or is_captured(ids))
-
-
-def _padding_first(offsets: Tensor, count: int, num_ids: int) -> tuple[Tensor, Tensor]:
-    """Move the padding of `count` blocks of `num_ids` lookups in front of the first block.
-
-    The first `offsets[0]` lookups of a block are padding. No number is read from the device.
-
-    Returns:
-        int64 `[count * num_ids]`, the source of each lookup, -1 for padding; and the offsets of the
-        bags of all blocks.
-    """
-    padding = offsets[:1]
-    positions = torch.arange(count * num_ids, device=offsets.device) - count * padding
-    block = positions // (num_ids - padding).clamp(min=1)
-    sources = torch.where(positions >= 0, positions + padding * (block + 1), -1)
-    moved_offsets = _repeat_bags(offsets, count, (count - 1) * padding, num_ids - padding)
-    return sources, moved_offsets
+        return f"[{', '.join(sizes)}] {self._slices[0].storage}"
 
 
 class ComposedHandle(DenseHandle):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from emblib.specs import Choice, check_count
 from emblib.storage.base import TableDescription
-from emblib.storage.composed import Component, ComposedStorage
+from emblib.storage.composed import ComposedStorage
+from emblib.storage.composed_lookup import Component
 
 _MAX_FUNCTIONS = 64  # hash functions per seed
 _MAX_SEEDS = 2**56

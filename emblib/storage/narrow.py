@@ -12,7 +12,8 @@ from torch import Tensor
 
 from emblib.specs import check_count
 from emblib.storage.base import CutUnits, TableDescription
-from emblib.storage.composed import Component, ComposedStorage
+from emblib.storage.composed import ComposedStorage
+from emblib.storage.composed_lookup import Component
 
 
 @dataclass(frozen=True)

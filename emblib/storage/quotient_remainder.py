@@ -14,7 +14,8 @@ from torch import Tensor
 
 from emblib.specs import check_count
 from emblib.storage.base import TableDescription
-from emblib.storage.composed import Combine, Component, ComposedStorage
+from emblib.storage.composed import ComposedStorage
+from emblib.storage.composed_lookup import Combine, Component
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from emblib import (
     storage,
 )
 from emblib.collections.optimizers import FusedOptimizer
-from emblib.storage import Combine, Hashed, Narrow, QuotientRemainder, RowHash, TableSlice, composed
+from emblib.storage import Combine, Hashed, Narrow, QuotientRemainder, RowHash, TableSlice
+from emblib.storage import composed_lookup as lookup
 
 IDS, DIM, BATCH = 50, 8, 7
 KINDS: dict[str, tuple[storage.Storage, ...]] = {
@@ -462,9 +463,9 @@ def test_padding_counts_in_no_mean(kind: str, is_weighted: bool) -> None:
 def test_a_capture_moves_the_padding_of_means(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The capture of a CUDA graph cannot see whether a batch is padded."""
     moved: list[int] = []
-    move = composed._padding_first
-    monkeypatch.setattr(composed, "is_captured", lambda _: True)
-    monkeypatch.setattr(composed, "_padding_first", lambda *a: moved.append(a[1]) or move(*a))
+    move = lookup._padding_first
+    monkeypatch.setattr(lookup, "is_captured", lambda _: True)
+    monkeypatch.setattr(lookup, "_padding_first", lambda *a: moved.append(a[1]) or move(*a))
     table = EmbeddingBagConfig(IDS, DIM, "left", storage=KINDS[kind][0], pooling=Pooling.MEAN)
     bags = EmbeddingBagCollection([table])
     batch = KeyedJaggedTensor(["left"], torch.arange(6), lengths=torch.tensor([4, 0, 2]))
