@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
+from emblib.inference.composed import ComposedEmbeddingBags, component_names
 from emblib.inference.indexed import InferenceEmbeddingBags
 from emblib.inference.served import (
     FORMAT_OF,
@@ -59,14 +60,15 @@ def for_inference(
     Args:
         source: `DynamicEmbeddingBags`, with or without a backing store; `CachedTTEmbeddingBags`;
             a source of `QuantizedEmbeddingBags.from_float` (a module of dense or tensor-train
-            tables, `nn.EmbeddingBag`, `nn.Embedding` or a matrix); or a collection of dense,
-            tensor-train and dynamic tables, whose result takes the same batches.
-        formats: format of the rows of all tables, or of each; None keeps the dtype of the rows.
+            tables, `nn.EmbeddingBag`, `nn.Embedding` or a matrix); or a collection, whose result
+            takes the same batches.
+        formats: format of the rows of all tables, or of each; None keeps the dtype of the rows, or
+            their format where they are quantised already.
         output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
         TypeError: another source.
-        ValueError: rows that the format does not hold.
+        ValueError: rows that the format does not hold, or another format for quantised rows.
 
     Example:
         >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(1_000, 16, name="item")])
@@ -76,7 +78,7 @@ def for_inference(
         >>> bool(torch.allclose(served(ids, offsets), bags.eval()(ids, offsets), atol=0.02))
         True
     """
-    if isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags | InferenceCollection):
+    if isinstance(source, ReadOnly | InferenceCollection):
         raise TypeError("the tables are read-only already; convert those that they were made of")
     if isinstance(source, DynamicEmbeddingBags):
         return _of_dynamic(source, formats, output_dtype)
@@ -149,7 +151,7 @@ class QuantizationError(NamedTuple):
     """Errors that the format of a table causes.
 
     Attributes:
-        table: name of the table.
+        table: name of the table; of a component, `table.component`, where ids share rows.
         format: format of its rows.
         rows: number of rows that were compared.
         nbytes: bytes of the read-only table without its index.
@@ -208,12 +210,15 @@ def _tables_to_compare(
     if isinstance(served, InferenceCollection):
         readers = readers_of(source)
         for part in served.parts:
+            module = _stored_rows(part)
             any_part: Any = part
-            module = any_part.rows if isinstance(part, InferenceEmbeddingBags) else any_part
-            for table, name in enumerate(module.table_names):
+            names = module.table_names
+            if isinstance(part, ComposedEmbeddingBags):
+                names = component_names(any_part.tables, any_part.storages)
+            for table, name in enumerate(names):
                 yield name, readers[name].blocks(), module, table
         return
-    module = served.rows if isinstance(served, InferenceEmbeddingBags) else served
+    module = _stored_rows(served)
     if isinstance(source, DynamicEmbeddingBags):
         for table, (keyed, _) in enumerate(_dynamic_tables(source)):
             yield module.table_names[table], keyed.rows.split(_CHUNK), module, table
@@ -221,6 +226,12 @@ def _tables_to_compare(
     tables = _float_tables(source)
     for table, name in enumerate(module.table_names):
         yield name, tables.blocks(table), module, table
+
+
+def _stored_rows(part: Any) -> QuantizedEmbeddingBags:
+    """Return the module that stores the rows of read-only tables."""
+    rows: QuantizedEmbeddingBags = getattr(part, "rows", part)
+    return rows
 
 
 class _ErrorSums:

@@ -1,5 +1,6 @@
 """Frozen tables: read-only tables in one file, opened by mapping it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from emblib.columns import IndexKind
 from emblib.inference import frozen_file
+from emblib.inference.composed import ComposedEmbeddingBags
 from emblib.inference.conversion import for_inference
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
 from emblib.inference.served import (
@@ -20,6 +22,7 @@ from emblib.inference.served import (
 )
 from emblib.specs import (
     BoundsCheck,
+    Choice,
     IdOrder,
     MatmulPrecision,
     Pooling,
@@ -27,10 +30,13 @@ from emblib.specs import (
     TableSpec,
     TTSpec,
 )
+from emblib.storage import kinds
 from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbeddingBags
 from emblib.tables.quantized import Formats
 
 _ROWS, _TRAINS, _COLLECTION = "rows", "tensor_trains", "collection"  # kinds of files
+# Kinds of their own, so that versions that cannot read composed tables refuse the file.
+_COMPOSED = {_ROWS: "composed_rows", _COLLECTION: "collection_with_composed_rows"}
 
 Frozen = (
     ReadOnly
@@ -78,14 +84,15 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
         return
     served = source if _is_read_only(source) and formats is None else for_inference(source, formats)
     if isinstance(served, InferenceCollection):
-        frozen_file.write(path, _COLLECTION, *_collection_content(served))
+        kind, parts, content = _COLLECTION, [*served.parts], _collection_content(served)
     else:
-        frozen_file.write(path, _ROWS, *_tables_content(served))
+        kind, parts, content = _ROWS, [served], _tables_content(served)
+    is_composed = any(isinstance(part, ComposedEmbeddingBags) for part in parts)
+    frozen_file.write(path, _COMPOSED[kind] if is_composed else kind, *content)
 
 
 def _is_read_only(source: Any) -> bool:
-    kinds = QuantizedEmbeddingBags | InferenceEmbeddingBags | InferenceCollection
-    return isinstance(source, kinds)
+    return isinstance(source, ReadOnly | InferenceCollection)
 
 
 def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
@@ -120,9 +127,9 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     with torch.device("cpu"):  # whatever torch's default device is
         if content.kind == _TRAINS:
             return _open_trains(content.config, content.tensors)
-        if content.kind == _COLLECTION:
+        if content.kind in (_COLLECTION, _COMPOSED[_COLLECTION]):
             return _open_collection(content.config, content.tensors)
-        if content.kind == _ROWS:
+        if content.kind in (_ROWS, _COMPOSED[_ROWS]):
             return _open_tables(content.config, content.tensors)
     raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
 
@@ -156,6 +163,8 @@ def _options_from_json(config: dict[str, Any]) -> dict[str, Any]:
 
 def _tables_content(tables: ReadOnly, prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `config` and the sections of tables; `prefix` begins the names of the sections."""
+    if isinstance(tables, ComposedEmbeddingBags):
+        return _composed_config(tables), {f"{prefix}rows": tables.rows.packed}
     rows = tables.rows if isinstance(tables, InferenceEmbeddingBags) else tables
     indexes: list[dict[str, Any] | None] = [None] * len(rows.tables)
     tensors = {f"{prefix}rows": rows.packed}
@@ -168,6 +177,8 @@ def _tables_content(tables: ReadOnly, prefix: str = "") -> tuple[dict[str, Any],
 
 def _open_tables(config: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> ReadOnly:
     """Return the tables of a file, with their indexes if they have any."""
+    if "storages" in config:
+        return _open_composed(config, tensors[f"{prefix}rows"])
     rows = _open_rows(config, tensors[f"{prefix}rows"])
     memory = tensors.get(f"{prefix}index")
     if memory is None:
@@ -183,7 +194,7 @@ def _collection_content(
     parts = []
     for number, part in enumerate(collection.parts):
         any_part: Any = part
-        if not isinstance(part, QuantizedEmbeddingBags | InferenceEmbeddingBags):
+        if not isinstance(part, ReadOnly):
             raise TypeError(
                 f"part {number} of the collection is {type(part).__name__}, a file has tables as "
                 "for_inference makes them"
@@ -245,6 +256,46 @@ def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags
     )
     rows.use_memory(packed)
     return rows
+
+
+def _composed_config(composed: ComposedEmbeddingBags) -> dict[str, Any]:
+    """Return what `_open_composed` needs to make the module again, as JSON values."""
+    storages: Any = composed.storages
+    return {
+        **_options_to_json(composed),
+        "tables": [[spec.rows, spec.dim, spec.name] for spec in composed.tables],
+        "storages": [[storage.plan_name, _storage_fields(storage)] for storage in storages],
+        "rows": _rows_config(composed.rows),
+        "output_dtype": _dtype_name(composed.output_dtype),
+    }
+
+
+def _open_composed(config: dict[str, Any], packed: Tensor) -> ComposedEmbeddingBags:
+    """Return composed tables whose components are in `packed`, uint8 `[n]`."""
+    options = _options_from_json(config)
+    del options["include_last_offset"]  # their offsets have it always
+    return ComposedEmbeddingBags(
+        _open_rows(config["rows"], packed),
+        [TableSpec(*table) for table in config["tables"]],
+        [_open_storage(*storage) for storage in config["storages"]],
+        output_dtype=getattr(torch, config["output_dtype"]),
+        **options,
+    )
+
+
+def _storage_fields(storage: Any) -> dict[str, Any]:
+    fields = asdict(storage).items()
+    return {name: value.value if isinstance(value, Choice) else value for name, value in fields}
+
+
+def _open_storage(name: str, fields: Mapping[str, Any]) -> Any:
+    """Return the storage that a file describes."""
+    if name not in kinds():
+        raise ValueError(
+            f"the file has tables of the storage {name!r}, which is not registered: import the "
+            "module that registers it, see emblib.storage.register"
+        )
+    return kinds()[name].from_plan(fields)
 
 
 def _index_config(index: RowIndex | None) -> dict[str, Any] | None:

@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from emblib.collections.checked_batch import check_ids, checked_batch
 from emblib.collections.modules import TableCollection, table_features
 from emblib.dynamic.handles import DynamicTable
+from emblib.inference.composed import (
+    ComposedEmbeddingBags,
+    component_names,
+    component_specs,
+    composed_key,
+    lookup_options,
+)
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.specs import BoundsCheck, Pooling, TableSpec
-from emblib.storage import Dense
+from emblib.storage import Dense, Quantized
+from emblib.storage.composed import ComposedStorage
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats, formats_of
 
@@ -29,7 +37,7 @@ FORMAT_OF = {
 }
 """The formats that keep the dtypes of rows."""
 
-ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
+ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags | ComposedEmbeddingBags
 
 
 class RowsByKey(NamedTuple):
@@ -70,14 +78,19 @@ class RowsByKey(NamedTuple):
 
 
 class RowReader(NamedTuple):
-    """The rows of a table: their dtype, a function that yields them in blocks, and their keys.
+    """The rows of a table, or of a component of a composed one.
 
-    Blocks are `[n, dim]`, from row 0 on. `keyed` is None for a table whose ids are row numbers.
+    Attributes:
+        format: format that keeps the rows as they are.
+        blocks: function that yields them as floats, blocks `[n, dim]` from row 0 on.
+        keyed: keys and rows of a dynamic table; None for a table whose ids are row numbers.
+        packed: uint8 `[rows, row_bytes]`, rows that are in `format` already; None for floats.
     """
 
-    dtype: torch.dtype
+    format: RowFormat
     blocks: Callable[[], Iterable[Tensor]]
     keyed: RowsByKey | None = None
+    packed: Tensor | None = None
 
 
 class _RowBlocks:
@@ -108,8 +121,10 @@ def configs_of(source: Any) -> Sequence[Any]:
 def readers_of(source: Any) -> dict[str, RowReader]:
     """Return the row reader of each table of a collection, by name; collective if it is sharded.
 
+    A composed table has a reader per component, `table.component`.
+
     Raises:
-        TypeError: a table whose rows cannot be read as floats.
+        TypeError: a table whose rows cannot be read.
     """
     keyed_tables = source.table_handles()
     readers = {}
@@ -117,23 +132,39 @@ def readers_of(source: Any) -> dict[str, RowReader]:
         if config.storage.is_keyed:
             keyed = RowsByKey.of(keyed_tables[config.name], config.storage.default_value)
             blocks = partial(keyed.rows.split, _BLOCK)
-            readers[config.name] = RowReader(keyed.rows.dtype, blocks, keyed)
+            readers[config.name] = RowReader(FORMAT_OF[keyed.rows.dtype], blocks, keyed)
             continue
         if not isinstance(source, TableCollection):
             raise TypeError(
                 f"table {config.name!r} has rows on other ranks: write checkpoints.export(...) on "
                 "all ranks, load it into the unsharded collection, and convert that"
             )
-        if not config.storage.has_dense_rows:
-            raise TypeError(
-                f"table {config.name!r} is stored as {config.storage}: tables that are quantised "
-                "already, or whose ids share rows, are served by the collection itself"
-            )
-        handle = source.handles()[config.name]
-        is_dense = isinstance(config.storage, Dense)  # rows of tensor trains are computed
-        dtype = config.data_type if is_dense else torch.float32
-        readers[config.name] = RowReader(dtype, handle.dense_blocks)
+        readers |= _readers_of_table(config, source.handles()[config.name])
     return readers
+
+
+def _readers_of_table(config: Any, handle: Any) -> dict[str, RowReader]:
+    """Return the row readers of a table without keys by name, given its handle."""
+    storage, format = config.storage, FORMAT_OF[config.data_type]
+    if isinstance(storage, ComposedStorage):
+        views = handle.views()
+        return {
+            f"{config.name}.{component.name}": RowReader(
+                format, partial(views[component.name].split, _BLOCK)
+            )
+            for component in storage.components(config.num_embeddings)
+        }
+    if isinstance(storage, Quantized):
+        blocks = partial(handle.module.dense_blocks, handle.index)
+        format = RowFormat(f"int{storage.bits}")
+        return {config.name: RowReader(format, blocks, packed=handle.views()["packed"])}
+    if not storage.has_dense_rows:
+        raise TypeError(
+            f"table {config.name!r} is stored as {storage}, whose rows for_inference cannot read: "
+            "export the collection itself, in eval mode, with torch.export"
+        )
+    is_dense = isinstance(storage, Dense)  # rows of tensor trains are computed
+    return {config.name: RowReader(format if is_dense else RowFormat.FP32, handle.dense_blocks)}
 
 
 class ServedFeature(NamedTuple):
@@ -313,25 +344,30 @@ def convert(
         output_dtype: dtype of the output; None keeps the collection's, float32 if it is sharded.
     """
     configs, readers = configs_of(source), readers_of(source)
-    dtype_formats = [FORMAT_OF[readers[config.name].dtype] for config in configs]
-    row_formats = dtype_formats if formats is None else formats_of(len(configs), None, formats)
     features = table_features(configs)
     pooled = hasattr(source, "embedding_bag_configs")
+    row_formats = (
+        [None] * len(configs) if formats is None else formats_of(len(configs), None, formats)
+    )
     groups: dict[Any, list[int]] = {}  # tables by what the tables of a part have in common
     for table, config in enumerate(configs):
-        groups.setdefault(config.pooling if pooled else config.embedding_dim, []).append(table)
+        pooling = config.pooling if pooled else Pooling.NONE
+        key: tuple[Any, ...] = (pooling, 0 if pooled else config.embedding_dim)
+        if isinstance(config.storage, ComposedStorage):
+            key = (*key, composed_key(config.storage, config.embedding_dim, pooling))
+        groups.setdefault(key, []).append(table)
     dtype, device = torch.float32, torch.device("cpu")  # where entries of all ranks are
     if isinstance(source, TableCollection):
         dtype, device = source.groups.output_dtype, source.device
     parts = []
-    for key, tables in groups.items():
+    for (pooling, *_), tables in groups.items():
         positions = [n for n, feature in enumerate(features) if feature.table in tables]
         module = _convert_part(
             [configs[table] for table in tables],
             readers,
             device,
             [row_formats[table] for table in tables],
-            pooling=key if pooled else Pooling.NONE,
+            pooling=pooling,
             feature_tables=[tables.index(features[position].table) for position in positions],
             output_dtype=dtype if output_dtype is None else output_dtype,
             bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
@@ -354,24 +390,72 @@ def _convert_part(
     configs: Sequence[Any],
     readers: dict[str, RowReader],
     device: torch.device,
-    formats: Sequence[RowFormat],
-    **options: Any,
+    formats: Sequence[RowFormat | None],
+    *,
+    feature_tables: Sequence[int],
+    pooling: Pooling,
+    output_dtype: torch.dtype,
+    bounds_check: BoundsCheck,
 ) -> ReadOnly:
-    """Convert the tables of a part; `options` are `bounds_check` and arguments of `FloatTables`."""
+    """Convert the tables of a part; a format of None keeps the rows as they are."""
+    specs = [TableSpec(c.num_embeddings, c.embedding_dim, c.name) for c in configs]
+    storages = [c.storage for c in configs if isinstance(c.storage, ComposedStorage)]
+    if not storages:
+        tables = FloatTables(specs, [], pooling, feature_tables, output_dtype, device)
+        return _store(tables, [readers[c.name] for c in configs], formats, bounds_check)
+    options = lookup_options(specs, storages, feature_tables, pooling)
+    stored = component_specs(specs, storages)
+    formats = [
+        format
+        for spec, storage, format in zip(specs, storages, formats, strict=True)
+        for _ in storage.components(spec.rows)
+    ]
+    tables = FloatTables(stored, [], output_dtype=torch.float32, device=device, **options)
+    used = [readers[name] for name in component_names(specs, storages)]
+    rows: Any = _store(tables, used, formats, BoundsCheck.NONE)
+    return ComposedEmbeddingBags(
+        rows,
+        specs,
+        storages,
+        feature_tables=feature_tables,
+        pooling=pooling,
+        bounds_check=bounds_check,
+        output_dtype=output_dtype,
+    )
+
+
+def _store(
+    tables: FloatTables,
+    readers: Sequence[RowReader],
+    formats: Sequence[RowFormat | None],
+    bounds_check: BoundsCheck,
+) -> QuantizedEmbeddingBags | InferenceEmbeddingBags:
+    """Store the rows that `readers` read; `tables` has none yet. See `_convert_part`."""
     specs, blocks, indexes = [], [], list[RowIndex | None]()
-    for config in configs:
-        reader, size = readers[config.name], config.num_embeddings
-        index, yield_blocks = None, reader.blocks
+    for spec, reader, format in zip(tables.specs, readers, formats, strict=True):
+        index, yield_blocks, size = None, reader.blocks, spec.rows
         if reader.keyed is not None:
             index, stored = reader.keyed.indexed()
             # At least one row, of zeros, so that no table is without memory.
             yield_blocks, size = partial(stored.split, _BLOCK), max(len(stored), 1)
-        specs.append(TableSpec(size, config.embedding_dim, config.name))
+        if reader.packed is not None:
+            if format not in (None, reader.format):
+                raise ValueError(
+                    f"table {spec.name!r} has rows in {reader.format.value} already: leave its "
+                    f"format at that, or convert the collection that it was quantised from"
+                )
+            yield_blocks = tuple  # none: its bytes are copied
+        specs.append(TableSpec(size, spec.dim, spec.name))
         blocks.append(yield_blocks)
         indexes.append(index)
     any_blocks: Any = _RowBlocks(blocks)
-    bounds_check = options.pop("bounds_check")
-    tables = FloatTables(specs, any_blocks, device=device, **options)
-    rows = QuantizedEmbeddingBags.from_float(tables, formats=formats, bounds_check=bounds_check)
+    rows = QuantizedEmbeddingBags.from_float(
+        tables._replace(specs=specs, tensors=any_blocks),
+        formats=[format or reader.format for format, reader in zip(formats, readers, strict=True)],
+        bounds_check=bounds_check,
+    )
+    for view, reader in zip(rows.table_views(), readers, strict=True):
+        if reader.packed is not None:
+            view["packed"].copy_(reader.packed)
     is_plain = all(index is None for index in indexes)
     return rows if is_plain else InferenceEmbeddingBags(rows, indexes)

@@ -13,6 +13,7 @@ from torch import nn
 from emblib.collections.groups import TableGroups
 from emblib.dynamic import DynamicEmbeddingBags
 from emblib.inference import InferenceEmbeddingBags
+from emblib.inference.composed import ComposedEmbeddingBags
 from emblib.sharding.sharded_tables import ShardedTables
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
@@ -112,6 +113,10 @@ def find_tables(model: nn.Module) -> ModelTables:
                 _add_groups(model_tables, module)
         elif isinstance(module, InferenceEmbeddingBags):
             outer_paths.append(path)
+        elif isinstance(module, ComposedEmbeddingBags):
+            outer_paths.append(path)
+            kinds = [type(storage).__name__ for storage in module.storages]
+            model_tables.others |= dict(zip(module.table_names, kinds, strict=True))
         elif isinstance(module, DynamicEmbeddingBags):
             outer_paths.append(path)
             tables = [

@@ -383,12 +383,18 @@ class QuantizedEmbeddingBags(nn.Module):
 
     def to_dense(self, table: int) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`."""
-        rows = self._locations[table].rows
+        rows, first_row = self._locations[table].rows, 0
         out = torch.empty(rows, self._locations[table].dim, device=self.packed.device)
-        for first_row in range(0, rows, _BLOCK_ROWS):
-            count = min(_BLOCK_ROWS, rows - first_row)
-            out[first_row : first_row + count] = self.dense_rows(table, first_row, count)
+        for block in self.dense_blocks(table):
+            out[first_row : first_row + len(block)] = block
+            first_row += len(block)
         return out
+
+    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+        """Yield the dequantised rows of a table, float32 `[n, dim]`, in order."""
+        rows = self._locations[table].rows
+        for first_row in range(0, rows, _BLOCK_ROWS):
+            yield self.dense_rows(table, first_row, min(_BLOCK_ROWS, rows - first_row))
 
     def dense_rows(self, table: int, first_row: int, count: int) -> Tensor:
         """Dequantise `count` rows of a table to float32 `[count, dim]`."""

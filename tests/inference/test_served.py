@@ -28,7 +28,7 @@ from emblib.inference import (
 )
 from emblib.sharding import DistributedModelParallel, GradientReduction, row_wise, table_wise
 from emblib.sharding.ranks import RankGroup
-from emblib.storage import Hash, Hashed, TensorTrain
+from emblib.storage import Hash, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import joined
 
@@ -262,10 +262,9 @@ def test_what_a_collection_cannot_do_is_refused() -> None:
         served(uneven)
     with pytest.raises(TypeError, match="read-only already"):
         for_inference(served)
-    hashed = EmbeddingBagConfig(100, 4, "h", ["a"], storage=Hashed(10))
-    for collection in (EmbeddingBagCollection([hashed]), source.quantized()):
-        with pytest.raises(TypeError, match="served by the collection itself"):
-            for_inference(collection)
+    quantized = source.quantized(8)
+    with pytest.raises(ValueError, match="'dense' has rows in int8 already"):
+        for_inference(quantized, "int4")
     with pytest.raises(ValueError, match="one entry per table, 3"):
         for_inference(source, ["int8"])
 
