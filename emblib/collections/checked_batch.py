@@ -7,7 +7,7 @@ of the whole batch. Valid batches pay a comparison of numbers that the host need
 """
 
 import warnings
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
 
     Reads `offset_per_key` from the device if it is not known. It is not read, and nothing checked,
     in `torch.export`, in graphs with `capture_scalar_outputs`, and while a CUDA graph is captured:
-    the host has no numbers then. Violations within a feature are left to the kernels.
+    the host has no numbers then. Graphs with `fullgraph=True` read numbers and check none of them.
+    Violations within a feature are left to the kernels.
 
     Args:
         batch: the batch.
@@ -68,9 +69,21 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
     if batch.offset_per_key_or_none() is None and (is_captured(values) or _is_traced_whole()):
         return batch
     bounds, count = batch.offset_per_key(), values.size(0)
-    is_valid = bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
+    is_valid = _are_valid(bounds, count)
     is_valid = is_valid or not any(batch.stride_per_key())  # without bags no id is looked up
     return batch if is_valid else _repaired(batch, check)
+
+
+def _are_valid(bounds: list[int], count: int) -> bool:
+    """Return whether bounds of features cover `count` ids in order, or a graph has no numbers."""
+    if torch.compiler.is_compiling():
+        decide = torch.fx.experimental.symbolic_shapes.guard_or_true  # Dynamo has imported it
+        return (
+            decide(bounds[0] == 0)
+            and decide(bounds[-1] == count)
+            and all(decide(begin <= end) for begin, end in pairwise(bounds))
+        )
+    return bounds[0] == 0 and bounds[-1] == count and bounds == sorted(bounds)
 
 
 def _is_traced_whole() -> bool:
