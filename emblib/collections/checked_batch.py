@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from emblib.jagged import KeyedJaggedTensor
 from emblib.ops.route import is_captured
@@ -52,9 +53,9 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
     """Return a batch whose bags cover its ids in order: the batch itself if it is valid.
 
     Reads `offset_per_key` from the device if it is not known. It is not read, and nothing checked,
-    in `torch.export`, in graphs with `capture_scalar_outputs`, and while a CUDA graph is captured:
-    the host has no numbers then. Graphs with `fullgraph=True` read numbers and check none of them.
-    Violations within a feature are left to the kernels.
+    in `torch.export`, in graphs with `capture_scalar_outputs`, while a CUDA graph is captured, and
+    of fake tensors: the host has no numbers then. Graphs with `fullgraph=True` read numbers and
+    check none of them. Violations within a feature are left to the kernels.
 
     Args:
         batch: the batch.
@@ -66,7 +67,8 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
             or ids are before the first bag or behind that of the only feature.
     """
     values = batch.values()
-    if batch.offset_per_key_or_none() is None and (is_captured(values) or _is_traced_whole()):
+    has_no_numbers = is_captured(values) or isinstance(values, FakeTensor) or _is_traced_whole()
+    if batch.offset_per_key_or_none() is None and has_no_numbers:
         return batch
     bounds, count = batch.offset_per_key(), values.size(0)
     is_valid = _are_valid(bounds, count)

@@ -5,7 +5,7 @@ destination (rank, then unit), and the received ids by unit, then rank. `start_i
 input_messages.py sends the batches of several collections.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
 from itertools import accumulate, pairwise
 from operator import mul
@@ -64,7 +64,7 @@ class LocalBatch(NamedTuple):
         offsets: int32 or int64 `[bags + 1]`, first id of each bag, then the number of ids.
         weights: float32 `[L]`; None for unweighted lookups.
         bag_counts: number of bags per feature.
-        id_counts: number of ids per feature.
+        count_ids: function that returns the number of ids per feature; it may wait for a GPU.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
         counts: int64 `[L]`, the uses that each id stands for; None if each stands for one use.
@@ -75,7 +75,7 @@ class LocalBatch(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     bag_counts: list[int]
-    id_counts: list[int]
+    count_ids: Callable[[], list[int]]
     is_variable: bool = False
     inverse: list[Tensor] | None = None
     counts: Tensor | None = None
@@ -372,11 +372,11 @@ class InputDist(nn.Module):
 
     def _gather(self, inputs: LocalBatch) -> OutgoingBatch:
         """Copy the segments of whole features into the order of sending."""
-        starts = inputs.starts()
-        ids_per_unit = [inputs.id_counts[f] for f in self._unit_features]
+        starts, id_counts = inputs.starts(), inputs.count_ids()
+        ids_per_unit = [id_counts[f] for f in self._unit_features]
         num_ids = [sum(ids_per_unit[begin:end]) for begin, end in self._unit_ranges]
         lengths, ids, weights = inputs.lengths, inputs.ids, inputs.weights
-        if not (self._in_order and sum(inputs.id_counts) == ids.numel()):
+        if not (self._in_order and sum(id_counts) == ids.numel()):
             lengths = self._lengths_in_order(inputs)
             ids = route.gather_segments(ids, starts, self.unit_features, sum(num_ids))
             if weights is not None:
@@ -385,7 +385,7 @@ class InputDist(nn.Module):
                 )
         unit_bags = [inputs.bag_counts[f] for f in self._unit_features]
         num_bags = [sum(unit_bags[begin:end]) for begin, end in self._unit_ranges]
-        num_replicated_ids = sum(inputs.id_counts[f] for f in self._replicated_features)
+        num_replicated_ids = sum(id_counts[f] for f in self._replicated_features)
         unit_starts = [0, *accumulate(ids_per_unit)]
         lengths = lengths.to(ids.dtype)
         return OutgoingBatch(

@@ -193,7 +193,8 @@ class SequenceTables(ShardedTables):
         order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
-        unit_rows = local.split([received.inputs.id_counts[f] for f in order])
+        id_counts = received.inputs.count_ids()
+        unit_rows = local.split([id_counts[f] for f in order])
         return torch.cat([unit_rows[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
@@ -688,7 +689,7 @@ def _by_feature(values: Tensor, received: IncomingBatch) -> list[tuple[Tensor, T
     """Return vectors `[L, dim]`, lengths of bags and ids per feature; `values` are all vectors."""
     inputs = received.inputs
     lengths = inputs.lengths.split(inputs.bag_counts)
-    counts = inputs.id_counts
+    counts = inputs.count_ids()
     return list(zip(values.split(counts), lengths, inputs.ids.split(counts), strict=True))
 
 

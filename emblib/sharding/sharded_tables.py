@@ -193,7 +193,8 @@ def reordered(
     `[bags + 1]` in the dtype of the lengths, weights `[L]` or None.
     """
     first_bags = inputs.first_bags(range(len(inputs.bag_counts)))
-    starts, total = inputs.starts(), sum(inputs.id_counts[f] for f in features)
+    starts, id_counts = inputs.starts(), inputs.count_ids()
+    total = sum(id_counts[f] for f in features)
     num_bags = sum(inputs.bag_counts[f] for f in features)
     lengths = route.gather_segments(inputs.lengths, first_bags, order, num_bags)
     ids = route.gather_segments(inputs.ids, starts, order, total)
@@ -612,14 +613,21 @@ class ShardedTables(nn.Module):
             features.offsets(),
             self._weights(features),
             features.stride_per_key(),
-            features.length_per_key(),
+            features.length_per_key,
             features.variable_stride_per_key(),
             self._inverse(features),
         )
 
     def checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return a batch with valid lengths, see `checked_batch`, before any of it is sent."""
+        """Return a batch with valid lengths, see `checked_batch`, before any of it is sent.
+
+        Kernels check a batch that one rank looks up whole, so the host need not read its numbers.
+        """
         check_ids(features.values(), has_keyed=self._has_keyed)
+        order = [unit.feature for unit in self._layout_here.units]
+        is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
+        if is_whole and self.groups.is_one and self.groups.pooling is not Pooling.NONE:
+            return features
         return checked_batch(features, self._bounds_check)
 
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
