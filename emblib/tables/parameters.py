@@ -142,6 +142,14 @@ class TableParameter(nn.Parameter):
 _GRAPH_CALLS = "torch._functorch._aot_autograd.runtime_wrappers"  # calls compiled graphs
 
 
+def _end_graph() -> None:
+    """End the graph that is being compiled before the current torch function, which runs eagerly.
+
+    With `fullgraph=True` the compiler raises.
+    """
+    torch._dynamo.graph_break("emblib checks this use of a table's parameter")  # noqa: SLF001
+
+
 class _RefusesWrites:
     """Mixin of tensors that stand for only some tables of a module: writing them raises."""
 
@@ -151,12 +159,14 @@ class _RefusesWrites:
     ) -> Any:
         """Run `func`, unless it writes; `detach()`, `.data` and views are such tensors again."""
         kwargs = kwargs or {}
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        if (_writes(func) and _refuses(target)) or _refuses(kwargs.get("out")):
+            if torch.compiler.is_dynamo_compiling():
+                _end_graph()
+            refuse_incomplete()
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        target = args[0] if args else next(iter(kwargs.values()), None)
-        if (_writes(func) and _refuses(target)) or _refuses(kwargs.get("out")):
-            refuse_incomplete()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             # Compiled graphs take no subclasses. Before torch 2.13 their calls detach parameters.
@@ -269,9 +279,7 @@ def _sync_with_cache(
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break(  # noqa: SLF001  # torch.compiler has none
-            "values of a cached table: the cache is written back before"
-        )
+        _end_graph()
     target = args[0] if args else next(iter(kwargs.values()), None)
     for owner in _owners_behind((target if _writes(func) else None, kwargs.get("out"))):
         owner.before_write()
