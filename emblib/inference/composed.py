@@ -17,6 +17,7 @@ from emblib.storage.composed_lookup import (
     ComposedLookup,
     ComposedTable,
     component_features,
+    component_pooling,
 )
 from emblib.tables import QuantizedEmbeddingBags
 
@@ -56,9 +57,8 @@ def lookup_options(
     pooling: Pooling,
 ) -> dict[str, Any]:
     """Return `pooling` and `feature_tables` of the module of the components."""
-    is_multiplied = storages[0].joining is Combine.MULTIPLY
     return {
-        "pooling": Pooling.NONE if is_multiplied else pooling,
+        "pooling": component_pooling(storages[0].joining, pooling),
         "feature_tables": component_features(_lookups(tables, storages), feature_tables),
     }
 
@@ -109,16 +109,10 @@ class ComposedEmbeddingBags(ComposedLookup):
         self.bounds_check, self.output_dtype = bounds_check, output_dtype
         self.make_mapping_tensors(rows.packed.device)
 
-    def look_up_components(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        batch_sizes: Sequence[Sequence[int]] | None,
-    ) -> Tensor:
-        """Look up rows of the components, as `QuantizedEmbeddingBags` does."""
-        looked_up: Tensor = self.rows(rows, offsets, weights, batch_sizes=batch_sizes)
-        return looked_up
+    @property
+    def components(self) -> QuantizedEmbeddingBags:
+        """Return the module of all components."""
+        return self.rows
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`."""

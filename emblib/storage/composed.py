@@ -44,6 +44,7 @@ from emblib.storage.composed_lookup import (
     ComposedLookup,
     ComposedTable,
     component_features,
+    component_pooling,
     first_components,
 )
 from emblib.storage.dense import Dense, DenseHandle, DenseModule, view_name
@@ -352,7 +353,7 @@ class ComposedModule(ComposedLookup):
             [component for table_slice in slices for component in _component_slices(table_slice)],
             component_features(tables, reads),
             optimizer,
-            self.component_pooling,
+            component_pooling(tables[0].joining, pooling),
             self._component_seeds(seeds),
             None,
             device,
@@ -374,16 +375,10 @@ class ComposedModule(ComposedLookup):
             for k in range(len(components))
         ]
 
-    def look_up_components(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        batch_sizes: Sequence[Sequence[int]] | None,
-    ) -> Tensor:
-        """Look up rows of the components, as `DenseModule` does."""
-        looked_up: Tensor = self.dense(rows, offsets, weights, batch_sizes=batch_sizes)
-        return looked_up
+    @property
+    def components(self) -> DenseModule:
+        """Return the module of all components."""
+        return self.dense
 
     # Tables
 

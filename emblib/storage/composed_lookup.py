@@ -1,7 +1,7 @@
 """Lookup of composed tables: map ids to rows of components, look these up, combine what they are.
 
 `ComposedLookup` is the base of the module that trains the components and of the one that serves
-them read-only. It has the mapping of ids; a subclass looks up rows of the components.
+them read-only. It maps ids and combines rows; a subclass has the rows of the components.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,11 @@ def component_features(tables: Sequence[ComposedTable], reads: Sequence[int]) ->
     ]
 
 
+def component_pooling(joining: Combine, pooling: Pooling) -> Pooling:
+    """Return the pooling of the lookup of components; rows to multiply are not pooled."""
+    return Pooling.NONE if joining is Combine.MULTIPLY else pooling
+
+
 class ComposedLookup(nn.Module):
     """Base of modules that look up composed tables of one kind.
 
@@ -122,20 +127,10 @@ class ComposedLookup(nn.Module):
         self._mapping_numbers = self.features = self.bounds_violations = torch.empty(0)
 
     @property
-    def component_pooling(self) -> Pooling:
-        """Return the pooling of the lookup of components; rows to multiply are not pooled."""
-        return Pooling.NONE if self._joining is Combine.MULTIPLY else self.pooling
+    def components(self) -> Any:
+        """Return the module that looks up the components.
 
-    def look_up_components(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        batch_sizes: Sequence[Sequence[int]] | None,
-    ) -> Tensor:
-        """Look up features `component_features` of the components with `component_pooling`.
-
-        `rows` is `[L]`, `offsets` `[bags + 1]`, `weights` float32 `[L]` or None.
+        Its features are `component_features`, pooled as `component_pooling`.
         """
         raise NotImplementedError
 
@@ -185,7 +180,7 @@ class ComposedLookup(nn.Module):
             sources, all_offsets = _padding_first(offsets, count, ids.numel())
             all_rows = take_or_fill(all_rows, sources, -1)
             scales = None if scales is None else take_or_fill(scales, sources, 0)
-        looked_up = self.look_up_components(all_rows, all_offsets, scales, sizes)
+        looked_up = self.components(all_rows, all_offsets, scales, batch_sizes=sizes)
         return self._combine(looked_up, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
@@ -296,7 +291,7 @@ class ComposedLookup(nn.Module):
         sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
         updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if updates_only else contextlib.nullcontext():
-            looked_up = self.look_up_components(rows, all_offsets, None, sizes).float()
+            looked_up = self.components(rows, all_offsets, None, batch_sizes=sizes).float()
         quotient_rows, remainder_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
         products = (1.0 + quotient_rows) * remainder_rows
         if self.pooling is Pooling.NONE:
