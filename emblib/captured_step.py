@@ -33,7 +33,7 @@ from emblib.tables.bounds_report import lookups_with_padding
 
 __all__ = ["CapturedStep"]
 
-MAX_BOUND = 2**31 - 1  # kernels count lookups in int32
+MAX_BOUND = 2**31 - 4096  # kMaxLookups of csrc/core/layout.h
 
 _TORCH = str(Path(torch.__file__).parent)
 _EMBLIB = str(Path(__file__).parent)
@@ -418,7 +418,7 @@ def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
     is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
     if not checked or not is_valid or list(checked) != sorted(set(checked)):
         raise ValueError(
-            f"bounds must be ascending ints in [1, 2**31), e.g. [4096, 16384], got {bounds!r}"
+            f"bounds must be ascending ints in [1, {MAX_BOUND}], e.g. [4096, 16384], got {bounds!r}"
         )
     return checked
 

@@ -24,7 +24,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
   STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
                   "], got ", tags.numel(), " values in ", tags.dim(), " dimensions");
-  STD_TORCH_CHECK(tags.numel() <= kMaxLookups, op, ": a cache has at most 2^31 - 1 slots, got ",
+  STD_TORCH_CHECK(tags.numel() <= INT32_MAX, op, ": a cache has at most 2^31 - 1 slots, got ",
                   tags.numel());
   return tags.size(0);
 }
@@ -42,8 +42,8 @@ inline void check_cache_vector(const char* op, const char* name, const Tensor& t
 // device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
-  STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows per call, got ",
-                  rows.numel());
+  STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most ", kMaxLookups,
+                  " rows per call, got ", rows.numel());
   check_cache_tensor(op, "rows", rows, ScalarType::Long, like);
   check_cache_vector(op, "count", count, ScalarType::Int, 1, like);
 }
@@ -140,7 +140,7 @@ inline void check_tables(const char* op, const Tensor& tables) {
                         (t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows),
                     op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
     if (x.cache_stride == 0 && stride == 0) continue;
-    STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= kMaxLookups &&
+    STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= INT32_MAX &&
                         (stride == 0 || x.cache_stride == stride) && (end < 0 || x.row_base == end),
                     op, ": the cached tables must be the last ones, follow each other without a ",
                     "gap and have one cache_stride, at least their dim and below 2^31; table ", t,

@@ -21,9 +21,6 @@ namespace emb {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The maximum number of lookups, and of offsets, per call: kernels number them with 32 bits.
-inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 1;
-
 // Return the name of a dtype in torch, for messages.
 inline const char* dtype_name(ScalarType type) {
   switch (type) {
@@ -230,8 +227,8 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
   check_index_vector(op, "offsets", offsets);
   check_same_device(op, "offsets", offsets, indices);
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                  ": at most 2^31 - 1 lookups and offsets per call, got ", indices.numel(), " and ",
-                  offsets.numel(), "; split the batch");
+                  ": at most ", kMaxLookups, " lookups and offsets per call, got ", indices.numel(),
+                  " and ", offsets.numel(), "; split the batch");
   STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0, op, ": ", indices.numel(),
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }

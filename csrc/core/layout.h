@@ -12,6 +12,10 @@
 
 namespace emb {
 
+// The maximum number of lookups, and of bags, groups and the like, per call. Kernels number them
+// with int32 counters, which exceed the last one by less than 4,096 before a loop ends.
+inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 4096;
+
 // The table of a feature and its output columns: a row of the tensor `features`, int64 [F, 8].
 // Sizes are in elements. Row r of the table, 0 <= r < rows, consists of the elements
 // [weight_offset + r * dim, weight_offset + (r + 1) * dim) of the weights of its tier.

@@ -87,9 +87,9 @@ EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Read the first `valid` of N columns as floats; the others become 0. This takes one access if the
-// address is aligned. Unlike RowSlice::load it does not use the read-only path, so the same kernel
-// may write the memory.
+// Read the first `valid` of N columns as floats; the others become 0. If the address is aligned, 16
+// bytes are read at once. Unlike RowSlice::load it does not use the read-only path, so the same
+// kernel may write the memory.
 template <class T, int N>
 EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -106,7 +106,7 @@ EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   }
 }
 
-// Write the first `valid` of N columns, rounded to nearest; in one access if the address is
+// Write the first `valid` of N columns, rounded to nearest; 16 bytes at once if the address is
 // aligned.
 template <class T, int N>
 EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {

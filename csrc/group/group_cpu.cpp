@@ -39,8 +39,8 @@ void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput&
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
   check_index_vector("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
-  STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most 2^31 - 1 keys per call, got ",
-                  keys.numel());
+  STD_TORCH_CHECK(keys.numel() <= kMaxLookups, "group: at most ", kMaxLookups,
+                  " keys per call, got ", keys.numel());
   const Tensor input = as_contiguous(keys);
   const int64_t n = keys.numel();
   GroupTensors result(keys, n, keys.scalar_type());

@@ -8,8 +8,8 @@
 // the groups that begin in each range. In a second kernel every block adds up the counts of the
 // ranges before its range and writes the groups that begin in its range.
 //
-// The caller must keep n, the number of keys, below 2^31; not checked. All pointers are to device
-// memory of the caller.
+// The caller must keep n, the number of keys, at most kMaxLookups; not checked. All pointers are to
+// device memory of the caller.
 #pragma once
 
 #include "core/dtype.h"

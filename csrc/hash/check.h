@@ -137,13 +137,13 @@ inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
 
 // Check the number of tables, which kernels number with 32 bits.
 inline void check_num_tables(const char* op, int64_t num_tables) {
-  STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op,
-                  ": num_tables must be in [0, 2^31), got ", num_tables);
+  STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op, ": num_tables must be in [0, ",
+                  kMaxLookups, "], got ", num_tables);
 }
 
 // Check the number of positions of a call, which kernels number with 32 bits.
 inline void check_num_keys(const char* op, int64_t n) {
-  STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys per call, got ", n,
+  STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most ", kMaxLookups, " keys per call, got ", n,
                   "; split the batch");
 }
 

@@ -31,9 +31,9 @@ inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kBucketSlots;
 inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
-  STD_TORCH_CHECK(index.num_slots <= kMaxSlots && index.num_tables <= kMaxLookups, op,
-                  ": at most 2^31 - 1 buckets and tables, got ", index.num_slots / kBucketSlots,
-                  " and ", index.num_tables);
+  STD_TORCH_CHECK(index.num_slots <= kMaxSlots && index.num_tables <= kMaxLookups, op, ": at most ",
+                  kMaxLookups, " buckets and tables, got ", index.num_slots / kBucketSlots, " and ",
+                  index.num_tables);
   return {index.tags,
           index.entries,
           index.tables,
@@ -45,7 +45,7 @@ inline DeviceIndex device_index(const char* op, const HashIndex& index) {
 
 // Return the batch in the form that kernels take. Throws for too many segments.
 inline KeyBatch key_batch(const char* op, const HashBatch& batch) {
-  STD_TORCH_CHECK(batch.segments <= kMaxLookups, op, ": at most 2^31 - 1 segments, got ",
+  STD_TORCH_CHECK(batch.segments <= kMaxLookups, op, ": at most ", kMaxLookups, " segments, got ",
                   batch.segments);
   return {batch.ids, batch.starts, batch.tables, batch.n, static_cast<int>(batch.segments)};
 }

@@ -60,7 +60,7 @@ InitialRows::InitialRows(const char* op, const InitialInputs& in)
     const InitialLayout& x = layout_[i];
     const int64_t numel = buffers_[i % in.num_buffers()].numel;
     STD_TORCH_CHECK(x.offset >= 0 && x.rows >= 0 && x.dim >= 0 && x.stride >= x.dim &&
-                        x.stride <= kMaxLookups && x.offset <= numel &&
+                        x.stride <= INT32_MAX && x.offset <= numel &&
                         (x.rows == 0 || x.stride == 0 ||
                          (x.rows - 1 <= (numel - x.offset) / x.stride &&
                           (x.rows - 1) * x.stride + x.dim <= numel - x.offset)),

@@ -55,8 +55,8 @@ struct KeyCells {
     }
   }
 
-  // Return whether `position` is the first one of the key in `cell`, which may be kNoCell. The cell
-  // must not be numbered yet.
+  // Return whether `position` is the first one of the key in `cell`, which may be kNoCell. False
+  // once the cell is numbered.
   EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
     return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }

@@ -27,7 +27,7 @@ inline void check_int64_rows(const char* op, const char* name, const Tensor& ten
 // The ids, bags and layout of a routing op. The object keeps contiguous ids and offsets; `routing`
 // points into tensors of the op's caller.
 struct RouteInputs {
-  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1], at most 2^31 - 1 entries each
+  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1], at most kMaxLookups entries each
   Routing routing;
 
   RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
@@ -37,8 +37,8 @@ struct RouteInputs {
     check_index_vector(op, "ids", ids);
     check_index_vector(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
-    STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                    ": at most 2^31 - 1 ids and offsets per call, got ", ids.numel(), " and ",
+    STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op, ": at most ",
+                    kMaxLookups, " ids and offsets per call, got ", ids.numel(), " and ",
                     offsets.numel(), "; split the batch");
     check_int64_rows(op, "first_bags", first_bags, 1, ids);
     check_int64_rows(op, "features", features, kRouteFeatureColumns, ids);

@@ -40,9 +40,8 @@ EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
 
 // Return the divisor of a row of a target: the length of its bag, at least 1; 1 without lengths.
 EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, int64_t row) {
-  const int64_t bag = target.first_bag + row;
-  if (target.first_bag < 0 || bag >= in.num_lengths) return 1.0f;
-  const int64_t length = in.lengths[bag];
+  if (target.first_bag < 0 || row >= in.num_lengths - target.first_bag) return 1.0f;
+  const int64_t length = in.lengths[target.first_bag + row];
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
@@ -51,7 +50,7 @@ EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, 
 EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece,
                                const Target& target, int64_t row) {
   if (piece.first_row >= 0) {
-    if (piece.first_row + row >= in.num_rows) return -1;
+    if (row >= in.num_rows - piece.first_row) return -1;
     row = in.rows[piece.first_row + row];
     if (row < 0) return -1;
   }

@@ -54,7 +54,8 @@ struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
   int64_t bag_in_feature;    // index of the bag among those of the feature
-  bool is_valid;             // a feature has the bag, and its blocks exist and are in range
+  // Whether a feature has the bag, its blocks exist and are in range, and `rows` is not negative.
+  bool is_valid;
 
   // `bag` counts the bags of the batch.
   EMB_DEVICE BagRoute(const Routing& routing, int64_t bag) : blocks(nullptr), is_valid(false) {
@@ -62,7 +63,8 @@ struct BagRoute {
     feature = routing.features[f];
     bag_in_feature = bag - routing.first_bags[f];
     is_valid = bag_in_feature >= 0 && bag < routing.first_bags[f + 1] && feature.first_block >= 0 &&
-               feature.num_blocks > 0 && feature.num_blocks <= routing.num_blocks &&
+               feature.rows >= 0 && feature.num_blocks > 0 &&
+               feature.num_blocks <= routing.num_blocks &&
                feature.first_block <= routing.num_blocks - feature.num_blocks;
     if (is_valid) blocks = routing.blocks + feature.first_block;
   }
@@ -79,8 +81,8 @@ struct BagRoute {
   EMB_DEVICE int64_t out_bag(const DeviceRoute& in, int64_t block, int64_t copy) const {
     const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
     if (unit < 0 || unit >= in.routing.num_units) return -1;
-    const int64_t out_bag = in.routing.units[unit] + bag_in_feature;
-    return out_bag >= 0 && out_bag < in.out_bags ? out_bag : -1;
+    const int64_t first = in.routing.units[unit];
+    return first >= 0 && bag_in_feature < in.out_bags - first ? first + bag_in_feature : -1;
   }
 };
 
@@ -190,8 +192,10 @@ struct MoveIds {
     for (int64_t copy = 0; copy < copies; ++copy) {
       const int64_t out_bag = copy == 0 ? first_out_bag : route.out_bag(in, routed.block, copy);
       if (out_bag < 0) continue;
-      const int64_t start = in.starts[out_bag], to = start + moved;
-      if (start < 0 || to >= in.starts[out_bag + 1] || to >= in.total) continue;
+      const int64_t start = in.starts[out_bag];
+      if (start < 0 || moved >= in.total - start) continue;
+      const int64_t to = start + moved;
+      if (to >= in.starts[out_bag + 1]) continue;
       static_cast<I*>(in.out)[to] = static_cast<I>(routed.id);
       in.positions[to] = position;
       if (in.weights != nullptr) in.out_weights[to] = in.weights[position];

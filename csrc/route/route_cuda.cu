@@ -88,7 +88,8 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   const char* op = "gather_segments";
   const SegmentInputs in(op, values, starts, order, total);
   const int64_t count = in.order.numel(), tiles = scan_tiles(count);
-  STD_TORCH_CHECK(count <= kMaxLookups, op, ": at most 2^31 - 1 segments per call, got ", count);
+  STD_TORCH_CHECK(count <= kMaxLookups, op, ": at most ", kMaxLookups, " segments per call, got ",
+                  count);
   const CudaLauncher launcher(in.values);
   Tensor out = in.new_output(total);
   Tensor scratch = allocate(in.values, {count + tiles + 1}, ScalarType::Long);

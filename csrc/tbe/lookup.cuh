@@ -488,8 +488,9 @@ EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t
 }
 
 // For the first `steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
-// column + 4) of the row whose `address` lane k passed. All lanes of the warp call it with equal
-// `steps`; `valid` is the number of columns from `column` to the end of the row.
+// column + 4) of the row whose `address` lane k passed, zeros for address 0. `steps` is rounded up
+// to a multiple of kRowsInFlight. All lanes of the warp call it with equal `steps`; `valid` is the
+// number of columns from `column` to the end of the row.
 template <bool kVector, class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int column,
                                 int valid, int lanes, int steps, const Use& use) {

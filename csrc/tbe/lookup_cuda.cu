@@ -130,20 +130,16 @@ namespace {
 Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
                         BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
-  unsigned long long* progress = nullptr;
-  unsigned long long* uncounted = nullptr;
   DeviceArrays scratch;
   if (!is_small_batch(args)) {
-    scratch.add(&progress, 2);
-    scratch.add(&uncounted, 2);
+    scratch.add(&args.progress, 2);
     scratch.allocate(like);
   }
   args.is_fatal = mode == BoundsMode::kFatal;
-  args.progress = progress;
   args.repaired = repaired.mutable_data_ptr<int32_t>();
-  args.violations = mode == BoundsMode::kWarning
-                        ? static_cast<unsigned long long*>(violations->mutable_data_ptr())
-                        : uncounted;
+  if (mode == BoundsMode::kWarning) {
+    args.violations = static_cast<unsigned long long*>(violations->mutable_data_ptr());
+  }
   launch_check_batch(launcher, args);
   return repaired;
 }

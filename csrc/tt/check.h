@@ -107,7 +107,15 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   STD_TORCH_CHECK(rank == 1, op, ": the last core must end with rank 1, its width implies ", rank);
   shape.ranks[shape.cores] = 1;
   STD_TORCH_CHECK(dim <= kMaxWidth, op, ": dim_factors must multiply to at most 2^30, got ", dim);
+  // 65,535 tiles of 32, the height of a grid: see launch_contract in tt/pair.cuh.
+  constexpr int kMaxPairWidth = 65535 * 32;
   for (const TtHalf& half : {shape.left(), shape.right()}) {
+    STD_TORCH_CHECK(half.value_size() <= kMaxWidth, op, ": dim factors of a half times its rank ",
+                    "must multiply to at most 2^30, got ", half.value_size());
+    const int width = half.q_inner * half.rank;
+    STD_TORCH_CHECK(!half.is_pair || (width <= kMaxPairWidth && half.inner_rank <= kMaxPairWidth),
+                    op, ": the sides of an inner core, [rank, dim factor * rank], must be at most ",
+                    kMaxPairWidth, ", got ", half.inner_rank, " and ", width);
     STD_TORCH_CHECK(!half.is_pair || half.outer_rows * half.q_outer <= kMaxWidth, op,
                     ": row factor times dim factor must be at most 2^30 in the first and the last "
                     "core, got ",

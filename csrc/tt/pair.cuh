@@ -74,7 +74,7 @@ struct TtHalves {
   }
 };
 
-// Elements of a row of a core, and lines of an inner row, fit an int (tt/check.h).
+// Elements of a row of a core or of a value, and lines of an inner row, fit an int (tt/check.h).
 
 // A pair of cores of a batch, with its values and gradients, in device memory.
 struct TtPair {
@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
   const int chunks = tiles_of(width, kDepth);
   const bool uses_vectors = halves.has_vectors(value_grads);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
-  const int first_line = (group.begin - halves.range[0]) * halves.half.q_outer;
+  const int64_t first_line = int64_t{1} * (group.begin - halves.range[0]) * halves.half.q_outer;
   const bool has_pairs = uses_vectors && is_aligned(pair.outer_values, 8);
   PairSums sums;
   run_steps(
@@ -516,7 +516,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
         sums.for_pairs(lane, [&](int m, int n, float first, float second) {
           const int line = step.tile * kM + m;
           if (line >= group.lines) return;
-          float* const out = pair.outer_values + (int64_t{first_line} + line) * height;
+          float* const out = pair.outer_values + (first_line + line) * height;
           store_pair(out + column + n, height - column - n, has_pairs, first, second);
         });
         sums = {};

@@ -740,3 +740,10 @@ def test_factors_that_overflow_are_refused() -> None:
     ranks = [torch.ones(1, 4), torch.ones(1, 4)]
     with pytest.raises(RuntimeError, match="no multiple of rank"):
         ops.tt_rows(ranks, plan, [1, 1], [1, 2**62], [2], 0)
+    plan = plan_of(torch.zeros(1).long(), torch.ones(1).int(), [1, 1, 1])
+    large = [torch.ones(1, width) for width in (2**20, 2**11, 2**10)]
+    with pytest.raises(RuntimeError, match="half times its rank must multiply to at most 2"):
+        ops.tt_rows(large, plan, [1] * 3, [2**20, 2, 1], [3], 0)
+    wide = [torch.ones(1, width) for width in (1, 2**21, 2**21)]
+    with pytest.raises(RuntimeError, match="sides of an inner core"):
+        ops.tt_rows(wide, plan, [1] * 3, [1] * 3, [3], 0)

@@ -27,6 +27,15 @@ void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t limit, in
   launch_groups(launcher, sort.buffers, out);
 }
 
+// Find the intervals of the elements [begin, begin + blockDim.x) among kMaxLookups intervals, of
+// which interval i starts at i.
+__global__ void search_kernel(int64_t begin, int32_t* intervals) {
+  __shared__ int range[2];
+  const auto start = [](int i) { return int64_t{i}; };
+  const TileSearch search(start, static_cast<int>(kMaxLookups), begin, begin + blockDim.x, range);
+  intervals[threadIdx.x] = search.find(start, begin + threadIdx.x);
+}
+
 }  // namespace
 }  // namespace emb::cuda
 
@@ -115,5 +124,15 @@ extern "C" const char* simt_group_inverse(const int64_t* call) {
     const auto* count = words.pointer<const int32_t>();
     const int64_t n = words.number();
     launch_inverse(launcher, {segments, permutation, count, n, words.pointer<int32_t>()});
+  });
+}
+
+// begin, intervals, their number
+extern "C" const char* simt_search(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    const int64_t begin = words.number();
+    auto* intervals = words.pointer<int32_t>();
+    launcher(search_kernel, 1, static_cast<unsigned>(words.number()), begin, intervals);
   });
 }

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from emblib.captured_step import MAX_BOUND
 from emblib.ops.codes import BOUNDS_CHECK
 from emblib.reference import tbe
 from tests.simt import emulated
 from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
+from tests.simt.library import library
 
 KEYS = {
     "none": torch.zeros(0),
@@ -105,3 +107,10 @@ def test_many_invalid_offsets_are_repaired_on_every_path(monkeypatch: pytest.Mon
     for others in results[1:]:
         for got, want in zip(others, results[0], strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("begin", [0, MAX_BOUND // 2, MAX_BOUND - 64])
+def test_a_search_counts_to_the_most_lookups(begin: int) -> None:
+    intervals = torch.empty(64, dtype=torch.int32)
+    library().call("search", begin, intervals, 64)
+    assert torch.equal(intervals.long(), begin + torch.arange(64))

@@ -19,6 +19,7 @@ from tests.route_cases import (
 from tests.simt import emulated_route as emulated
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST = 2**63 - 1
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,7 +49,7 @@ def _changed(tensor: Tensor, value: int) -> list[Tensor]:
     return out
 
 
-@pytest.mark.parametrize("value", [-3, 1 << 40])
+@pytest.mark.parametrize("value", [-3, 1 << 40, LARGEST])
 def test_wrong_routing_touches_nothing_else(value: int) -> None:
     """A GPU does not check the contents of layouts; the sanitized run sees every access."""
     problem = make(Case(bags=(3, 2), most_blocks=3, most_copies=2, seed=2))
@@ -64,6 +65,30 @@ def test_wrong_routing_touches_nothing_else(value: int) -> None:
         emulated.route_ids(ids, offsets, *routing, starts=broken, total=total, weights=weights)
     for broken in _changed(offsets, value):
         emulated.route_ids(ids, broken, *routing, starts=starts, total=total, weights=weights)
+
+
+def test_features_of_negative_rows_are_skipped() -> None:
+    ids, offsets, routing, _ = make(Case(bags=(3,), most_copies=1, spread=True, broken=True))
+    routing.features[0, 2] = -3
+    lengths = emulated.route_lengths(ids, offsets, *routing, num_bags=int(routing.units[-1]))
+    assert (lengths == 0).all()
+
+
+def test_a_wrong_start_moves_no_other_ids() -> None:
+    problem = make(Case(bags=(3, 2), most_blocks=1, most_copies=1, longest=20, seed=2))
+    ids, offsets, routing, weights = problem
+    starts = problem.starts
+    bag = 1 + int(starts.diff()[1:].argmax())
+    begin, end = starts[bag : bag + 2].tolist()
+    total = int(starts[-1])
+    right = emulated.route_ids(ids, offsets, *routing, starts=starts, total=total, weights=weights)
+    starts[bag] = LARGEST
+    wrong = emulated.route_ids(ids, offsets, *routing, starts=starts, total=total, weights=weights)
+    for mine, wanted in zip(wrong, right, strict=True):
+        assert torch.equal(mine[end:], wanted[end:])
+        assert torch.equal(mine[:begin], wanted[:begin])
+    assert begin > 0
+    assert end - begin > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bool])
@@ -157,3 +182,17 @@ def test_wrong_pieces_touch_nothing_else() -> None:
             )
         for broken in _changed(pieces[:3], value):
             emulated.combine(source, targets, broken, lengths, numel, torch.float32)
+
+
+def test_lengths_and_rows_from_the_largest_number_on_are_missing() -> None:
+    source, targets, pieces, lengths, numel = make_pieces(COMBININGS["means"])
+    without_lengths = targets.clone()
+    without_lengths[:, 6] = -1
+    want = emulated.combine(source, without_lengths, pieces, lengths, numel, torch.float32)
+    targets[:, 6] = LARGEST
+    assert torch.equal(
+        emulated.combine(source, targets, pieces, lengths, numel, torch.float32), want
+    )
+    problem, rows = some_rows(make_pieces(COMBININGS["means"]))
+    problem.pieces[:, 2] = LARGEST
+    assert (emulated.combine(*problem, torch.float32, rows, 0.25) == 0).all()

@@ -271,6 +271,14 @@ def test_an_empty_batch_has_no_halves() -> None:
     assert all((grad == 0).all() for grad in grads)
 
 
+def test_halves_of_a_table_may_have_more_than_2_31_columns() -> None:
+    outer_rows, columns = 2**19, 2**11  # inner rows 0 and 1 have 2^30 outer columns each
+    grads, inner = torch.arange(float(columns)), torch.tensor([5.0, 7.0, 2.0])
+    made = torch.empty(columns)
+    library().call("outer_values", 2 * outer_rows, outer_rows, columns, grads, inner, made)
+    assert torch.equal(made, 2 * grads)
+
+
 MIXED = [CASES[name] for name in ("two_cores_odd", "three_cores", "four_cores_odd", "dim_one")]
 MIXED += [CASES["three_cores"], CASES["one_row"]]
 # Values, rows and gradients of the second table begin where four neighbours are not aligned.

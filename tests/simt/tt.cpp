@@ -168,3 +168,29 @@ extern "C" const char* simt_tt_core_grads(const int64_t* call) {
     arrays.make_grads(launcher, buffers, row_grads);
   });
 }
+
+// first half, outer rows, outer columns, gradients of one value, inner cores [3], outer values of
+// the halves from the first one on. A pair of rank 1, whose halves all exist up to one, the first
+// half of inner row 2; all values of halves are one, in the same memory.
+extern "C" const char* simt_outer_values(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    const int64_t first = words.number(), outer_rows = words.number();
+    const auto q_outer = static_cast<int>(words.number());
+    const auto* value_grads = words.pointer<const float>();
+    const auto* inner = words.pointer<const float>();
+    auto* outer_values = words.pointer<float>();
+    std::vector<int32_t> ids(first + 1);
+    for (size_t u = 0; u < ids.size(); ++u) ids[u] = static_cast<int32_t>(u);
+    const int32_t range[] = {0, static_cast<int32_t>(ids.size())};
+    TtPair pair{};
+    pair.halves = {
+        {true, outer_rows, 3, q_outer, 1, 1, 1}, nullptr, inner, ids.data(), range, 0, 0, false};
+    pair.value_grads = value_grads;
+    pair.outer_values = outer_values - first * q_outer;
+    pair.outer_stride = q_outer;
+    TtPairs pairs{&pair, 1};
+    pairs.first_inner = 2;
+    launcher(outer_values_kernel<Tf32x3>, 1, kPairThreads, pairs);
+  });
+}
