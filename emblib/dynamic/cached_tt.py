@@ -713,6 +713,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         yield from state_dicts.entry_problems(state_dict, own_tensors)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        parameters.refuse_averages()
         super().__setstate__(state)
         self._rebuild_index()
 

@@ -30,6 +30,7 @@ from emblib.ops.hash import (
 )
 from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
+from emblib.tables.parameters import refuse_averages
 
 HASH_KEYS = "hash_keys"  # the name in state dicts
 MAX_TICK = 1 << 62  # ticks are less than this
@@ -625,6 +626,7 @@ class HashIndex(nn.Module):
         return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
+        refuse_averages()
         copied = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
         copied.restore(self.snapshot())
         copied.versions.current = self.versions.current

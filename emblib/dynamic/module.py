@@ -316,6 +316,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             out = self(ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses)
             is_pooled = self.pooling is not Pooling.NONE
             return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
+        if not is_compiling():
+            self.check_layout()
         ids = as_keys(indices)
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)

@@ -23,22 +23,8 @@ from emblib.columns import FeatureColumn, Hyper
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.one_call import native
-from emblib.optim import (
-    FUSED,
-    NO_UPDATE,
-    External,
-    Gradient,
-    Optimizer,
-    check_learning_rate,
-)
-from emblib.specs import (
-    BoundsCheck,
-    MatmulPrecision,
-    Pooling,
-    Precision,
-    brief,
-    check_count,
-)
+from emblib.optim import FUSED, NO_UPDATE, External, Gradient, Optimizer, check_learning_rate
+from emblib.specs import BoundsCheck, MatmulPrecision, Pooling, Precision, brief, check_count
 from emblib.tables import hyperparameters, parameters, state_dicts
 from emblib.tables.bounds_report import (
     BOUNDS_MESSAGE,
@@ -102,6 +88,9 @@ class FusedTables(nn.Module):
     """Whether gradients are of rows, so that External() leaves sparse ones."""
     has_matrix_products: ClassVar[bool] = False
     """Whether rows are products of matrices, which `Precision.matmul` is about."""
+    fixed_buffers: ClassVar[tuple[str, ...]] = ("features",)
+    """Buffers that depend only on constructor arguments."""
+    _fixed: parameters.FixedBuffers
     parameter_class: type[parameters.TableParameter] = parameters.TableParameter
     """The class of parameters that backward updates."""
     _layout: list[tuple[int, ...]]  # the values of `features`
@@ -435,10 +424,20 @@ class FusedTables(nn.Module):
             and self.grad_anchor.is_leaf
         ):
             self.features.copy_(layout)  # a captured CUDA graph has its address
-            return
-        self.features = layout if device.type == "cpu" else layout.to(device)
-        self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
-        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
+        else:
+            self.features = layout if device.type == "cpu" else layout.to(device)
+            self.grad_anchor = torch.zeros((), device=device, requires_grad=True)
+            self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
+        self._fix_buffers()
+
+    def _fix_buffers(self) -> None:
+        """Store the values that `fixed_buffers` have now, for `check_layout`."""
+        self._fixed = parameters.FixedBuffers(getattr(self, name) for name in self.fixed_buffers)
+
+    def check_layout(self) -> None:
+        """Restore the fixed buffers if code outside this library has written them."""
+        if not self._fixed.are_intact():
+            self._fixed.restore()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -504,6 +503,7 @@ class FusedTables(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._fixed.restore()
         self._mark_parameters()
 
     def _size_of(self, spec: Any) -> str:

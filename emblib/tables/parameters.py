@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.ops.autograd import HAS_GRAD_DTYPE, updates_in_backward
@@ -197,6 +198,20 @@ def refuse_incomplete() -> NoReturn:
         "writing or replacing parameters would miss them: write the tensors that table_weights() "
         "returns, or load a state dict; averages such as EMA need tables on the device"
     )
+
+
+def refuse_averages() -> None:
+    """Raise RuntimeError for a copy that `AveragedModel` makes, of rows that belong to keys."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == AveragedModel.__module__:
+            raise RuntimeError(
+                "AveragedModel averages rows by position, and in a hash table, or a tensor train "
+                "with a cache, the position of a key changes as keys come and go, so that rows of "
+                "different keys would be mixed: average the rest of the model alone, e.g. "
+                "AveragedModel(model.dense)"
+            )
+        frame = frame.f_back
 
 
 def _writes(func: Any) -> bool:
@@ -576,6 +591,37 @@ class UnsteppedGradients:
                 "updates in backward, e.g. emblib.optim.SGD(0.01), the default of earlier versions",
                 stacklevel=caller_level(),
             )
+
+
+class FixedBuffers:
+    """The exact values of buffers that depend only on the arguments of a module.
+
+    Averages of models write all tensors of a model, and round integers: of
+    `AveragedModel(use_buffers=True)` lookups would read other rows.
+
+    Args:
+        buffers: the buffers. Whoever writes one is expected to write the first one, too.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers = list(buffers)
+        self._values = [buffer.clone() for buffer in self._buffers]
+        self._version = _version(self._buffers[0])
+
+    def are_intact(self) -> bool:
+        """Return whether torch has not written the first buffer since `restore`."""
+        return _version(self._buffers[0]) == self._version
+
+    def restore(self) -> None:
+        """Write the values into the buffers."""
+        for buffer, values in zip(self._buffers, self._values, strict=True):
+            buffer.copy_(values)
+        self._version = _version(self._buffers[0])
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often torch has written a tensor; 0 if it does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:

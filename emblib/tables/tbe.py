@@ -227,6 +227,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
         refuse_tangents("per_sample_weights", per_sample_weights)
+        if not torch.compiler.is_compiling():
+            self.check_layout()
         if batch_sizes is None and not torch.compiler.is_compiling():
             calls = self._current_calls()
             if calls.can_serve(self, indices, offsets, per_sample_weights):

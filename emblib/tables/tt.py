@@ -129,6 +129,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     spec_kind = SpecKind(TTSpec, "TTSpec(1000, 64, ranks=(8, 8))", "use TableBatchedEmbeddingBags")
     has_row_gradients = False
     has_matrix_products = True
+    fixed_buffers = ("features", layout_entry.NAME, "table_ids", "feature_table_ids")
     table_ids: Tensor  # int64 `[T, 10]`, see `TTTableColumn`
     feature_table_ids: Tensor  # int64 `[F, 10]`, the same by feature
     frozen_cores: frozenset[int] = frozenset()  # indices in `cores`
@@ -247,6 +248,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 buffer.copy_(ids)  # a captured CUDA graph has its address
             else:
                 setattr(self, name, ids.to(device))
+        self._fix_buffers()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -356,6 +358,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         if not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if not torch.compiler.is_compiling():
+            self.check_layout()
             calls = self._calls
             if calls is None or not calls.matches(self, cores):
                 calls = self._prepare_calls(cores)
