@@ -109,6 +109,14 @@ def test_tight_memory_is_never_exceeded() -> None:
     assert planned > 10
 
 
+@pytest.mark.parametrize(("seed", "world"), [(2, 2), (5, 3), (22, 2), (46, 3)])
+def test_moves_count_what_a_table_costs_every_rank(seed: int, world: int) -> None:
+    """Large batches: local moves looked only at the memory of the shards that they moved."""
+    works = random_works(seed, 6, batch=8192)
+    nbytes = sum(w.config.num_embeddings * w.config.embedding_dim * 4 for w in works)
+    assert planner_of(Topology(world, memory=2 * nbytes // world)).solve_workloads(works).fits
+
+
 # Feasible wherever there is a plan
 
 

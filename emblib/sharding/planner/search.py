@@ -504,9 +504,11 @@ def _placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
         ]
         for seconds in rank_costs.seconds:
             ranks.append(min(range(len(seconds)), key=seconds.__getitem__))
+        rank_costs.add_common(option)
         for rank in ranks:
             if (rank,) not in placements and rank_costs.fits(option.units[0], rank):
                 placements[rank,] = PlacedOption(option, (rank,))
+        rank_costs.add_common(option, -1)
     elif option.units and option.units[0].domain is not Domain.WORLD:
         for seconds in rank_costs.seconds:
             order = _by_load(rank_costs, option.units[0], seconds)
@@ -603,24 +605,25 @@ def _swap(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
 def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table: int) -> bool:
     """Swap the ranks of two tables if that fits and improves the score; return whether it did."""
     old_score = score(rank_costs)
-    old_placements = plan[first_table], plan[second_table]
-    new_placements = (
-        PlacedOption(old_placements[0].option, old_placements[1].targets),
-        PlacedOption(old_placements[1].option, old_placements[0].targets),
-    )
-    for choice in old_placements:
-        rank_costs.add(choice, -1)
-    if rank_costs.fits(new_placements[0].option.units[0], new_placements[0].targets[0]):
-        rank_costs.add(new_placements[0])
-        if rank_costs.fits(new_placements[1].option.units[0], new_placements[1].targets[0]):
-            rank_costs.add(new_placements[1])
-            if _is_better(score(rank_costs), old_score):
-                plan[first_table], plan[second_table] = new_placements
-                return True
-            rank_costs.add(new_placements[1], -1)
-        rank_costs.add(new_placements[0], -1)
-    for choice in old_placements:
-        rank_costs.add(choice)
+    first, second = plan[first_table], plan[second_table]
+    moves = [
+        (choice.option.units[0], old.targets[0], new.targets[0])
+        for choice, old, new in ((first, first, second), (second, second, first))
+    ]
+    # The common costs stay, as `RankCosts.fits` needs them.
+    for unit, old_rank, _ in moves:
+        rank_costs.move(unit, old_rank, -1)
+    fits = True
+    for unit, _, new_rank in moves:
+        fits = fits and rank_costs.fits(unit, new_rank)
+        rank_costs.move(unit, new_rank, 1)
+    if fits and _is_better(score(rank_costs), old_score):
+        plan[first_table] = PlacedOption(first.option, second.targets)
+        plan[second_table] = PlacedOption(second.option, first.targets)
+        return True
+    for unit, old_rank, new_rank in moves:
+        rank_costs.move(unit, new_rank, -1)
+        rank_costs.move(unit, old_rank, 1)
     return False
 
 
