@@ -1,7 +1,6 @@
 """Eviction from dynamic tables: scores of batches, expiry by age, and a log of evicted keys."""
 
 import math
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +12,12 @@ from torch import Tensor, nn
 
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import MAX_TICK
+from emblib.dynamic.keys import as_score
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch
 from emblib.specs import DynamicSpec, Eviction
 from emblib.tables import state_dicts
-
-_INT64_RANGE = (-(2**63), 2**63 - 1)
 
 
 class EvictionScores(nn.Module):
@@ -85,7 +83,7 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.CUSTOM take scores, table "
                     f"{self._names[table]!r} has {self._evictions[table]}"
                 )
-        numbers = {table: _as_int64(score) for table, score in scores.items()}
+        numbers = {table: as_score(score) for table, score in scores.items()}
         for table, score in numbers.items():
             self.values[table].fill_(score)
             self.is_set[table].fill_(True)
@@ -104,7 +102,7 @@ class EvictionScores(nn.Module):
                     f"only tables with Eviction.STEP count steps, table {self._names[table]!r} has "
                     f"{self._evictions[table]}"
                 )
-        numbers = {table: _as_int64(step) for table, step in steps.items()}
+        numbers = {table: as_score(step) for table, step in steps.items()}
         for table, step in numbers.items():
             self.values[table].fill_(step)
 
@@ -136,16 +134,6 @@ class EvictionScores(nn.Module):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the scores in a state dict."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
-
-
-def _as_int64(score: Any) -> int:
-    """Return a score as an int; raise TypeError or ValueError unless it is an int64."""
-    if isinstance(score, bool) or not hasattr(score, "__index__"):
-        raise TypeError(f"a score must be an int, got {score!r}")
-    number = operator.index(score)
-    if not _INT64_RANGE[0] <= number <= _INT64_RANGE[1]:
-        raise ValueError(f"a score must be in [-2^63, 2^63), got {number}")
-    return number
 
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps

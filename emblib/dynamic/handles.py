@@ -226,13 +226,14 @@ class DynamicTable:
 
         Args:
             keys: keys of this rank.
-            scores: int64 `[n]`, or one number for all.
+            scores: integers `[n]`, or one number for all.
 
         Raises:
+            TypeError: scores are no integers.
             ValueError: eviction is not by assigned scores, or another number of scores than of
                 keys.
         """
-        numbers = torch.as_tensor(scores, dtype=torch.int64).cpu()
+        numbers = routing.as_scores(scores).cpu()
         if numbers.dim() and numbers.numel() != keys.numel():
             raise ValueError(
                 f"scores must be one number, or one per key = {keys.numel()}, got {numbers.numel()}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, RowBuffers
-from emblib.dynamic.keys import as_keys, hash_keys_of
+from emblib.dynamic.keys import as_keys, as_score, as_scores, hash_keys_of
 from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash
@@ -76,7 +76,8 @@ class HashTable(SentAsCopy, nn.Module):
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
     raise ValueError for other shapes and for scores that the eviction does not take, TypeError for
-    another dtype of keys, and RuntimeError for keys on another device, before they change anything.
+    keys of another dtype and scores that are no integers, and RuntimeError for keys on another
+    device, before they change anything.
 
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
@@ -184,8 +185,8 @@ class HashTable(SentAsCopy, nn.Module):
     def _by_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
         """Return scores or stamps per position, int64 `[n]`; raise ValueError for another shape."""
         if isinstance(values, int):
-            return torch.full_like(keys.ids, values)
-        values = torch.as_tensor(values, dtype=torch.int64, device=keys.ids.device)
+            return torch.full_like(keys.ids, as_score(values))
+        values = as_scores(values).to(keys.ids.device)
         if values.dim() and values.shape != keys.ids.shape:
             raise ValueError(
                 f"{name} must be an int or of the shape of keys, "

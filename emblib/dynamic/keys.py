@@ -6,9 +6,10 @@ seed and name, selects the buckets of keys within the table.
 """
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from emblib.ops.hash import InsertedBatch, Keys
 from emblib.ops.primitives import new_seed
 from emblib.reference.random import mix, unmix
 from emblib.specs import check_count
+
+_INT64_RANGE = (-(2**63), 2**63 - 1)
 
 
 def hash_key_of(seed: int, name: str) -> int:
@@ -69,6 +72,38 @@ def as_keys(keys: Tensor) -> Tensor:
     if dtype == torch.int32:
         return keys.to(torch.int64)
     raise TypeError(f"keys must be int64, uint64 or int32, got {dtype}")
+
+
+def as_score(score: Any) -> int:
+    """Return a score as an int; raise TypeError or ValueError unless it is an int64."""
+    if isinstance(score, bool) or not hasattr(score, "__index__"):
+        raise TypeError(f"a score must be an int, got {score!r}")
+    number = operator.index(score)
+    if not _INT64_RANGE[0] <= number <= _INT64_RANGE[1]:
+        raise ValueError(f"a score must be in [-2^63, 2^63), got {number}")
+    return number
+
+
+def as_scores(scores: Any) -> Tensor:
+    """Return one score or several as int64, of any shape.
+
+    Raises:
+        TypeError: scores are no whole numbers, so that int64 would lose their order.
+        ValueError: a single score is not in the range of int64.
+    """
+    if not hasattr(scores, "__len__"):  # an int
+        return torch.tensor(as_score(scores))
+    values = torch.as_tensor(scores)
+    if values.numel() and (values.dtype == torch.bool or not _is_integral(values.dtype)):
+        raise TypeError(
+            f"scores must be integers, got {values.dtype}; scale and round fractions, e.g. "
+            "(scores * 2**32).long()"
+        )
+    return values.to(torch.int64)
+
+
+def _is_integral(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 class KeyStatus(IntEnum):

@@ -148,6 +148,8 @@ def test_scores_of_keys(device: torch.device, tiered: bool) -> None:
         assert item.evicted(item.step()).tolist() == [3, 5]
     with pytest.raises(ValueError, match="one per key = 4, got 3"):
         item.set_key_scores(some, torch.tensor([1, 2, 3]))
+    with pytest.raises(TypeError, match="must be integers"):
+        item.set_key_scores(some, torch.tensor([0.1, 0.2, 0.3, 0.4]))
     plain = module(device)
     with pytest.raises(ValueError, match="'item' evicts by lru"):
         plain.table_handles()["item"].set_key_scores(some, 1)

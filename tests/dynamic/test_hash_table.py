@@ -4,6 +4,7 @@ import copy
 import io
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def test_one_bucket_is_the_model(eviction: Eviction, insert_policy: InsertPolicy
             for key in old:
                 del model.rows[key]
         compare(table, model)
+
+
+@pytest.mark.parametrize("scores", [torch.tensor([0.1, 0.9]), [0.1, 0.9], 0.5, True, 2**63])
+def test_scores_that_would_lose_their_order(scores: Any) -> None:
+    table, keys = HashTable(DynamicSpec(64, 1, eviction="custom")), torch.tensor([1, 2])
+    for call in (
+        lambda: table.insert_or_assign(keys, torch.ones(2, 1), scores),
+        lambda: table.find_or_insert(keys, scores=scores),
+        lambda: table.set_scores(keys, scores),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"scores? must be (an int|in |integers)"):
+            call()
+    assert table.size() == 0
 
 
 def test_find_and_accumulate_and_scores() -> None:
@@ -303,10 +317,12 @@ def test_eviction_queues_do_not_return_from_another_device() -> None:
         (lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(2, 3), 1), "of shape"),
         (lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(1, 3)), "needs scores"),
         (
-            lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(1, 3), torch.ones(2)),
+            lambda t: t.insert_or_assign(
+                torch.tensor([1]), torch.zeros(1, 3), torch.tensor([1, 1])
+            ),
             "shape of keys",
         ),
-        (lambda t: t.set_scores(torch.tensor([1]), torch.ones(2)), "shape of keys"),
+        (lambda t: t.set_scores(torch.tensor([1]), torch.tensor([1, 1])), "shape of keys"),
     ],
 )
 def test_bad_input_is_told_before_anything_changes(call: object, message: str) -> None:
