@@ -62,8 +62,8 @@ struct BagRoute {
     const int64_t f = feature_of_bag(routing, bag);
     feature = routing.features[f];
     bag_in_feature = bag - routing.first_bags[f];
-    is_valid = bag_in_feature >= 0 && bag < routing.first_bags[f + 1] && feature.first_block >= 0 &&
-               feature.rows >= 0 && feature.num_blocks > 0 &&
+    is_valid = (bag_in_feature | feature.rows) >= 0 && bag < routing.first_bags[f + 1] &&
+               feature.first_block >= 0 && feature.num_blocks > 0 &&
                feature.num_blocks <= routing.num_blocks &&
                feature.first_block <= routing.num_blocks - feature.num_blocks;
     if (is_valid) blocks = routing.blocks + feature.first_block;
@@ -81,8 +81,10 @@ struct BagRoute {
   EMB_DEVICE int64_t out_bag(const DeviceRoute& in, int64_t block, int64_t copy) const {
     const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
     if (unit < 0 || unit >= in.routing.num_units) return -1;
-    const int64_t first = in.routing.units[unit];
-    return first >= 0 && bag_in_feature < in.out_bags - first ? first + bag_in_feature : -1;
+    // Unsigned, so that the sum cannot overflow.
+    const auto out_bag =
+        static_cast<uint64_t>(in.routing.units[unit]) + static_cast<uint64_t>(bag_in_feature);
+    return out_bag < static_cast<uint64_t>(in.out_bags) ? static_cast<int64_t>(out_bag) : -1;
   }
 };
 
