@@ -135,8 +135,9 @@ inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t gro
 inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
   float_dtype(op, "weights", weights.scalar_type());
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");
-  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous(), op,
-                  ": weights must be a contiguous matrix, got ", weights.dim(), " dimensions");
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous() && weights.size(1) <= INT32_MAX, op,
+                  ": weights must be a contiguous matrix of fewer than 2^31 columns, got ",
+                  weights.dim(), " dimensions of ", weights.numel(), " elements");
   STD_TORCH_CHECK(
       grads.dim() == 2 && grads.size(0) == weights.size(0) && grads.size(1) == weights.size(1), op,
       ": grads must be [", weights.size(0), ", ", weights.size(1), "] like weights, got ",

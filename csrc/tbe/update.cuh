@@ -123,7 +123,8 @@ struct TileRow {
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
   // Three fields that the rows of one batch share, by the bit where each starts: whether rows are
-  // read in vectors, the tier, and dim. `update_tile` unpacks them.
+  // read in vectors, the tier, and dim, which must be below 2^29 (not checked). `update_tile`
+  // unpacks them.
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 2**28  # kernels number elements of 32 rows in 32 bits, or pack `dim` into 29
 
 
 class Choice(Enum):
@@ -51,3 +52,10 @@ def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
     """Check fields of a frozen dataclass, and convert NumPy integers to plain ints."""
     for name in names:
         object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
+
+
+def set_dim(spec: Any) -> None:
+    """Check and convert the field `dim`: the elements of a row."""
+    set_counts(spec, "dim")
+    if spec.dim > MAX_DIM:
+        raise ValueError(f"dim must be at most {MAX_DIM}, got {spec.dim}")

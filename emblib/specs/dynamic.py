@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from emblib.init import Initializer, Uniform, check_finite, check_initializer
-from emblib.specs.choices import Choice, check_count
+from emblib.specs.choices import Choice, check_count, set_counts, set_dim
 
 SLOTS = 32
 """Slots of a bucket: capacities are rounded up to a multiple of it."""
@@ -296,8 +296,8 @@ class DynamicSpec:
     fallback_rows: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("capacity", "dim"):
-            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        set_counts(self, "capacity")
+        set_dim(self)
         if self.initial_capacity is not None:
             count = check_count("initial_capacity", self.initial_capacity)
             object.__setattr__(self, "initial_capacity", count)

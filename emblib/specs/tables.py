@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from emblib.specs.choices import Choice, check_float_dtype, set_counts
+from emblib.specs.choices import Choice, check_float_dtype, set_counts, set_dim
 
 
 class Pooling(Choice):
@@ -128,7 +128,7 @@ class TableSpec:
 
     Args:
         rows: number of rows, >= 0.
-        dim: elements per row, >= 1.
+        dim: elements per row, 1 to 2^28.
         name: name of the table in state dicts, without dots; "" names it by its position.
         placement: the memory of the rows.
 
@@ -144,7 +144,7 @@ class TableSpec:
 
     def __post_init__(self) -> None:
         set_counts(self, "rows", minimum=0)
-        set_counts(self, "dim")
+        set_dim(self)
         object.__setattr__(self, "placement", Placement(self.placement))
         if not isinstance(self.name, str) or "." in self.name:
             raise ValueError(f"name must be a string without dots, got {self.name!r}")

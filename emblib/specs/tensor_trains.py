@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts
+from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts, set_dim
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class TTSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        set_counts(self, "rows", "dim")
+        set_counts(self, "rows")
+        set_dim(self)
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "ids", IdOrder(self.ids))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))

@@ -370,6 +370,7 @@ def test_untouched_rows_with_eps_zero_stay_finite(kind: str) -> None:
     [
         ({"weights": torch.zeros(4, 3).double()}, "weights must be float32, float16 or bfloat16"),
         ({"weights": torch.zeros(12)}, "a contiguous matrix"),
+        ({"weights": torch.zeros(0, 2**31)}, "fewer than 2.31 columns"),
         ({"states": [torch.zeros(4, 3).int()]}, "optimizer state must be float32, float16 or"),
         ({"grads": torch.zeros(4, 3).half()}, "grads must be float32"),
         ({"states": []}, "keeps 1 state tensors for each of 1 tensors of weights, got 0"),

@@ -61,6 +61,12 @@ def test_compiled_modules_refuse_another_form(kind: str) -> None:
         compiled(IDS, torch.tensor([0, 2, 3, 4]))
 
 
+def test_rows_are_as_wide_as_kernels_count() -> None:
+    assert TableSpec(1, 2**28).dim == 2**28
+    with pytest.raises(ValueError, match="dim must be at most"):
+        TableSpec(1, 2**28 + 1)
+
+
 def test_offsets_that_end_below_another_entry_are_clamped_as_wrong_numbers() -> None:
     table = TableBatchedEmbeddingBags([TableSpec(10, 8)])
     with pytest.warns(UserWarning, match="1 offsets out of bounds"):

@@ -398,6 +398,7 @@ WRONG = {
     "ranks": (lambda: TTEmbeddingBag(TTSpec(100, 8, (900, 2))), "ranks\\[0\\] must be in"),
     "zero rank": (lambda: TTEmbeddingBag(TTSpec(100, 8, (0, 2))), "rank must be >= 1"),
     "negative dim": (lambda: TTEmbeddingBag(TTSpec(100, -8, (2, 2))), "dim must be >= 1"),
+    "too large a dim": (lambda: TTSpec(100, 2**29, (2, 2)), "dim must be at most"),
     "five cores": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2, 2, 2))), "2 to 4 cores"),
     "few rows": (lambda: TTEmbeddingBag(TTSpec(100, 8, (2, 2), (4, 5, 4))), "< rows 100"),
     "wrong dim": (lambda: TTEmbeddingBag(TTSpec(90, 9, (2, 2), None, (2, 2, 2))), "to dim 9"),
