@@ -29,7 +29,7 @@ from emblib.sharding.codecs import (
     local_part,
     without_local,
 )
-from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.input_dist import IncomingBatch, LocalBatch
 from emblib.sharding.layout import CollectionLayout, LookupUnit, RankLayout, sum_in_nodes
 from emblib.sharding.lookup import (
     Inputs,
@@ -146,8 +146,10 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
 
         Raises:
             KeyError: the batch lacks a feature.
-            ValueError: lookups are weighted and no rank's batch has weights.
-            RuntimeError: the batches of ranks differ in dtype of ids, weights or kind.
+            ValueError: lookups are weighted and no rank's batch has weights, or features differ in
+                their number of bags and have no inverse indices.
+            RuntimeError: the batch of another rank is wrong, or the batches of ranks differ in
+                dtype of ids, weights or kind.
         """
         self.embedding_bags.check()
         return look_up(self, features)
@@ -205,6 +207,19 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
             return None
         return self.replicated.gradient_sink(received, self._output_dist.sink_shape(received))
 
+    def _inputs(self, features: KeyedJaggedTensor) -> LocalBatch:
+        """Return the features of the tables, as the base does, if they can become one output.
+
+        Otherwise it raises before anything is sent: other ranks would wait in backward.
+        """
+        inputs = super()._inputs(features)
+        if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
+            raise ValueError(
+                "features that differ in their bags need inverse indices to become one batch, got "
+                f"{inputs.bag_counts} bags: make the KeyedJaggedTensor with inverse_indices="
+            )
+        return inputs
+
     def _output(self, pending: Awaitable[Tensor], received: IncomingBatch) -> KeyedTensor:
         """Wait for the pooled rows, and return them by feature."""
         values = pending.wait()
@@ -215,11 +230,6 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
     def _expand(self, values: Tensor, received: IncomingBatch) -> Tensor:
         """Expand the rows of distinct bags to the examples that have them, by feature."""
         inputs = received.inputs
-        if inputs.inverse is None and len(set(inputs.bag_counts)) > 1:
-            raise ValueError(
-                "features that differ in their bags need inverse indices to become one batch, got "
-                f"{inputs.bag_counts} bags: make the KeyedJaggedTensor with inverse_indices="
-            )
         sizes = [count * dim for count, dim in zip(inputs.bag_counts, self._dims, strict=True)]
         blocks = [
             block.view(-1, dim) for block, dim in zip(values.split(sizes), self._dims, strict=True)

@@ -586,7 +586,8 @@ class ShardedEmbeddingCollection(StateOfTables):
 
         Raises:
             KeyError: the batch lacks a feature.
-            RuntimeError: the batches of ranks differ in dtype of ids or kind.
+            RuntimeError: the batch of another rank is wrong, or the batches of ranks differ in
+                dtype of ids or kind.
         """
         self.embeddings.check()
         return look_up(self, features)

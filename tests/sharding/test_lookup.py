@@ -260,6 +260,7 @@ def says_that_a_batch_is_wrong(ranks: RankGroup, kind: str) -> None:
         "without a feature": (features.permute([1, 2]), "the batch has no features"),
         "no batch at all": (features.values(), "KeyedJaggedTensor"),
         "ids that are floats": (_with_floats(features), "float"),
+        "unlike bags": (_without_last_bag(features), "need inverse indices"),
     }
     sent, message = (features, "rank 1 could not send its batch")
     if ranks.rank == 1:
@@ -273,6 +274,15 @@ def _with_floats(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
 
 
-@pytest.mark.parametrize("kind", ["without a feature", "no batch at all", "ids that are floats"])
+def _without_last_bag(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    lengths, strides = features.lengths()[:-1], [[n] for n in features.stride_per_key()]
+    strides[-1][0] -= 1
+    ids = features.values()[: int(lengths.sum())]
+    return KeyedJaggedTensor(features.keys(), ids, lengths=lengths, stride_per_key_per_rank=strides)
+
+
+@pytest.mark.parametrize(
+    "kind", ["without a feature", "no batch at all", "ids that are floats", "unlike bags"]
+)
 def test_no_rank_waits_for_one_whose_batch_is_wrong(kind: str) -> None:
     worlds.run(2, says_that_a_batch_is_wrong, kind)

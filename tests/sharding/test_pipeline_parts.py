@@ -430,6 +430,8 @@ def test_eval_mode_only_runs_forward() -> None:
 def test_wrong_use_is_told() -> None:
     with pytest.raises(TypeError, match=r"iter\(loader\), got list"):
         line()[1].progress([torch.ones(1)])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"iter\(loader\), got NoneType"):
+        line()[1].progress(None)  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match=r"DrainAll\(\), StopAtShortest\(\) or AssumeEqual\(\), got 'longest'"
     ):
@@ -438,9 +440,12 @@ def test_wrong_use_is_told() -> None:
         TrainPipelineBase(3, None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must have zero_grad and step"):
         TrainPipelineBase(torch.nn.Linear(1, 1), 0.1)
-    alone = TrainPipelineBase(torch.nn.Linear(1, 1), None)
+    alone = TrainPipelineBase(torch.nn.Linear(1, 1), None, forward=lambda batch: batch)
+    batches = iter(torch.arange(3))
     with pytest.raises(ValueError, match="a model in training needs an optimizer"):
-        next(alone.run([torch.ones(1)]))
+        alone.progress(batches)
+    alone.model.eval()
+    assert alone.progress(batches) == 0  # no batch is lost
     with pytest.raises(TypeError, match=r"must give \(loss, output\).*got dict"):
         next(line(forward=lambda batch: {"loss": batch})[1].run([torch.ones(1)]))
 

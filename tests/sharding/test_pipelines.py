@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from emblib.collections import EmbeddingBagCollection
+from emblib.collections.configs import EmbeddingBagConfig
+from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import pipelines
-from emblib.sharding.pipelines import StopAtShortest, empty_batch
+from emblib.sharding.pipelines import EvalPipelineSparseDist, StopAtShortest, empty_batch
 from emblib.sharding.ranks import RankGroup
+from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
+from emblib.sharding.sharding_types import row_wise
 from tests.sharding import worlds
 from tests.sharding.pipeline_cases import (
     Batch,
@@ -111,6 +116,30 @@ def test_an_input_that_the_model_makes(net: str, path: str, name: str) -> None:
     for said, _ in found:
         assert len(said) == 1
         assert f"the input of {path} is not an object of the batch" in said[0]
+
+
+def test_a_first_forward_that_fails_teaches_nothing() -> None:
+    ranks = RankGroup.single()
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
+    model = ShardedEmbeddingBagCollection(bags, {"item": row_wise()}, ranks).eval()
+    failures = iter([RuntimeError("the first forward fails")])
+
+    def forward(batch: Any) -> Tensor:
+        values = model(batch).values()
+        for error in failures:
+            raise error
+        return values
+
+    pipeline = EvalPipelineSparseDist(model, forward=forward, ranks=ranks)
+    length = torch.tensor([1])
+    batches = iter(
+        [KeyedJaggedTensor(["item"], torch.tensor([i]), lengths=length) for i in range(3)]
+    )
+    with pytest.raises(RuntimeError, match="the first forward fails"):
+        pipeline.progress(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "the input is not an object of the batch"
+        assert pipeline.progress(batches).shape == (1, 4)
 
 
 def _given_inputs(ranks: RankGroup, case: Case, name: str) -> Trained:

@@ -121,6 +121,11 @@ class TrainPipelineBase:
             ValueError: the model is in training mode, and the pipeline has no optimizer.
             TypeError: `batches` is no iterator, or `forward` returned no loss to train with.
         """
+        if self.model.training and self.optimizer is None:
+            raise ValueError(
+                "a model in training needs an optimizer: give the pipeline one, of tables alone "
+                "model.fused_optimizer, or call model.eval()"
+            )
         self._meter.begin()
         self._loader.read(batches)
         step = self._next()
@@ -166,11 +171,6 @@ class TrainPipelineBase:
         """Run forward on the batch of a step; in training mode also backward and the optimizer."""
         assert step.batch is not None
         batch = step.batch.take()
-        if self.model.training and self.optimizer is None:
-            raise ValueError(
-                "a model in training needs an optimizer: give the pipeline one, of tables alone "
-                "model.fused_optimizer, or call model.eval()"
-            )
         if self.model.training:
             self.optimizer.zero_grad()
         self._before_forward(step)

@@ -58,7 +58,6 @@ class LearnedInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in sharded_modules(model).items()}
-        self._calls_seen: list[InputCall] = []
         self._paths: list[tuple[Any, Path]] | None = None
 
     @property
@@ -69,11 +68,11 @@ class LearnedInputs:
     @contextlib.contextmanager
     def watching(self, batch: Any) -> Iterator[None]:
         """Learn the inputs from the forward of this batch."""
-        forwards = {module: self._recording_forward(module) for module in self._names}
+        calls: list[InputCall] = []
+        forwards = {module: _recording_forward(module, calls) for module in self._names}
         with _replaced_forwards(forwards):
             yield
-        paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
-        self._calls_seen = []
+        paths = [(call.module, path_to(batch, call.features)) for call in calls]
         # Calls of a module are matched by their order, so all of its inputs must be known.
         unlearned = {module: None for module, path in paths if path is None}
         for module in unlearned:
@@ -85,20 +84,21 @@ class LearnedInputs:
             )
         self._paths = [(m, path) for m, path in paths if path is not None and m not in unlearned]
 
-    def _recording_forward(self, module: Any) -> Callable[..., Any]:
-        """Return a forward for a sharded module that records its inputs."""
-        plain_forward = module.forward
-
-        def forward(kjt: Any) -> Any:
-            self._calls_seen.append(InputCall(module, kjt))
-            return plain_forward(kjt)
-
-        return forward
-
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order in which the model makes them."""
         assert self._paths is not None
         return [InputCall(module, follow(batch, path)) for module, path in self._paths]
+
+
+def _recording_forward(module: Any, calls: list[InputCall]) -> Callable[..., Any]:
+    """Return a forward for a sharded module that also appends its calls to `calls`."""
+    plain_forward = module.forward
+
+    def forward(kjt: Any) -> Any:
+        calls.append(InputCall(module, kjt))
+        return plain_forward(kjt)
+
+    return forward
 
 
 class CallerInputs:

@@ -201,7 +201,8 @@ class Loader:
 
     def read(self, batches: Iterator[Any]) -> None:
         """Read from `batches` from now on; another or a reset iterator begins a new epoch."""
-        if batches is not self._batches or (self._is_out and self._was_reset()):
+        is_other = self._batches is None or batches is not self._batches
+        if is_other or (self._is_out and self._was_reset()):
             self.begin(batches)
 
     def begin(self, batches: Iterator[Any]) -> None:
