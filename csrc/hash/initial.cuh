@@ -52,8 +52,8 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
 }
 
 // Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer. All
-// 32 lanes must call this. Rows must have at most 2^28 elements (MAX_DIM of
-// emblib/specs/choices.py), so that 32 bits can number the Philox counters of 32 rows; not checked.
+// 32 lanes must call this. Rows must have at most 2^28 elements, so that 32 bits can number the
+// Philox counters of 32 rows; not checked.
 EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, int64_t begin,
                               int num_rows) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];

@@ -54,7 +54,7 @@ struct RowArray {
 
 // The copy of a lane's row.
 template <class Unit>
-struct RowMove {
+struct RowCopy {
   const Unit* from = nullptr;     // the source; null for default values
   Unit* to = nullptr;             // the target; null to copy nothing
   Unit* second_target = nullptr;  // null for none
@@ -104,30 +104,30 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   return bit;
 }
 
-// Copy the rows of the warp's lanes; `move` is the copy of this lane's row. kTwice says whether
+// Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kTwice says whether
 // second_target may be set, kStreams that no kernel reads the targets `to` soon. `fill` is the word
 // of default values, see RowMatrix::fill. All 32 lanes must call this.
 template <bool kTwice, bool kStreams, class Unit>
-EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fill) {
-  const unsigned moves = __ballot_sync(simt::kFullMask, move.to != nullptr);
-  const int num_moves = __popc(moves);
-  if (num_moves < kWarpLanes) {  // lane i takes over the i-th move
-    const int lane = nth_set_bit(moves, lane_in_warp());
-    move.from = from_lane(move.from, lane);
-    move.to = from_lane(move.to, lane);
-    if constexpr (kTwice) move.second_target = from_lane(move.second_target, lane);
+EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32_t fill) {
+  const unsigned copies = __ballot_sync(simt::kFullMask, copy.to != nullptr);
+  const int num_copies = __popc(copies);
+  if (num_copies < kWarpLanes) {  // lane i takes over the i-th copy
+    const int lane = nth_set_bit(copies, lane_in_warp());
+    copy.from = from_lane(copy.from, lane);
+    copy.to = from_lane(copy.to, lane);
+    if constexpr (kTwice) copy.second_target = from_lane(copy.second_target, lane);
   }
   const LaneGroup group(shape.lanes);
   const Unit empty = default_unit<Unit>(fill);
-  for (int first = 0; first < num_moves; first += kRowsInFlight * group.groups_in_warp()) {
-    RowMove<Unit> rows[kRowsInFlight];
+  for (int first = 0; first < num_copies; first += kRowsInFlight * group.groups_in_warp()) {
+    RowCopy<Unit> rows[kRowsInFlight];
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const int row = first + r * group.groups_in_warp() + group.group, lane = row % kWarpLanes;
-      rows[r].from = from_lane(move.from, lane);
-      rows[r].to = from_lane(move.to, lane);
-      if constexpr (kTwice) rows[r].second_target = from_lane(move.second_target, lane);
-      if (row >= num_moves) rows[r] = {};
+      rows[r].from = from_lane(copy.from, lane);
+      rows[r].to = from_lane(copy.to, lane);
+      if constexpr (kTwice) rows[r].second_target = from_lane(copy.second_target, lane);
+      if (row >= num_copies) rows[r] = {};
     }
     for (int64_t unit = group.rank; unit < shape.units; unit += group.lanes) {
       Unit values[kRowsInFlight];
@@ -157,16 +157,16 @@ __global__ void __launch_bounds__(kTileThreads)
                           RowUnits shape, uint32_t fill, Unit* out, bool* found) {
   __shared__ int range[2];
   for_each_key(batch, index.num_tables, range, [&](int64_t position, int t) {
-    RowMove<Unit> move;
+    RowCopy<Unit> copy;
     if (position < batch.n) {
       const int64_t slot = t < 0 ? kNoSlot : find_slot(index.table(t), batch.ids[position]);
       found[position] = slot >= 0;
-      move.to = out + position * shape.units;
+      copy.to = out + position * shape.units;
       if (slot >= 0)
-        move.from =
+        copy.from =
             values.in_slot(index.field(t, HashTableColumn::kFirstBucket) * kBucketSlots + slot);
     }
-    move_rows<false, true>(shape, move, fill);
+    copy_lane_rows<false, true>(shape, copy, fill);
   });
 }
 
@@ -190,19 +190,19 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
-    RowMove<Unit> move;
+    RowCopy<Unit> copy;
     if (position < n) {
       Unit* row = values.in_slot(slots[position]);
-      move.from = row;
-      if (out != nullptr) move.to = out + position * shape.units;
+      copy.from = row;
+      if (out != nullptr) copy.to = out + position * shape.units;
       const int32_t group = starting.data == nullptr ? -1 : starting.groups[position];
       if (row != nullptr && group >= 0 && group < n) {
         const int64_t first = starting.first_positions[group];
-        move.from = starting.data + first * shape.units;
-        if (first == position) (out != nullptr ? move.second_target : move.to) = row;
+        copy.from = starting.data + first * shape.units;
+        if (first == position) (out != nullptr ? copy.second_target : copy.to) = row;
       }
     }
-    move_rows<true, true>(shape, move, fill);
+    copy_lane_rows<true, true>(shape, copy, fill);
   }
 }
 
@@ -244,13 +244,13 @@ __global__ void __launch_bounds__(kTileThreads)
   for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
        tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
-    RowMove<Unit> move;
+    RowCopy<Unit> copy;
     if (position < n && slots[position] >= 0 &&
         slot_cells.cells[slot_cells.cell_of[position]] == position) {
-      move.from = rows + position * shape.units;
-      move.to = values.in_slot(slots[position]);
+      copy.from = rows + position * shape.units;
+      copy.to = values.in_slot(slots[position]);
     }
-    move_rows<false, false>(shape, move, 0);
+    copy_lane_rows<false, false>(shape, copy, 0);
   }
 }
 
@@ -359,17 +359,17 @@ __global__ void __launch_bounds__(kTileThreads)
     const bool has = evicted.has(miss);
     const int64_t target = before + exclusive_sum(has, sums, &total);
     before += total;
-    RowMove<Unit> move;
+    RowCopy<Unit> copy;
     if (has && entries.keys != nullptr) {
       entries.keys[target] = evicted.words[3 * miss + HashEntry::kKey];
       entries.stamps[target] = evicted.words[3 * miss + HashEntry::kStamp];
       entries.scores[target] = evicted.words[3 * miss + HashEntry::kScore];
     }
     if (has) {
-      move.from = values.in_slot(evicted.slots[miss]);
-      move.to = rows + target * shape.units;
+      copy.from = values.in_slot(evicted.slots[miss]);
+      copy.to = rows + target * shape.units;
     }
-    move_rows<false, true>(shape, move, 0);
+    copy_lane_rows<false, true>(shape, copy, 0);
   }
   if (entries.count != nullptr && blockIdx.x == gridDim.x - 1 && threadIdx.x == 0) {
     *entries.count = before;

@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_DIM = 2**28  # kernels number elements of 32 rows in 32 bits, or pack `dim` into 29
+MAX_DIM = 2**25  # kernels count the bits of a row, and elements of 32 rows, with 32 bits
 
 
 class Choice(Enum):

@@ -128,7 +128,7 @@ class TableSpec:
 
     Args:
         rows: number of rows, >= 0.
-        dim: elements per row, 1 to 2^28.
+        dim: elements per row, 1 to 2^25.
         name: name of the table in state dicts, without dots; "" names it by its position.
         placement: the memory of the rows.
 

@@ -49,7 +49,7 @@ def test_truncated_normal_knows_its_share() -> None:
     [
         (lambda: DynamicSpec(0, 4), "capacity must be >= 1"),
         (lambda: DynamicSpec(4, 0), "dim must be >= 1"),
-        (lambda: DynamicSpec(4, 2**28 + 1), "dim must be at most"),
+        (lambda: DynamicSpec(4, 2**25 + 1), "dim must be at most"),
         (lambda: DynamicSpec(4, 4, initial_capacity=5), "at most capacity = 4"),
         (lambda: DynamicSpec(4, 4, max_load=0.0), r"max_load must be in \(0, 1\]"),
         (
