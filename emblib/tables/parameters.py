@@ -200,18 +200,29 @@ def refuse_incomplete() -> NoReturn:
     )
 
 
-def refuse_averages() -> None:
-    """Raise RuntimeError for a copy that `AveragedModel` makes, of rows that belong to keys."""
+def refuse_averages(*, of_buffers: bool = False) -> None:
+    """Raise RuntimeError for a copy that `AveragedModel` makes of rows that have no average.
+
+    Args:
+        of_buffers: whether rows are buffers, which are averaged with `use_buffers=True` only; else
+            they belong to keys.
+    """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == AveragedModel.__module__:
-            raise RuntimeError(
-                "AveragedModel averages rows by position, and in a hash table, or a tensor train "
-                "with a cache, the position of a key changes as keys come and go, so that rows of "
-                "different keys would be mixed: average the rest of the model alone, e.g. "
-                "AveragedModel(model.dense)"
-            )
+    while frame is not None and frame.f_globals.get("__name__") != AveragedModel.__module__:
         frame = frame.f_back
+    if frame is None or (of_buffers and not frame.f_locals.get("use_buffers")):
+        return
+    reason = (
+        "AveragedModel with use_buffers=True would average the codes of quantised rows: leave "
+        "use_buffers out, or"
+        if of_buffers
+        else "AveragedModel averages rows by position, and in a hash table, or a tensor train with "
+        "a cache, the position of a key changes as keys come and go, so that rows of different "
+        "keys would be mixed:"
+    )
+    raise RuntimeError(
+        f"{reason} average the rest of the model alone, e.g. AveragedModel(model.dense)"
+    )
 
 
 def _writes(func: Any) -> bool:

@@ -20,6 +20,7 @@ from emblib.ops.one_call import native
 from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base, state_dicts
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
+from emblib.tables.parameters import refuse_averages
 from emblib.tables.short_calls import LookupBoundsCheck, is_plain_call
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
@@ -496,6 +497,10 @@ class QuantizedEmbeddingBags(nn.Module):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the `weights`: numbers, scales and offsets."""
         return {"weights": self.packed.nbytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        refuse_averages(of_buffers=True)
+        super().__setstate__(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "bits= for the rows and output_dtype= for the output")

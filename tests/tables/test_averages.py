@@ -15,6 +15,7 @@ from emblib import (
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TableSpec,
@@ -89,3 +90,15 @@ def test_averages_of_rows_by_key_are_refused(kind: str) -> None:
     model = nn.Sequential(BY_KEY[kind]())
     with pytest.raises(RuntimeError, match=r"average the rest of the model alone"):
         AveragedModel(model)
+
+
+@pytest.mark.parametrize("as_collection", [False, True])
+def test_codes_of_quantised_rows_are_not_averaged(*, as_collection: bool) -> None:
+    tables = [EmbeddingBagConfig(77, 4, "t")]
+    module: nn.Module = QuantizedEmbeddingBags.from_float({"t": torch.randn(77, 4)}, bits=8)
+    model = nn.Sequential(
+        EmbeddingBagCollection(tables).quantized(8) if as_collection else module, nn.BatchNorm1d(4)
+    )
+    AveragedModel(model).update_parameters(model)
+    with pytest.raises(RuntimeError, match=r"leave use_buffers out, or average the rest"):
+        AveragedModel(model, use_buffers=True)
