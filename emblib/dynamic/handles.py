@@ -242,6 +242,11 @@ class DynamicTable:
         assign = dynamic_state.assign_key_scores
         return self._ask_owners("set_key_scores", keys, assign, default=False, values=values)
 
+    def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the states of `optimizer` reset in the rows of new keys, as the module does."""
+        for _, state, _ in self.local_shards():
+            training.track_optimizer_state(state, optimizer)
+
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`.
 

@@ -8,7 +8,6 @@ and loading are functions of the state, called by the methods here.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, brief, check_count
+from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_count
 from emblib.tables import recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
@@ -265,16 +264,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         Raises:
             ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
         """
-        if self.weights.dim() != 2:
-            raise ValueError(
-                "track_optimizer_state needs tables with optim.External and one dim, got "
-                f"{brief(self.optimizer)} and dims {sorted({s.dim for s in self.tables})}"
-            )
-        groups = optimizer.param_groups
-        if not any(p is self.weights for group in groups for p in group["params"]):
-            raise ValueError("the optimizer must have the weights of this module among its own")
-        reset = partial(training.reset_states, optimizer, self.weights)
-        self.state.on_new_rows.append(reset)
+        training.track_optimizer_state(self.state, optimizer)
 
     # Lookups
 

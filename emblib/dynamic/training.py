@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -552,7 +553,25 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
     state.dropped_updates += stale.sum()
 
 
-def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
+def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer) -> None:
+    """Have the states of `optimizer` for the weights reset in the rows of new keys.
+
+    Raises:
+        ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
+    """
+    weights = state.weights
+    if weights.dim() != 2:
+        raise ValueError(
+            "track_optimizer_state needs tables with optim.External and one dim, got "
+            f"{state.optimizer_name} and dims {sorted({s.dim for s in state.specs})}"
+        )
+    groups = optimizer.param_groups
+    if not any(p is weights for group in groups for p in group["params"]):
+        raise ValueError("the optimizer must have the weights of this module among its own")
+    state.on_new_rows.append(partial(_reset_states, optimizer, weights))
+
+
+def _reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
     """Zero the states of `rows` of `weights` in an optimizer of torch.optim."""
     for state in optimizer.state.get(weights, {}).values():
         if isinstance(state, Tensor) and state.shape[:1] == weights.shape[:1]:

@@ -20,6 +20,7 @@ from emblib import (
     HostRows,
     KeyedJaggedTensor,
     KeyStatus,
+    init,
     optim,
 )
 from emblib.dynamic import DynamicTable, tables_of
@@ -277,3 +278,22 @@ def test_on_meta() -> None:
         made.tables["user"].size()
     made.to_empty(device="cpu")
     assert made.tables["user"].size() == 0
+
+
+def test_states_of_a_torch_optimizer_in_a_collection(device: torch.device) -> None:
+    """A key in the row of an evicted one makes its first step as in an empty table."""
+    config = EmbeddingBagConfig(32, 4, "t", storage=Hash(initializer=init.Constant(0.0)))
+    tables = EmbeddingBagCollection([config], device)
+    optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
+    tables.tables["t"].track_optimizer_state(optimizer)
+    for first in (0, 0, 100):
+        keys = torch.arange(first, first + 32, device=device)
+        ones = torch.ones(32, dtype=torch.int64, device=device)
+        tables(KeyedJaggedTensor(["t"], keys, lengths=ones)).values().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    entries = tables.tables["t"].entries()
+    new = entries.rows["weight"][entries.keys >= 100]
+    torch.testing.assert_close(new, torch.full_like(new, -0.1))
+    with pytest.raises(ValueError, match="among its own"):
+        tables.tables["t"].track_optimizer_state(torch.optim.SGD(nn.Linear(1, 1).parameters()))
