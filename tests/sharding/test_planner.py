@@ -158,7 +158,7 @@ def _exists(planner: Planner, works: Sequence[TableWorkload]) -> bool:
     for plan in itertools.product(*choices):
         for choice in plan:
             loads.add(choice)
-        fits = loads.common_fits()
+        fits = loads.all_ranks_fit()
         for choice in plan:
             loads.add(choice, -1)
         if fits:

@@ -166,6 +166,32 @@ def test_an_error_names_the_table_that_fits_nowhere() -> None:
     assert caught.value.missing_nbytes == pytest.approx(100_000 * 64 * 4 - 16 * MB, rel=0.01)
 
 
+DENSE, CACHED = Dense(), Dense(Placement.MANAGED_CACHING)
+
+
+def _table(name: str, nbytes: int, storage: Dense = DENSE) -> TableWorkload:
+    config = EmbeddingBagConfig(nbytes // 256, 64, name, storage=storage)
+    return TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
+
+
+def test_host_memory_is_no_device_memory() -> None:
+    topology = Topology(2, memory=7 * MB, host_memory=64 * MB, device="cuda")
+    works = [_table("a", 10 * MB), _table("b", 10 * MB), _table("cached", 12 * MB, CACHED)]
+    with pytest.raises(PlanError, match=r"and 12\.00 MiB of host memory at least, 8\.\d+ MiB more"):
+        planner_of(topology).solve_workloads(works)
+    too_large = planner_of(Topology(2, memory=7 * MB, host_memory=4 * MB, device="cuda"))
+    with pytest.raises(PlanError, match=r"at least 4\.00 MiB of host memory short") as caught:
+        too_large.solve_workloads([_table("cached", 12 * MB, CACHED)])
+    assert caught.value.missing_nbytes == 4 * MB
+
+
+def test_blocks_for_the_device_memory_of_ranks_fit_their_host_memory() -> None:
+    memory = (7 * MB, 9 * MB)
+    topology = Topology(2, memory=memory, host_memory=8 * MB, device="cuda")
+    with pytest.raises(PlanError, match=r"at least 4\.00 MiB of host memory short"):
+        planner_of(topology).solve_workloads([_table("cached", 20 * MB, CACHED)])
+
+
 def test_a_reservation_that_leaves_nothing() -> None:
     planner = Planner(Topology(2, memory=MB), 16, reservation=Reservation(nbytes=2 * MB))
     with pytest.raises(PlanError, match="nothing is left for tables on rank 0"):

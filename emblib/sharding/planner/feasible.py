@@ -118,7 +118,7 @@ class _Search:
         Returns whether all were placed.
         """
         if len(targets) == len(option.units):
-            if not self.rank_costs.common_fits():
+            if not self.rank_costs.all_ranks_fit():
                 return False
             self.choices.append(PlacedOption(option, tuple(targets)))
             if self.place_from(number + 1):
@@ -141,7 +141,7 @@ class _Search:
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
         """Yield the unused targets with memory for a unit; of interchangeable ones, the first.
 
-        The target of the domain WORLD is not checked: `common_fits` does that.
+        The target of the domain WORLD is not checked: `all_ranks_fit` does that.
         """
         tried_keys = set()
         for target in range(self.rank_costs.num_targets(unit)):
@@ -332,28 +332,26 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     order = sorted(range(len(workloads)), key=lambda t: (-needs[t], t))
     free_memory = [max(0.0, memory.device) for memory in problem.free_memory]
     too_large = [t for t in order if not _fits_alone(problem, t)]
-    free_nbytes, needed_nbytes = sum(free_memory), sum(needs)
+    needed = _min_nbytes(problem)
+    needed_text = f"all tables need {_format_need(needed)} at least"
     if too_large:
-        missing = max(_missing_alone(problem, t) for t in too_large)
+        missing = max((_missing_alone(problem, t) for t in too_large), key=sum)
         verb = "fits" if len(too_large) == 1 else "fit"
         subject = (
             f"{_describe_tables(workloads, needs, too_large)} {verb} "
-            f"nowhere, even with all memory free; at least {format_bytes(missing)} short"
-        )
-    elif needed_nbytes > free_nbytes:
-        missing = needed_nbytes - free_nbytes
-        subject = (
-            f"all tables need {format_bytes(needed_nbytes)} at least, {format_bytes(missing)} more "
-            "than there is"
+            f"nowhere, even with all memory free; at least {_format_need(missing)} short"
         )
     else:
-        missing = 0.0
+        free = (sum(pool) for pool in zip(*problem.free_memory, strict=True))
+        missing = MemoryBytes(*(max(0.0, n - f) for n, f in zip(needed, free, strict=True)))
         subject = (
-            f"all tables need {format_bytes(needed_nbytes)} at least, which is there in all, but "
-            "no way was found to divide them so that each shard fits"
+            f"{needed_text}, {_format_need(missing)} more than there is"
+            if any(missing)
+            else f"{needed_text}, which is there in all, but no way was found to divide them so "
+            "that each shard fits"
         )
     tables_shown = too_large or order
-    remedies = _remedies(problem, workloads, tables_shown, missing, max(free_memory))
+    remedies = _remedies(problem, workloads, tables_shown, missing)
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     low, high = format_bytes(min(free_memory)), format_bytes(max(free_memory))
     free_range = f"{low} to {high}" if max(free_memory) > min(free_memory) else low
@@ -362,7 +360,9 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
         f"(after the reservation). Largest: {_describe_tables(workloads, needs, order)}. Ways out: "
         f"{'; '.join(remedies)}"
     )
-    return PlanError(message, [workloads[t].name for t in tables_shown], int(missing), remedies)
+    return PlanError(
+        message, [workloads[t].name for t in tables_shown], int(sum(missing)), remedies
+    )
 
 
 def _fits_alone(problem: Problem, table: int) -> bool:
@@ -371,25 +371,47 @@ def _fits_alone(problem: Problem, table: int) -> bool:
     return any(place(rank_costs, option) is not None for option in problem.options[table])
 
 
-def _missing_alone(problem: Problem, table: int) -> float:
-    """Return the device bytes that the best option of a table lacks on ranks without other tables.
+def _min_nbytes(problem: Problem) -> MemoryBytes:
+    """Return lower bounds of the bytes of all tables on all ranks together."""
+    world = problem.model.topology.world_size
+    total = MemoryNeed(0, 0)
+    for options in problem.options:
+        by_field = zip(*(option.nbytes(world) for option in options), strict=True)
+        total = total.plus(MemoryNeed(*map(min, by_field)))
+    return MemoryBytes(total.device, total.host, total.disk)
+
+
+def _missing_alone(problem: Problem, table: int) -> MemoryBytes:
+    """Return the bytes that the best option of a table lacks on ranks without other tables.
 
     The largest shards are compared with the ranks that have most memory: a lower bound.
     """
-    missing_by_option: list[float] = []
-    free_by_rank = sorted((memory.device for memory in problem.free_memory), reverse=True)
+    missing_by_option: list[MemoryBytes] = []
+    free_by_field = list(zip(*problem.empty_costs().free_memory, strict=True))
     for option in problem.options[table]:
-        common_nbytes = option.common_cost.nbytes.device
-        shards = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
-        shards += [0.0] * (len(free_by_rank) - len(shards))
-        pairs = zip(sorted(shards, reverse=True), free_by_rank, strict=False)
-        missing_by_option.append(
-            sum(
+        members = [load.nbytes for unit in option.units for load in unit.members]
+        missing = [0.0] * len(MemoryNeed._fields)
+        for pool, (common_nbytes, free_by_rank) in enumerate(
+            zip(option.common_cost.nbytes, free_by_field, strict=True)
+        ):
+            shards = [member[pool] for member in members]
+            shards += [0.0] * (len(free_by_rank) - len(shards))
+            missing[pool] = sum(
                 max(0.0, shard_nbytes + common_nbytes - free_nbytes)
-                for shard_nbytes, free_nbytes in pairs
+                for shard_nbytes, free_nbytes in zip(
+                    sorted(shards, reverse=True), sorted(free_by_rank, reverse=True), strict=False
+                )
             )
-        )
-    return min(missing_by_option)
+        need = MemoryNeed(*missing)
+        missing_by_option.append(MemoryBytes(need.device, need.host, need.disk))
+    return min(missing_by_option, key=sum)
+
+
+def _format_need(nbytes: MemoryBytes) -> str:
+    """Format bytes by the kind of memory, for a message: `1.50 GiB and 3.00 GiB of disk`."""
+    names = ("", " of host memory", " of disk")
+    parts = [format_bytes(n) + name for n, name in zip(nbytes, names, strict=True) if n]
+    return " and ".join(parts) or format_bytes(0)
 
 
 def _describe_tables(
@@ -407,8 +429,7 @@ def _remedies(
     problem: Problem,
     workloads: Sequence[TableWorkload],
     tables: Sequence[int],
-    missing_nbytes: float,
-    rank_nbytes: float,
+    missing: MemoryBytes,
 ) -> list[str]:
     """Return changes that would make the tables fit, one sentence each.
 
@@ -416,8 +437,7 @@ def _remedies(
         problem: the problem without a plan.
         workloads: tables of the problem.
         tables: tables that the message is about, the largest first.
-        missing_nbytes: bytes that are missing; 0 if unknown.
-        rank_nbytes: free bytes of the rank with most.
+        missing: bytes that are missing; 0 if unknown.
     """
     topology = problem.model.topology
     largest = workloads[tables[0]]
@@ -426,8 +446,11 @@ def _remedies(
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
         remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    if missing_nbytes > 0 and rank_nbytes > 0:
-        num_more = -(-int(missing_nbytes) // int(rank_nbytes))
+    # The ranks with most memory of each kind.
+    most = (max(pool) for pool in zip(*problem.free_memory, strict=True))
+    shortages = [(lacking, free) for lacking, free in zip(missing, most, strict=True) if lacking]
+    if shortages and all(free > 0 for _, free in shortages):
+        num_more = max(-(-int(lacking) // int(free)) for lacking, free in shortages)
         remedies.append(
             f"use {num_more} more rank{'s' if num_more > 1 else ''} or more, or ranks with more "
             "memory"

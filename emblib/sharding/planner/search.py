@@ -163,12 +163,11 @@ class RankCosts:
             rank += 1
         return True
 
-    def common_fits(self) -> bool:
-        """Return whether every rank fits, for the kinds of memory that have a common cost."""
+    def all_ranks_fit(self) -> bool:
+        """Return whether every rank has memory for its shards and the common costs."""
         return all(
             common + max(map(operator.sub, self.nbytes[pool], self._free_columns[pool])) <= 0
             for pool, common in enumerate(self.common_nbytes)
-            if common
         )
 
     def phase_s(self, phase: int) -> float:
@@ -322,7 +321,7 @@ def place(
         targets.append(target)
         placed.append((unit, target))
         rank_costs.move(unit, target, 1)
-    is_placed = len(targets) == len(option.units) and rank_costs.common_fits()
+    is_placed = len(targets) == len(option.units) and rank_costs.all_ranks_fit()
     for unit, target in reversed(placed):
         rank_costs.move(unit, target, -1)
     rank_costs.add_common(option, -1)
@@ -337,7 +336,7 @@ def _target(
     Targets in `used_targets` are left out. A unit of the domain WORLD gets target 0 unchecked.
     """
     if unit.domain is Domain.WORLD:
-        return 0  # `common_fits` checks the memory of all ranks at once
+        return 0  # `all_ranks_fit` checks the memory of all ranks at once
     if unit.domain is Domain.RANK:
         rank_seconds = rank_costs.totals
     else:
@@ -420,7 +419,7 @@ def starts(problem: Problem) -> list[Plan]:
 
     def step_s(rank_costs: RankCosts, option: Option) -> float:
         # The mean decides between choices that do not change the time of the slowest rank. One
-        # penalty counts as one second, which is more than a step takes.
+        # penalty counts as one second, which is more than most steps take.
         mean_s = (
             sum(rank_costs.totals) / world
             + sum(rank_costs.common_seconds)
