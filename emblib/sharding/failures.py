@@ -73,7 +73,8 @@ class detect_rank_failures:
     use collectives: it goes around the training loop, not into it. A failure that is detected while
     no collective has failed is logged, e.g. of a stopped process, of a network that is down, or
     over NCCL, which waits for its own timeout. An error of this rank itself propagates unchanged,
-    and the `RankFailure` of the other ranks quotes it. One rank alone writes and raises nothing.
+    and the `RankFailure` of the other ranks quotes it, unless the store ends with this process:
+    without torchrun it is in the process with rank 0. One rank alone writes and raises nothing.
 
     Args:
         ranks: the processes.
@@ -123,7 +124,7 @@ class detect_rank_failures:
                 self._board.register()
             except dist.DistError as error:
                 self._board = None
-                raise _without_store(error) from error
+                raise _without_store(error, self._ranks) from error
             self._stop.clear()
             self._thread = threading.Thread(target=self._watch, args=(name,), daemon=True)
             self._thread.start()
@@ -258,14 +259,14 @@ class _StatusBoard:
         try:
             self._store.set(f"call/{self._ranks.rank}", "here")
             faults = self._faults(timeout_s)
+            texts = [f"{self.name_of(rank)} {fault}" for rank, fault in faults.items()]
         except Exception as error:
-            return _without_store(error)
+            return _without_store(error, self._ranks)
         if not faults:
             return None
-        faults_text = "; ".join(f"{self.name_of(rank)} {fault}" for rank, fault in faults.items())
         return RankFailure(
-            f"{faults_text}. The collectives of all ranks end with it: start the job again from "
-            "its last checkpoint (torchrun --max-restarts does)",
+            f"{'; '.join(texts)}. The collectives of all ranks end with it: start the job again "
+            "from its last checkpoint (torchrun --max-restarts does)",
             tuple(faults),
         )
 
@@ -313,11 +314,11 @@ class _StatusBoard:
 
         They still read the store.
         """
-        if self._ranks.rank > 0 or _agent_has_store():
+        if _agent_has_store() or self._ranks.global_rank(self._ranks.rank) > 0:
             return
         deadline_s = time.monotonic() + timeout_s
         with suppress(Exception):
-            other_ranks = list(range(1, self._ranks.size))
+            other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
             while other_ranks and time.monotonic() < deadline_s:
                 time.sleep(_POLL_SECONDS)
                 other_ranks = [
@@ -325,14 +326,14 @@ class _StatusBoard:
                 ]
 
 
-def _without_store(error: Exception) -> RankFailure:
-    """Return the failure of the process that served the store."""
+def _without_store(error: Exception, ranks: RankGroup) -> RankFailure:
+    """Return the failure of the process that served the store of `ranks`."""
     agent = _agent_has_store()
-    holder = "torchrun on the first node" if agent else "rank 0"
+    holder = "torchrun on the first node" if agent else "rank 0 of all processes"
     return RankFailure(
         f"{holder}, which serves the store of the process group, cannot be reached "
         f"({type(error).__name__}). Start the job again from its last checkpoint",
-        () if agent else (0,),
+        () if agent else tuple(r for r in range(ranks.size) if ranks.global_rank(r) == 0),
     )
 
 
@@ -459,7 +460,12 @@ def _init_process_group(backend: str | None, timeout: timedelta) -> None:
         backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     if "nccl" in backend:
         torch.cuda.set_device(local_rank)
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise _late("rank 0, or another rank, has not started", timeout) from error
     store.set_timeout(timeout)
     store = rendezvous(store, rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -497,15 +503,19 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
             meeting.set(f"{round_number}/{rank}", name)
         if round_number and meeting.check([f"{round_number}/members"]):
             members = json.loads(meeting.get(f"{round_number}/members"))
-            if members[str(rank)] == name:
+            if members.get(str(rank)) == name:  # a round of a smaller attempt lacks the rank
                 return dist.PrefixStore(f"emblib/round/{round_number}", store)
         _check_time(deadline_s, "rank 0, or another rank, has not started", timeout)
 
 
 def _check_time(deadline_s: float, problem: str, timeout: timedelta) -> None:
     if time.monotonic() > deadline_s:
-        raise TimeoutError(
-            f"{problem} within {timeout.total_seconds():.0f} s: look at the output of these "
-            "processes, or give a larger timeout_seconds"
-        )
+        raise _late(problem, timeout)
     time.sleep(_MEET_POLL_SECONDS)
+
+
+def _late(problem: str, timeout: timedelta) -> TimeoutError:
+    return TimeoutError(
+        f"{problem} within {timeout.total_seconds():.0f} s: look at the output of these "
+        "processes, or give a larger timeout_seconds"
+    )

@@ -144,7 +144,34 @@ def test_the_store_is_lost_with_rank_zero() -> None:
     answers = _answers(_store_of_rank_zero, port, size=3)
     assert set(answers) == {1, 2}
     for text in answers.values():
-        assert "rank 0" in text
+        assert "rank 0 of all processes" in text
+
+
+def _loses_the_store(ranks: RankGroup) -> tuple[int, ...]:
+    """The store is lost between the search for faults and the names of the ranks at fault."""
+
+    def name_of(rank: int) -> str:
+        raise dist.DistNetworkError("lost")
+
+    board = failures._StatusBoard(ranks, "emblib/test")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(board, "_faults", lambda timeout_s: {1: "died"})
+        monkeypatch.setattr(board, "name_of", name_of)
+        failure = board.find_failure(1.0)
+    assert failure is not None
+    assert "rank 0 of all processes, which serves the store" in str(failure)
+    return failure.ranks
+
+
+def _loses_the_store_in_a_group(ranks: RankGroup) -> tuple[int, ...]:
+    """Rank 0 of the group is another process than the one that serves the store."""
+    group = dist.new_group([1, 2])
+    return _loses_the_store(RankGroup(group)) if ranks.rank else ()
+
+
+def test_a_store_that_is_lost_while_faults_are_named() -> None:
+    assert worlds.run(2, _loses_the_store) == [(0,)] * 2
+    assert worlds.run(3, _loses_the_store_in_a_group) == [()] * 3
 
 
 class _Records(logging.Handler):

@@ -171,6 +171,34 @@ def test_ranks_meet_in_a_used_store(tmp_path: Path) -> None:
         rendezvous(store, 0, 3, timedelta(seconds=0.1))
 
 
+def test_more_ranks_meet_than_in_the_attempt_before() -> None:
+    store = dist.HashStore()
+    store.set("emblib/meeting/newest", str(store.add("emblib/meeting/rounds", 1)))
+    store.set("emblib/meeting/1/members", '{"1": "one that is gone"}')
+    found: dict[int, Any] = {}
+    threads = [_come(store, rank, found) for rank in (2, 1)]
+    while not store.check(["emblib/meeting/1/2"]):
+        time.sleep(0.01)
+    threads.append(_come(store, 0, found))
+    for thread in threads:
+        thread.join(30)
+    assert set(found) == {0, 1, 2}
+
+
+def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with (
+            pytest.raises(TimeoutError, match="has not started within 0 s"),
+            init_distributed(timeout_seconds=0.2),
+        ):
+            pass
+    assert not dist.is_initialized()
+
+
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
