@@ -176,6 +176,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 raise UsageError(
                     f"'{word}' needs a value: write {form}. There is: {names}"
                 ) from error
+            if word.isidentifier():
+                raise UsageError(
+                    f"'{word}' is no command, experiment or group: 'python run.py --help' lists the "
+                    "commands, 'python run.py list' the experiments"
+                ) from error
         first = str(error).splitlines()[0]
         raise UsageError(
             f"cannot read the arguments ({first}); write key=value, lists as sweep.D=[32,64]"
