@@ -178,8 +178,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 ) from error
             if word.isidentifier():
                 raise UsageError(
-                    f"'{word}' is no command, experiment or group: 'python run.py --help' lists the "
-                    "commands, 'python run.py list' the experiments"
+                    f"'{word}' is no command, experiment or group: 'python run.py --help' lists "
+                    "the commands, 'python run.py list' the experiments"
                 ) from error
         first = str(error).splitlines()[0]
         raise UsageError(
