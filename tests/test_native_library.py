@@ -203,6 +203,51 @@ def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-4)
 
 
+_ROUNDING = """
+import torch
+from emblib import Precision, TableBatchedEmbeddingBags, TableSpec, optim
+torch.manual_seed(0)
+rows, lr = 64, 0.5  # a rate whose products are exact, fused or not
+
+def module(dim, weights, output):
+    tables = [TableSpec(rows, dim)]
+    bags = TableBatchedEmbeddingBags(tables, optim.SGD(lr), precision=Precision(weights, output))
+    return bags, bags.table_weights()[0].detach()
+
+for dim in range(1, 36):
+    bits = torch.randint(-(2**31), 2**31, (rows, dim))
+    values = bits.to(torch.int32).view(torch.float32)  # NaN, infinities and subnormals among them
+    values[::2] = torch.randn(rows // 2, dim) * 2.0 ** torch.randint(-26, 17, (rows // 2, dim))
+    grad = torch.randn(rows, dim)
+    ids, offsets = torch.arange(rows), torch.arange(rows + 1)
+    for dtype in (torch.float16, torch.bfloat16):
+        bags, weights = module(dim, torch.float32, dtype)
+        weights.copy_(values)
+        out, want = bags(ids, offsets), values.to(dtype)
+        torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+        bags, weights = module(dim, dtype, torch.float32)
+        weights.copy_(values)
+        before = weights.float()
+        out = bags(ids, offsets)
+        torch.testing.assert_close(out, before, rtol=0, atol=0, equal_nan=True)
+        out.backward(grad)
+        want = (before - lr * grad).to(dtype)
+        torch.testing.assert_close(weights, want, rtol=0, atol=0, equal_nan=True)
+        bags, weights = module(dim, dtype, dtype)
+        weights.copy_(values)
+        bags(ids, offsets).backward(grad.to(dtype))
+        want = (before - lr * grad.to(dtype).float()).to(dtype)
+        torch.testing.assert_close(weights, want, rtol=0, atol=0, equal_nan=True)
+"""
+
+
+def test_every_instruction_set_rounds_to_16_bits_as_torch_does() -> None:
+    """In rows of every length: whole registers and what is left of a row."""
+    settings = [{"EMBLIB_ISA": isa} for isa in _supported()]
+    for status, errors in _run(*((_ROUNDING, variables) for variables in settings)):
+        assert status == 0, errors
+
+
 # What import does, and what it says when it cannot
 
 

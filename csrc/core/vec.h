@@ -40,25 +40,31 @@ EMB_HD void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 #if defined(__AVX512F__)
 
-EMB_HD Vec load(const half16* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-EMB_HD Vec load(const bfloat16* p) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+// Convert 16 numbers of 16 bits to floats, or floats to them. The first argument selects the type.
+EMB_HD Vec widen(half16, __m256i bits) { return _mm512_cvtph_ps(bits); }
+EMB_HD Vec widen(bfloat16, __m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
-EMB_HD void store(half16* p, Vec v) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+EMB_HD __m256i narrow(half16, Vec v) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-EMB_HD void store(bfloat16* p, Vec v) {
+EMB_HD __m256i narrow(bfloat16, Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
   const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  const __m512i word = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(word));
+  return _mm512_cvtepi32_epi16(
+      _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16));
+}
+
+template <class T>
+EMB_HD Vec load(const T* p) {
+  return widen(T{}, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+template <class T>
+EMB_HD void store(T* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(T{}, v));
 }
 
 #elif defined(__AVX2__)
@@ -75,7 +81,18 @@ EMB_HD void store(half16* p, Vec v) {
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 EMB_HD void store(bfloat16* p, Vec v) {
-  for (int i = 0; i < kLanes; ++i) p[i] = from_float<bfloat16>(v[i]);
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256 is_nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+  const __m256i words =
+      _mm256_srli_epi32(_mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded),
+                                                             _mm256_castsi256_ps(quiet), is_nan)),
+                        16);
+  // Packing works within halves of 128 bits, so quarters 0 and 2 have the eight words.
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
 
 #else
@@ -93,29 +110,45 @@ EMB_HD void store(T* p, Vec v) {
 
 #endif
 
+// Copy n < kLanes elements. By powers of two, because a loop would become a call of memcpy.
+template <class T>
+EMB_HD void copy_first(const T* from, int n, T* to) {
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+    if ((n & count) == 0) continue;
+    __builtin_memcpy(to, from, count * sizeof(T));
+    from += count;
+    to += count;
+  }
+}
+
 // Load or store the first `n` elements only, 0 < n < kLanes. The other lanes load as zero; memory
 // beyond the n elements is neither read nor written.
 template <class T>
 EMB_HD Vec load_first(const T* p, int n) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps((1u << n) - 1u, p);
+  const auto mask = static_cast<__mmask16>((1u << n) - 1u);
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps(mask, p);
+  if constexpr (sizeof(T) == 2) return widen(T{}, _mm256_maskz_loadu_epi16(mask, p));
+#elif defined(__AVX2__)
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i is_first = _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lanes);
+  if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(p, is_first);
 #endif
   T buffer[kLanes] = {};
-  for (int i = 0; i < n; ++i) buffer[i] = p[i];
+  copy_first(p, n, buffer);
   return load(buffer);
 }
 
 template <class T>
 EMB_HD void store_first(T* p, Vec v, int n) {
 #if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 4) {
-    _mm512_mask_storeu_ps(p, (1u << n) - 1u, v);
-    return;
-  }
+  const auto mask = static_cast<__mmask16>((1u << n) - 1u);
+  if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, mask, v);
+  if constexpr (sizeof(T) == 2) return _mm256_mask_storeu_epi16(p, mask, narrow(T{}, v));
 #endif
   T buffer[kLanes];
   store(buffer, v);
-  for (int i = 0; i < n; ++i) p[i] = buffer[i];
+  copy_first(buffer, n, p);
 }
 
 // Return the sum of the lanes, added pairwise: a chain of log2(kLanes) additions.

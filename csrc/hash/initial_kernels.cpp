@@ -6,6 +6,20 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// Return the values of kLanes elements with the random words `words`. The values are not collected
+// in an array of the whole row, because GCC would copy that by `rep movs`, which takes longer than
+// all the arithmetic.
+EMB_HD Vec uniform_values(const InitialRule& rule, const uint32_t* words) {
+  float values[kLanes];
+  for (int i = 0; i < kLanes; ++i) values[i] = uniform_value(rule, words[i]);
+  return load(values);
+}
+EMB_HD Vec normal_values(const InitialRule& rule, const uint32_t* words) {
+  float values[kLanes];
+  for (int i = 0; i < kLanes; ++i) values[i] = normal_value(rule, words[i]);
+  return load(values);
+}
+
 // InitialFn for row buffers of dtype T.
 template <class T>
 void initial_row(const InitialRow& row, const InitialRule& shared_rule) {
@@ -22,18 +36,18 @@ void initial_row(const InitialRow& row, const InitialRule& shared_rule) {
     const int64_t rest = row.dim - first;
     const int count = rest < kBlockWords ? static_cast<int>(rest) : kBlockWords;
     uint32_t words[kBlockWords];
-    const int counters = (count + 3) / 4;
+    const int num_vecs = (count + kLanes - 1) / kLanes;
     const Counter4 counter = row_counter(row.stream, row.key, static_cast<uint32_t>(first / 4));
-    philox_block<kRowBlockWord>(row.seed, counter, counters, words);
-    float values[kBlockWords];  // values from 4 * counters on are loaded but not stored
-    if (kind == InitialKind::kUniform) {
-      for (int i = 0; i < 4 * counters; ++i) values[i] = uniform_value(rule, words[i]);
-    } else {
-      for (int i = 0; i < 4 * counters; ++i) values[i] = normal_value(rule, words[i]);
+    philox_block<kRowBlockWord>(row.seed, counter, num_vecs * kLanes / 4, words);
+    for (int i = 0; i < count; i += kLanes) {
+      const Vec values = kind == InitialKind::kUniform ? uniform_values(rule, words + i)
+                                                       : normal_values(rule, words + i);
+      if (count - i >= kLanes) {
+        store(out + first + i, values);
+      } else {
+        store_first(out + first + i, values, count - i);
+      }
     }
-    int i = 0;  // by vectors, because GCC turns a plain loop into `rep movs`, slow for one row
-    for (; i + kLanes <= count; i += kLanes) store(out + first + i, load(values + i));
-    if (i < count) store_first(out + first + i, load(values + i), count - i);
   }
 }
 

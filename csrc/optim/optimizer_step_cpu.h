@@ -100,7 +100,8 @@ template <class T>
 EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
-  for (; d < dim; ++d) out[d] = to_float(row[d]);
+  const int remaining = static_cast<int>(dim - d);
+  if (remaining > 0) store_first(out + d, load_first(row + d, remaining), remaining);
 }
 
 // Convert `dim` floats to columns of a row that is stored in 16 bits, rounded to nearest.
@@ -108,7 +109,8 @@ template <class T>
 EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) store(row + d, load(values + d));
-  for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
+  const int remaining = static_cast<int>(dim - d);
+  if (remaining > 0) store_first(row + d, load_first(values + d, remaining), remaining);
 }
 
 // Convert the row from element `element` on of `data`, of 16-bit dtype `type`, to floats.

@@ -39,7 +39,7 @@ struct alignas(kCacheLineBytes) CacheLine {
 // An update does not prefetch gradients of at most this many bytes (together). They are in the
 // caches anyway, most of them in the core's private caches, because every lookup of a bag uses the
 // bag's gradient. Prefetching cost 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
-constexpr int64_t kCacheBytes = int64_t{2} << 20;
+constexpr int64_t kCacheBytes = int64_t{3} << 19;
 
 // The gradient and the grouping of a batch, checked, in the form that kernels read. The object
 // keeps the tensors alive that `args` points into. The constructor checks the grouping;

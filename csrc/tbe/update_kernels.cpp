@@ -285,28 +285,30 @@ struct TableUpdate {
   // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
   int64_t stride, first_bag;
-  bool is_plain;        // gradients are float rows that nothing scales
+  Dtype grad_type;
+  bool is_unscaled;     // gradients have no factors
   bool reads_in_place;  // the gradient of a group of one lookup is read where it is, not copied
 
-  // `has_float_grads`: gradients are float32. Groups from end_group on are not prefetched.
-  TableUpdate(const UpdateArgs& all, const TableSpan& span, bool has_float_grads, int64_t end_group)
+  // Groups from end_group on are not prefetched.
+  TableUpdate(const UpdateArgs& all, const TableSpan& span, Dtype type_of_grads, int64_t end_group)
       : args(all),
         table(span),
         tier(all.tiers[span.tier]),
         opt(all.hyper),
         decay(all.hyper),
         rounding(all.hyper),
-        end(end_group) {
+        end(end_group),
+        grad_type(type_of_grads) {
     const GradArgs& grads = args.grads;
     constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
-    const int64_t lines = (dim() * 4 + (kCacheLineBytes - 1)) / kCacheLineBytes;
-    const int64_t rows = 1 + Opt::kSteppedStates;
-    const int64_t groups = kLinesAhead / (rows * lines), lookups = kGradLinesAhead / lines;
+    int64_t lines = lines_of(tier.weight_type);  // of weights and states
+    for (int s = 0; s < Opt::kSteppedStates; ++s) lines += lines_of(tier.state_types[s]);
+    const int64_t groups = kLinesAhead / lines, lookups = kGradLinesAhead / lines_of(grad_type);
     distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
     grads_ahead = lookups < kMinGradsAhead ? kMinGradsAhead : lookups;
     last_lookup = grads.segments[end] - 1;
-    is_plain = has_float_grads && grads.bag_scale == nullptr && grads.sample_weights == nullptr;
-    reads_in_place = is_plain && decay.l2 == 0.0f;
+    is_unscaled = grads.bag_scale == nullptr && grads.sample_weights == nullptr;
+    reads_in_place = is_unscaled && grad_type == Dtype::kFloat && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
       first_bag = table.feature * grads.batch.value();
@@ -317,6 +319,10 @@ struct TableUpdate {
   }
 
   EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
+  // Return the cache lines of a row that begins with a line.
+  EMB_HD int64_t lines_of(Dtype type) const {
+    return (dim() * size_of(type) + kCacheLineBytes - 1) / kCacheLineBytes;
+  }
 
   // Return the linear row id of a group; one outside the table, which tbe_group never makes, counts
   // as the table's first.
@@ -365,8 +371,8 @@ struct TableUpdate {
   }
 
   // Write the sum of the gradients of sorted lookups [begin, stop), as `sum_lookups` does, for
-  // gradients that are plain (is_plain) and of kDim columns.
-  EMB_HD void sum_plain(int64_t begin, int64_t stop, float* sum) const {
+  // unscaled gradients of kDim floats.
+  EMB_HD void sum_unscaled(int64_t begin, int64_t stop, float* sum) const {
     constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
     Vec sums[kVectors] = {};
     for (int64_t j = begin; j < stop; ++j) {
@@ -387,8 +393,11 @@ struct TableUpdate {
       prefetch_grad(begin + grads_ahead);
       views.gradient = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      if (kDim > 0 && is_plain && stop - begin <= kChunkLookups) {
-        sum_plain(begin, stop, scratch);
+      if (kDim > 0 && is_unscaled && grad_type == Dtype::kFloat && stop - begin <= kChunkLookups) {
+        sum_unscaled(begin, stop, scratch);
+      } else if (is_unscaled && grad_type != Dtype::kFloat && stop - begin == 1) {
+        prefetch_grad(begin + grads_ahead);
+        widen_row(grad_of(begin), grad_type, 0, dim(), scratch);
       } else {
         for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
           prefetch_grad(j + grads_ahead);
@@ -462,32 +471,27 @@ struct TableUpdate {
 
 // Update groups [begin, end), all of one table, with the TableUpdate for its dim and dtypes.
 template <class Opt>
-void update_table(const UpdateArgs& args, const TableSpan& table, bool has_float_grads,
-                  SumFn sum_fn, float* scratch, int64_t begin, int64_t end) {
+void update_table(const UpdateArgs& args, const TableSpan& table, Dtype grad_type, SumFn sum_fn,
+                  float* scratch, int64_t begin, int64_t end) {
   const TierMemory& tier = args.tiers[table.tier];
   bool narrow = tier.weight_type != Dtype::kFloat;
   for (int s = 0; s < Opt::kSteppedStates; ++s) {
     narrow = narrow || tier.state_types[s] != Dtype::kFloat;
   }
   if (narrow) {
-    return TableUpdate<Opt, 0, true>(args, table, has_float_grads, end).run(sum_fn, scratch, begin);
+    return TableUpdate<Opt, 0, true>(args, table, grad_type, end).run(sum_fn, scratch, begin);
   }
   switch (table.dim) {
     case 16:
-      return TableUpdate<Opt, 16, false>(args, table, has_float_grads, end)
-          .run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 16, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
     case 32:
-      return TableUpdate<Opt, 32, false>(args, table, has_float_grads, end)
-          .run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 32, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
     case 64:
-      return TableUpdate<Opt, 64, false>(args, table, has_float_grads, end)
-          .run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 64, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
     case 128:
-      return TableUpdate<Opt, 128, false>(args, table, has_float_grads, end)
-          .run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 128, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
     default:
-      return TableUpdate<Opt, 0, false>(args, table, has_float_grads, end)
-          .run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 0, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
   }
 }
 
@@ -496,7 +500,9 @@ void update_table(const UpdateArgs& args, const TableSpan& table, bool has_float
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
-  const bool has_float_grads = sum_fn == static_cast<SumFn>(sum_lookups<float>);
+  Dtype grad_type = Dtype::kFloat;
+  if (sum_fn == static_cast<SumFn>(sum_lookups<half16>)) grad_type = Dtype::kHalf;
+  if (sum_fn == static_cast<SumFn>(sum_lookups<bfloat16>)) grad_type = Dtype::kBfloat16;
   while (begin < end) {
     const int64_t row = args.rows[begin];
     int64_t t = 0;  // the last table that does not begin after the row
@@ -513,7 +519,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
         high = middle;
       }
     }
-    update_table<Opt>(args, table, has_float_grads, sum_fn, scratch, begin, low);
+    update_table<Opt>(args, table, grad_type, sum_fn, scratch, begin, low);
     begin = low;
   }
 }
