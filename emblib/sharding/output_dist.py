@@ -666,7 +666,7 @@ def start_sums(
 ) -> list[Awaitable[Received]]:
     """Sum rows within the node and start to send the sums; they follow the results of `direct`.
 
-    Waits for the ranks of this node, unless all `steps` are None.
+    Waits for the ranks of this node if any of `steps` has sums.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:

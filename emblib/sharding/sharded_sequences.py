@@ -488,7 +488,7 @@ class ShardedEmbeddingCollection(StateOfTables):
     @property
     @shows_attribute_errors
     def groups(self) -> TableGroups:
-        """Return the table groups of the first dim and width; all have the same optimizer."""
+        """Return the table groups of the first dim and width."""
         return self._sequence_tables()[0].groups
 
     def _sequence_tables(self) -> list["SequenceTables"]:

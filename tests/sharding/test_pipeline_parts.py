@@ -53,6 +53,21 @@ class Dense:
         self.ids, self.scale = keyed(), torch.tensor(2.0)
 
 
+class Slotted:
+    __slots__ = ("ids",)
+
+    def __init__(self) -> None:
+        self.ids = keyed()
+
+
+class Labelled(Slotted):
+    __slots__ = "label"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = torch.ones(2)
+
+
 class Moving:
     """A batch with a `to` of its own."""
 
@@ -72,6 +87,7 @@ NESTS = {
     "dict": (lambda: {"x": torch.ones(2), "ids": keyed()}, ("ids",)),
     "frozen dataclass": (lambda: Frozen(keyed(), torch.ones(2)), ("ids",)),
     "object": (lambda: Dense(), ("ids",)),
+    "inherited slots": (lambda: Labelled(), ("ids",)),
     "nested": (lambda: ({"a": Frozen(keyed(), torch.ones(2))},), (0, "a", "ids")),
 }
 

@@ -41,8 +41,14 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(value))
     if is_dataclass(value):
         return [(field.name, getattr(value, field.name)) for field in fields(value)]
-    names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    slots = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
+    slot_names = [name for s in slots for name in ([s] if isinstance(s, str) else s)]
+    names = [*getattr(value, "__dict__", ()), *slot_names]
+    return [
+        (name, getattr(value, name))
+        for name in names
+        if hasattr(value, name) and not name.startswith("__")
+    ]
 
 
 def item_of(value: Any, step: Any) -> Any:

@@ -627,9 +627,10 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
 
 
 def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """Improve the two best of `plans`, each with half of the trials, and return the best plan.
+    """Improve the two best of `plans`, and return the best plan.
 
-    `plans` must not be empty, and each must fit. Counts the trials in `problem.num_tried`.
+    The first gets half of the trials, the second all that are left. `plans` must not be empty, and
+    each must fit. Counts the trials in `problem.num_tried`.
     """
     ranked = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
     best_two = ranked[:2]
