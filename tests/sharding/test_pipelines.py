@@ -11,6 +11,7 @@ from torch import Tensor
 from emblib.collections import EmbeddingBagCollection
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.jagged import KeyedJaggedTensor
+from emblib.optim import SGD
 from emblib.sharding import pipelines
 from emblib.sharding.pipelines import EvalPipelineSparseDist, StopAtShortest, empty_batch
 from emblib.sharding.ranks import RankGroup
@@ -140,6 +141,33 @@ def test_a_first_forward_that_fails_teaches_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "the input is not an object of the batch"
         assert pipeline.progress(batches).shape == (1, 4)
+
+
+def _has_a_wrong_batch(ranks: RankGroup, name: str) -> str:
+    """Batch 2 of rank 1 lacks a feature; its sizes are sent before the step of batch 1."""
+    keys = ["item", "shop"]
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, key) for key in keys], optimizer=SGD(1))
+    model = ShardedEmbeddingBagCollection(bags, dict.fromkeys(keys, row_wise()), ranks)
+    pipeline = getattr(pipelines, name)(
+        model,
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        forward=lambda batch: model(batch).values().sum(),
+        ranks=ranks,
+    )
+    batches = [
+        KeyedJaggedTensor(some, torch.ones(len(some)).long(), lengths=torch.ones(len(some)).long())
+        for some in (keys, keys, keys[:1] if ranks.rank else keys, keys)
+    ]
+    with pytest.raises((KeyError, RuntimeError)) as caught:
+        list(pipeline.run(batches))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", PIPELINES[1:])
+def test_no_rank_waits_for_one_whose_next_batch_is_wrong(name: str) -> None:
+    told, raised = worlds.run(2, _has_a_wrong_batch, name)
+    assert "rank 1 could not send its batch" in told
+    assert "the batch has no features ['shop']" in raised
 
 
 def _given_inputs(ranks: RankGroup, case: Case, name: str) -> Trained:

@@ -11,13 +11,14 @@ import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from emblib.grad_mode import in_grad_mode
-from emblib.sharding.awaitables import Awaitable
+from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.dense import unwrapped
 from emblib.sharding.lookup import (
     InputCall,
@@ -193,10 +194,22 @@ class SentBatch:
         self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
     def _send_sizes(self, batch: Any) -> Awaitable[Any]:
-        return start_joint_input_dist(self._calls)
+        """Send the sizes; if the batch is wrong, tell the other ranks, and raise in `send_ids`.
+
+        They raise there, too. Here they would wait for this rank in the step before.
+        """
+        try:
+            return start_joint_input_dist(self._calls)
+        except Exception as error:
+            return DeferredAwaitable(partial(_raise, error))
 
     def send_ids(self) -> None:
-        """Wait for the sizes and send the ids; do nothing if that was done before."""
+        """Wait for the sizes and send the ids; do nothing if that was done before.
+
+        Raises:
+            KeyError, TypeError, ValueError: the batch of this rank is wrong.
+            RuntimeError: the batch of this or another rank is wrong.
+        """
         if self._sizes is not None:
             self._ids = self._lane.run(lambda sizes: sizes.wait(), self._sizes)
             self._sizes = None
@@ -272,6 +285,10 @@ class SentBatch:
             for module in (self._calls[i].module,)
         ]
         return dict(zip(joint_calls, start_joint_output_dist(calls), strict=True))
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:
