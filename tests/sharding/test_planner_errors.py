@@ -23,7 +23,7 @@ from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
 from emblib.specs import Placement
-from emblib.storage import Dense, TensorTrain
+from emblib.storage import Dense, Hash, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
@@ -190,6 +190,14 @@ def test_blocks_for_the_device_memory_of_ranks_fit_their_host_memory() -> None:
     topology = Topology(2, memory=memory, host_memory=8 * MB, device="cuda")
     with pytest.raises(PlanError, match=r"at least 4\.00 MiB of host memory short"):
         planner_of(topology).solve_workloads([_table("cached", 20 * MB, CACHED)])
+
+
+def test_hash_tables_have_no_other_storage() -> None:
+    config = EmbeddingBagConfig(100_000, 64, "t", storage=Hash())
+    constraints = TableConstraints(storages=(TensorTrain((8, 8)),))
+    works = [TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
+    with pytest.raises(ValueError, match=r"table t is a hash table, which cannot have another"):
+        planner_of(Topology(2, memory=10 * MB)).solve_workloads(works)
 
 
 def test_a_reservation_that_leaves_nothing() -> None:

@@ -136,8 +136,13 @@ def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
     """Return all allowed options, those of the configured storage first; never an empty list.
 
     Raises:
-        ValueError: the constraints allow no option.
+        ValueError: the constraints allow no option, or a hash table another storage.
     """
+    if workload.config.storage.is_keyed and workload.constraints.storages:
+        raise ValueError(
+            f"table {workload.name} is a hash table, which cannot have another storage: leave "
+            "`storages` out of its constraints"
+        )
     options = []
     storages: list[Storage | None] = [None, *workload.constraints.storages]
     for penalty, storage in enumerate(storages):
