@@ -60,10 +60,11 @@ struct Adam : AdamMoments {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {corrected_lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F* v, RowFactors factors) const {
     *m = first_moment(*m, g);
     *v = second_moment(*v, g * g);
-    const float denominator = sqrtf(*v) * correction2 + eps;
+    const F denominator = Math::root(*v) * correction2 + eps;
     return denominator == 0.0f ? w : w - factors.gradient * *m / denominator;
   }
 };
@@ -84,7 +85,8 @@ struct PartialRowwiseAdam : AdamMoments {
     states[0] = second_moment(states[0], sums[0] / dim);
     return {lr * momentum_scale(states[0]), 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F*, RowFactors factors) const {
     *m = first_moment(*m, g);
     return w - factors.gradient * *m;
   }
@@ -117,10 +119,11 @@ struct Lamb : AdamMoments {
   EMB_HD RowFactors begin_row(float*, const float* sums, float) const {
     return {lr * trust_ratio(sums[0], sums[1]), 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F* v, RowFactors factors) const {
     *m = first_moment(*m, g);
     *v = second_moment(*v, g * g);
-    return w - factors.gradient * decayed_step<ScalarMath>(w, *m, *v);
+    return w - factors.gradient * decayed_step<Math>(w, *m, *v);
   }
 
  private:
@@ -158,7 +161,8 @@ struct PartialRowwiseLamb : AdamMoments {
     const float length = lr * trust_ratio(sums[3], square);
     return {length * q, 1.0f - length * decay};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F*, RowFactors factors) const {
     *m = first_moment(*m, g);
     return factors.weight * w - factors.gradient * *m;
   }

@@ -31,7 +31,7 @@ namespace emb {
 //   add_sums<Math>(w, g, m, v, sums)     w weight, g gradient (with the L2 penalty), m and v the
 //                                        element-wise states before the step; floats or vectors
 //   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
-//   step(w, g, &m, &v, factors)          return the new weight; w has had its decoupled decay
+//   step<Math>(w, g, &m, &v, factors)    return the new weight; w has had its decoupled decay
 
 // The maximum numbers over all optimizers.
 inline constexpr int kMaxElementStates = 2, kMaxRowStates = 3, kMaxRowSums = 4;
@@ -57,7 +57,7 @@ struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };
 
-// The arithmetic of `add_sums` on single elements; VecMath is the one on registers.
+// The arithmetic of `add_sums` and `step` on single elements; VecMath is the one on registers.
 struct ScalarMath {
   EMB_HD static float root(float x) { return sqrtf(x); }
   EMB_HD static float ratio(float a, float b) { return b == 0.0f ? 0.0f : a / b; }

@@ -10,7 +10,7 @@
 
 namespace emb::EMB_ISA {
 
-// The arithmetic of `add_sums` on registers of floats.
+// The arithmetic of `add_sums` and `step` on registers of floats.
 struct VecMath {
   EMB_HD static Vec root(Vec x) {
 #if defined(__AVX512F__)
@@ -37,28 +37,37 @@ struct RowViews {
   float* __restrict state1;
 };
 
+// Call `body(read, write)` for each register of a row of `dim` floats. `read(values)` returns the
+// columns of the register in the row `values`, with zeros in lanes beyond the end; `write(values,
+// columns)` stores them. Explicit registers, because GCC turns loops over a known number of columns
+// into single elements.
+template <class Body>
+EMB_HD void for_registers(int64_t dim, const Body& body) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    body([d](const float* values) { return load(values + d); },
+         [d](float* values, Vec columns) { store(values + d, columns); });
+  }
+  const int rest = static_cast<int>(dim - d);
+  if (rest == 0) return;
+  body([d, rest](const float* values) { return load_first(values + d, rest); },
+       [d, rest](float* values, Vec columns) { store_first(values + d, columns, rest); });
+}
+
 // Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
 // are zeros, which add nothing to any of them.
 template <class Opt>
 EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
   if constexpr (Opt::kNumRowSums > 0) {
     Vec totals[Opt::kNumRowSums] = {};
-    const auto add = [&](const auto& read) {
+    for_registers(dim, [&](const auto& read, const auto&) {
       const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.weights);
       const Vec m =
           Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.state0);
       const Vec v =
           Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.state1);
       opt.template add_sums<VecMath>(w, read(row.gradient), m, v, totals);
-    };
-    int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) {
-      add([d](const float* values) { return load(values + d); });
-    }
-    const int remaining = static_cast<int>(dim - d);
-    if (remaining > 0) {
-      add([d, remaining](const float* values) { return load_first(values + d, remaining); });
-    }
+    });
     for (int k = 0; k < Opt::kNumRowSums; ++k) sums[k] = sum(totals[k]);
   }
 }
@@ -66,33 +75,31 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
 // Update the weights and states of a row. `factors` is the result of Opt::begin_row.
 template <class Opt>
 EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowViews& row) {
-  float* __restrict w = row.weights;
-  float* __restrict state0 = row.state0;
-  float* __restrict state1 = row.state1;
-  const float* __restrict g = row.gradient;
-  for (int64_t d = 0; d < dim; ++d) {
-    float next0 = Opt::kSteppedStates > 0 ? state0[d] : 0.0f;
-    float next1 = Opt::kSteppedStates > 1 ? state1[d] : 0.0f;
-    w[d] = opt.step(w[d], g[d], &next0, &next1, factors);
-    if constexpr (Opt::kSteppedStates > 0) state0[d] = next0;
-    if constexpr (Opt::kSteppedStates > 1) state1[d] = next1;
-  }
+  for_registers(dim, [&](const auto& read, const auto& write) {
+    Vec m = Opt::kSteppedStates > 0 ? read(row.state0) : Vec{};
+    Vec v = Opt::kSteppedStates > 1 ? read(row.state1) : Vec{};
+    const Vec w = read(row.weights);
+    write(row.weights, opt.template step<VecMath>(w, read(row.gradient), &m, &v, factors));
+    if constexpr (Opt::kSteppedStates > 0) write(row.state0, m);
+    if constexpr (Opt::kSteppedStates > 1) write(row.state1, v);
+  });
 }
 
 // Add the L2 penalty, if there is one, to the gradient, which must then be in memory that may be
 // written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
-  float* __restrict g = row.gradient;
-  const float* __restrict w = row.weights;
-  for (int64_t d = 0; d < dim; ++d) g[d] += decay.l2 * w[d];
+  for_registers(dim, [&](const auto& read, const auto& write) {
+    write(row.gradient, read(row.gradient) + decay.l2 * read(row.weights));
+  });
 }
 
 // Apply the decoupled decay to the weights.
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.factor == 1.0f) return;
-  float* __restrict w = row.weights;
-  for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
+  for_registers(dim, [&](const auto& read, const auto& write) {
+    write(row.weights, decay.factor * read(row.weights));
+  });
 }
 
 // Convert `dim` columns of a row that is stored in 16 bits to floats.

@@ -72,7 +72,8 @@ struct RowwiseAdagrad {
     states[RowwiseState::kSum] += sums[0] / dim;
     return {adagrad_scale(lr, states[RowwiseState::kSum], eps), 1.0f};
   }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F*, F*, RowFactors factors) const {
     return w - factors.gradient * g;
   }
 };
@@ -105,7 +106,8 @@ struct RowwiseNorms {
     sums[1] += w * g;
     sums[2] += w * w;
   }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F*, F*, RowFactors factors) const {
     return factors.weight * w - factors.gradient * g;
   }
 

@@ -17,7 +17,8 @@ struct Sgd {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float*, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F*, F*, RowFactors factors) const {
     return w - factors.gradient * g;
   }
 };
@@ -36,10 +37,11 @@ struct Adagrad {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* sum, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* sum, F*, RowFactors factors) const {
     *sum += g * g;
     // With eps = 0, squares that are all zero make 0/0: the element must not change.
-    return *sum == 0.0f ? w : w - factors.gradient * g / (sqrtf(*sum) + eps);
+    return *sum == 0.0f ? w : w - factors.gradient * g / (Math::root(*sum) + eps);
   }
 };
 
@@ -70,7 +72,8 @@ struct Lars {
     const bool has_ratio = norm > 0.0f && denominator > 0.0f;
     return {has_ratio ? lr * eta * norm / denominator : lr, 1.0f};
   }
-  EMB_HD float step(float w, float g, float* m, float*, RowFactors factors) const {
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F*, RowFactors factors) const {
     *m = momentum * *m + factors.gradient * (g + decay * w);
     return w - *m;
   }
@@ -98,17 +101,18 @@ struct Ftrl {
   template <class Math, class F>
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {inverse_lr, 1.0f}; }
-  EMB_HD float step(float w, float g, float* m, float* v, RowFactors factors) const {
-    const float square = g * g, total = *m + square, root = sqrtf(total);
-    const bool moves = square != 0.0f && factors.gradient != 0.0f;
-    const float linear = *v + g - (root - sqrtf(*m)) * factors.gradient * w;
-    const float excess = fabsf(linear) - l1;
-    const float denominator = (beta + root) * factors.gradient + l2;
-    *m = moves ? total : *m;
-    *v = moves ? linear : *v;
+  template <class Math, class F>
+  EMB_HD F step(F w, F g, F* m, F* v, RowFactors factors) const {
+    if (factors.gradient == 0.0f) return w;
+    const F square = g * g, total = *m + square, root = Math::root(total);
+    const F linear = *v + g - (root - Math::root(*m)) * factors.gradient * w;
+    const F excess = (linear < 0.0f ? -linear : linear) - l1;
+    const F denominator = (beta + root) * factors.gradient + l2;
     // The comparison with l1 is false for NaN, which must not become 0.
-    const float next = excess <= 0.0f ? 0.0f : -copysignf(excess, linear) / denominator;
-    return moves ? next : w;
+    const F next = excess <= 0.0f ? F{} : (linear < 0.0f ? excess : -excess) / denominator;
+    *m = square == 0.0f ? *m : total;
+    *v = square == 0.0f ? *v : linear;
+    return square == 0.0f ? w : next;
   }
 };
 
