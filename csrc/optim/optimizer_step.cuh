@@ -291,8 +291,8 @@ EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const BlockStep& ste
   Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      x->weights[k] = opt.template step<ScalarMath>(step.decay.factor * x->weights[k], gradient[k], &x->state0[k],
-                               &x->state1[k], factors);
+      x->weights[k] = opt.template step<ScalarMath>(step.decay.factor * x->weights[k], gradient[k],
+                                                    &x->state0[k], &x->state1[k], factors);
     }
   });
   store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->weights);

@@ -298,8 +298,9 @@ struct RowBatch {
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-          weights[s][k] = opt.template step<ScalarMath>(step.decay.factor * weights[s][k], gradient[s][k], &state0[s][k],
-                                   &state1[s][k], factors[s]);
+          weights[s][k] =
+              opt.template step<ScalarMath>(step.decay.factor * weights[s][k], gradient[s][k],
+                                            &state0[s][k], &state1[s][k], factors[s]);
         }
       }
     });
