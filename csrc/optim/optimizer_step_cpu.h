@@ -37,21 +37,31 @@ struct RowViews {
   float* __restrict state1;
 };
 
-// Call `body(read, write)` for each register of a row of `dim` floats. `read(values)` returns the
-// columns of the register in the row `values`, with zeros in lanes beyond the end; `write(values,
-// columns)` stores them. Explicit registers, because GCC turns loops over a known number of columns
-// into single elements.
+// The columns of a row from `first` on that fill a register.
+struct WholeRegister {
+  int64_t first;
+
+  EMB_HD Vec read(const float* row) const { return load(row + first); }
+  EMB_HD void write(float* row, Vec values) const { store(row + first, values); }
+};
+
+// The last `count` columns of a row, from `first` on, fewer than a register has. The other lanes
+// are zeros where they are read.
+struct RestOfRow {
+  int64_t first;
+  int count;
+
+  EMB_HD Vec read(const float* row) const { return load_first(row + first, count); }
+  EMB_HD void write(float* row, Vec values) const { store_first(row + first, values, count); }
+};
+
+// Call `body` with the WholeRegisters and the RestOfRow of rows of `dim` columns. Explicit
+// registers, because GCC turns loops over a known number of columns into single elements.
 template <class Body>
 EMB_HD void for_registers(int64_t dim, const Body& body) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    body([d](const float* values) { return load(values + d); },
-         [d](float* values, Vec columns) { store(values + d, columns); });
-  }
-  const int rest = static_cast<int>(dim - d);
-  if (rest == 0) return;
-  body([d, rest](const float* values) { return load_first(values + d, rest); },
-       [d, rest](float* values, Vec columns) { store_first(values + d, columns, rest); });
+  int64_t first = 0;
+  for (; first + kLanes <= dim; first += kLanes) body(WholeRegister{first});
+  if (first < dim) body(RestOfRow{first, static_cast<int>(dim - first)});
 }
 
 // Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
@@ -60,13 +70,12 @@ template <class Opt>
 EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
   if constexpr (Opt::kNumRowSums > 0) {
     Vec totals[Opt::kNumRowSums] = {};
-    for_registers(dim, [&](const auto& read, const auto&) {
-      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.weights);
-      const Vec m =
-          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.state0);
-      const Vec v =
-          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.state1);
-      opt.template add_sums<VecMath>(w, read(row.gradient), m, v, totals);
+    constexpr int kStates = Opt::kSumsNeedGradientOnly ? 0 : Opt::kSteppedStates;
+    for_registers(dim, [&](const auto& columns) {
+      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : columns.read(row.weights);
+      const Vec m = kStates > 0 ? columns.read(row.state0) : Vec{};
+      const Vec v = kStates > 1 ? columns.read(row.state1) : Vec{};
+      opt.template add_sums<VecMath>(w, columns.read(row.gradient), m, v, totals);
     });
     for (int k = 0; k < Opt::kNumRowSums; ++k) sums[k] = sum(totals[k]);
   }
@@ -75,13 +84,13 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
 // Update the weights and states of a row. `factors` is the result of Opt::begin_row.
 template <class Opt>
 EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowViews& row) {
-  for_registers(dim, [&](const auto& read, const auto& write) {
-    Vec m = Opt::kSteppedStates > 0 ? read(row.state0) : Vec{};
-    Vec v = Opt::kSteppedStates > 1 ? read(row.state1) : Vec{};
-    const Vec w = read(row.weights);
-    write(row.weights, opt.template step<VecMath>(w, read(row.gradient), &m, &v, factors));
-    if constexpr (Opt::kSteppedStates > 0) write(row.state0, m);
-    if constexpr (Opt::kSteppedStates > 1) write(row.state1, v);
+  for_registers(dim, [&](const auto& columns) {
+    const Vec w = columns.read(row.weights), g = columns.read(row.gradient);
+    Vec m = Opt::kSteppedStates > 0 ? columns.read(row.state0) : Vec{};
+    Vec v = Opt::kSteppedStates > 1 ? columns.read(row.state1) : Vec{};
+    columns.write(row.weights, opt.template step<VecMath>(w, g, &m, &v, factors));
+    if constexpr (Opt::kSteppedStates > 0) columns.write(row.state0, m);
+    if constexpr (Opt::kSteppedStates > 1) columns.write(row.state1, v);
   });
 }
 
@@ -89,16 +98,17 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors factors, const RowV
 // written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
-  for_registers(dim, [&](const auto& read, const auto& write) {
-    write(row.gradient, read(row.gradient) + decay.l2 * read(row.weights));
+  for_registers(dim, [&](const auto& columns) {
+    const Vec penalty = decay.l2 * columns.read(row.weights);
+    columns.write(row.gradient, columns.read(row.gradient) + penalty);
   });
 }
 
 // Apply the decoupled decay to the weights.
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.factor == 1.0f) return;
-  for_registers(dim, [&](const auto& read, const auto& write) {
-    write(row.weights, decay.factor * read(row.weights));
+  for_registers(dim, [&](const auto& columns) {
+    columns.write(row.weights, decay.factor * columns.read(row.weights));
   });
 }
 
