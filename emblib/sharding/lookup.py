@@ -145,7 +145,7 @@ class InputCall(NamedTuple):
 
 
 def start_joint_input_dist(
-    calls: Sequence[InputCall],
+    calls: Sequence[InputCall], error: Exception | None = None
 ) -> Awaitable[list[Awaitable[Any]] | None]:
     """Send the sizes of the batches of several collections.
 
@@ -153,12 +153,19 @@ def start_joint_input_dist(
     what `compute` of that collection takes. If a rank has no batch for one of them, the first
     `wait` returns None on all ranks. A rank whose batch is wrong raises here, and the other ranks
     of its process group raise RuntimeError in the first `wait`.
+
+    Args:
+        calls: the collections and their batches.
+        error: error to raise, because this rank could not find its batches; None if it did.
     """
-    error: Exception | None = None
-    try:
-        inputs = [call.module.inputs(call.features) for call in calls]
-    except Exception as raised:
-        error, inputs = raised, [call.module.inputs(None) for call in calls]
+    inputs: list[Inputs] = []
+    if error is None:
+        try:
+            inputs = [call.module.inputs(call.features) for call in calls]
+        except Exception as raised:
+            error = raised
+    if error is not None:
+        inputs = [call.module.inputs(None) for call in calls]
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [

@@ -143,31 +143,45 @@ def test_a_first_forward_that_fails_teaches_nothing() -> None:
         assert pipeline.progress(batches).shape == (1, 4)
 
 
-def _has_a_wrong_batch(ranks: RankGroup, name: str) -> str:
-    """Batch 2 of rank 1 lacks a feature; its sizes are sent before the step of batch 1."""
+def _bags_of(batch: dict[str, KeyedJaggedTensor]) -> dict[str, KeyedJaggedTensor]:
+    return {"": batch["bags"]}
+
+
+def _has_a_wrong_batch(ranks: RankGroup, name: str, lacks: str, inputs: Any, wrong: int) -> str:
+    """One batch of rank 1 is wrong; its sizes are sent before the step of the batch before it."""
     keys = ["item", "shop"]
     bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, key) for key in keys], optimizer=SGD(1))
     model = ShardedEmbeddingBagCollection(bags, dict.fromkeys(keys, row_wise()), ranks)
     pipeline = getattr(pipelines, name)(
         model,
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
-        forward=lambda batch: model(batch).values().sum(),
+        inputs=inputs,
+        forward=lambda batch: model(batch["bags"]).values().sum(),
         ranks=ranks,
     )
-    batches = [
-        KeyedJaggedTensor(some, torch.ones(len(some)).long(), lengths=torch.ones(len(some)).long())
-        for some in (keys, keys, keys[:1] if ranks.rank else keys, keys)
-    ]
+    ones = torch.ones(2).long()
+    batches = [{"bags": KeyedJaggedTensor(keys, ones, lengths=ones)} for _ in range(4)]
+    if ranks.rank and lacks == "feature":
+        batches[wrong] = {"bags": KeyedJaggedTensor(keys[:1], ones[:1], lengths=ones[:1])}
+    elif ranks.rank:
+        batches[wrong] = {"no bags": batches[wrong]["bags"]}
     with pytest.raises((KeyError, RuntimeError)) as caught:
         list(pipeline.run(batches))
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", PIPELINES[1:])
-def test_no_rank_waits_for_one_whose_next_batch_is_wrong(name: str) -> None:
-    told, raised = worlds.run(2, _has_a_wrong_batch, name)
+@pytest.mark.parametrize(
+    ("lacks", "inputs", "wrong"),
+    [("feature", None, 2), ("path", None, 2), ("path", _bags_of, 2), ("path", _bags_of, 0)],
+    ids=["feature", "learned path", "inputs raises", "inputs raises at once"],
+)
+def test_no_rank_waits_for_one_whose_next_batch_is_wrong(
+    name: str, lacks: str, inputs: Any, wrong: int
+) -> None:
+    told, raised = worlds.run(2, _has_a_wrong_batch, name, lacks, inputs, wrong)
     assert "rank 1 could not send its batch" in told
-    assert "the batch has no features ['shop']" in raised
+    assert ("the batch has no features ['shop']" if lacks == "feature" else "'bags'") in raised
 
 
 def _given_inputs(ranks: RankGroup, case: Case, name: str) -> Trained:

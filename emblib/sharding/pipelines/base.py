@@ -320,8 +320,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         """Return the inputs of a step that were sent ahead; send them now if they were not."""
         if step.sent is None:
             assert step.batch is not None
-            calls = self._inputs(step.batch.value)
-            step.sent = SentBatch(calls, self._lane, step.batch, self._separate_calls)
+            step.sent = SentBatch(self._inputs, self._lane, step.batch, self._separate_calls)
         sent: SentBatch = step.sent
         return sent
 

@@ -90,6 +90,10 @@ class LearnedInputs:
         assert self._paths is not None
         return [InputCall(module, follow(batch, path)) for module, path in self._paths]
 
+    def empty_calls(self) -> list[InputCall]:
+        """Return the same calls without inputs, for a batch that lacks one of them."""
+        return [InputCall(module, None) for module, _ in self._paths or ()]
+
 
 def _recording_forward(module: Any, calls: list[InputCall]) -> Callable[..., Any]:
     """Return a forward for a sharded module that also appends its calls to `calls`."""
@@ -110,6 +114,8 @@ class CallerInputs:
     def __init__(self, model: nn.Module, function: Inputs) -> None:
         self._modules = sharded_modules(model)
         self._function = function
+        # The collections of the last batch; before it, each once, in which ranks most often agree.
+        self._called_modules = list(self._modules.values())
 
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order of the function's result.
@@ -129,7 +135,12 @@ class CallerInputs:
                 )
             all_features = features if isinstance(features, Sequence) else [features]
             calls += [InputCall(module, kjt) for kjt in all_features]
+        self._called_modules = [call.module for call in calls]
         return calls
+
+    def empty_calls(self) -> list[InputCall]:
+        """Return the calls of the last batch without inputs, for one with which `inputs` failed."""
+        return [InputCall(module, None) for module in self._called_modules]
 
 
 class SeparateCalls:
@@ -170,7 +181,8 @@ class SentBatch:
     look up separately.
 
     Args:
-        calls: the collections and their inputs, in the order of the model's calls per collection.
+        inputs: function that returns the collections and their inputs in a batch, in the order of
+            the model's calls per collection.
         lane: lane in which messages are sent and received.
         batch: batch that has the inputs.
         separate_calls: calls that look up separately; shared by all batches of a pipeline.
@@ -178,37 +190,44 @@ class SentBatch:
 
     def __init__(
         self,
-        calls: Sequence[InputCall],
+        inputs: LearnedInputs | CallerInputs,
         lane: Lane,
         batch: Staged[Any],
         separate_calls: SeparateCalls,
     ) -> None:
         self._lane = lane
-        self._calls, self._separate_calls = calls, separate_calls
+        self._separate_calls = separate_calls
+        error: Exception | None = None
+        try:
+            self._calls = inputs(batch.value)
+        except Exception as raised:
+            error, self._calls = raised, inputs.empty_calls()
         # The stages of the batch, each None before it is reached. The sizes of all collections
         # travel together, before the ids of all.
-        self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
+        self._sizes: Staged[Awaitable[Any]] | None = lane.run(
+            lambda _: self._send_sizes(error), batch
+        )
         self._ids: Staged[list[Awaitable[Any]]] | None = None  # in flight
         self._prefetched: Staged[list[Any]] | None = None  # received, with rows in the caches
         self._received: list[Any] | None = None  # ready on the stream of the forward
         self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
-    def _send_sizes(self, batch: Any) -> Awaitable[Any]:
+    def _send_sizes(self, error: Exception | None) -> Awaitable[Any]:
         """Send the sizes; if the batch is wrong, tell the other ranks, and raise in `send_ids`.
 
         They raise there, too. Here they would wait for this rank in the step before.
         """
         try:
-            return start_joint_input_dist(self._calls)
-        except Exception as error:
-            return DeferredAwaitable(partial(_raise, error))
+            return start_joint_input_dist(self._calls, error)
+        except Exception as raised:
+            return DeferredAwaitable(partial(_raise, raised))
 
     def send_ids(self) -> None:
         """Wait for the sizes and send the ids; do nothing if that was done before.
 
         Raises:
-            KeyError, TypeError, ValueError: the batch of this rank is wrong.
-            RuntimeError: the batch of this or another rank is wrong.
+            Exception: the batch of this rank is wrong, or the caller's `inputs` raised for it.
+            RuntimeError: the batch of another rank is wrong.
         """
         if self._sizes is not None:
             self._ids = self._lane.run(lambda sizes: sizes.wait(), self._sizes)
