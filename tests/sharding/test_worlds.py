@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -52,6 +53,18 @@ def test_failures_name_the_rank() -> None:
     with pytest.raises(worlds.RankError, match=r"rank 0 did not end(?s:.*)_hang"):
         worlds.run(2, _hang, patience=5.0)
     assert len(worlds.run(3, _sum, torch.ones(1))) == 3  # in a new world
+
+
+def _sum_in_a_group(ranks: RankGroup) -> float:
+    total = torch.ones(1)
+    group = dist.new_group(list(range(ranks.size)), timedelta(seconds=10))
+    dist.all_reduce(total, group=group)
+    return float(total)
+
+
+def test_groups_of_functions_on_fewer_ranks() -> None:
+    assert worlds.run(2, _sum_in_a_group) == [2.0] * 2
+    assert worlds.run(3, _sum_in_a_group) == [3.0] * 3
 
 
 def test_only_functions_of_a_module() -> None:

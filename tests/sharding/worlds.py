@@ -47,6 +47,7 @@ PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
 COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # for the others to fail too, once a rank has
 START_SECONDS = 120.0
+GROUPS_PER_RUN = 1000  # process groups that a function may make, at most
 ON_GPUS = os.environ.get("EMBLIB_TEST_RANKS") == "cuda"
 SHARED = "EMBLIB_TEST_WORLDS"  # names the run of the processes that share the tests (conftest.py)
 
@@ -100,7 +101,7 @@ class Pool:
         self._orders = _connect(self._folder)
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
-        self._worlds = 0
+        self._worlds = self._runs = 0
 
     def run(
         self, size: int, name: str, args: tuple[Any, ...], patience: float, grace: float
@@ -108,7 +109,8 @@ class Pool:
         """See `run` of the module."""
         if not self._pipes:
             self._start(name.partition(":")[0])
-        order = pickle.dumps((size, name, args))
+        self._runs += 1
+        order = pickle.dumps((self._runs, size, name, args))
         for pipe in self._pipes[:size]:
             pipe.send_bytes(order)
         answers, problems = self._collect(size, patience, grace)
@@ -435,6 +437,7 @@ def _meet(meeting: str, rank: int) -> Sequence[Any]:
 
 def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
     import torch
+    import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
     while True:
@@ -443,7 +446,9 @@ def _serve(pipe: Connection, rank: int, worlds: Sequence[Any]) -> None:
         except (EOFError, OSError):
             return
         try:
-            size, name, args = pickle.loads(order)
+            number, size, name, args = pickle.loads(order)
+            # Groups are named by a count, in which ranks differ if the last world had fewer.
+            dist.distributed_c10d._world.group_count = GROUPS_PER_RUN * number
             module, function = name.split(":")
             torch.manual_seed(0)
             with _limits_restored():
