@@ -1,5 +1,6 @@
 """What the planner does with models and alternatives, and what it says if nothing fits."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -23,7 +24,7 @@ from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
 from emblib.specs import Placement
-from emblib.storage import Dense, Hash, TensorTrain
+from emblib.storage import Dense, Hash, Storage, TensorTrain
 from tests.sharding import worlds
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
@@ -169,7 +170,7 @@ def test_an_error_names_the_table_that_fits_nowhere() -> None:
 DENSE, CACHED = Dense(), Dense(Placement.MANAGED_CACHING)
 
 
-def _table(name: str, nbytes: int, storage: Dense = DENSE) -> TableWorkload:
+def _table(name: str, nbytes: int, storage: Storage = DENSE) -> TableWorkload:
     config = EmbeddingBagConfig(nbytes // 256, 64, name, storage=storage)
     return TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
 
@@ -183,6 +184,19 @@ def test_host_memory_is_no_device_memory() -> None:
     with pytest.raises(PlanError, match=r"at least 4\.00 MiB of host memory short") as caught:
         too_large.solve_workloads([_table("cached", 12 * MB, CACHED)])
     assert caught.value.missing_nbytes == 4 * MB
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("storage", [DENSE, CACHED, TensorTrain((64, 64))], ids=str)
+def test_remedies_are_storages_that_the_table_may_have(storage: Storage, is_shared: bool) -> None:
+    topology = Topology(2, memory=MB // 4, host_memory=MB, device="cuda")
+    table = _table("t", 400 * MB, storage)
+    readers = (dataclasses.replace(table, path="sequences"),) * is_shared
+    with pytest.raises(PlanError) as caught:
+        planner_of(topology).solve_workloads([dataclasses.replace(table, readers=readers)])
+    remedy = next((r for r in caught.value.remedies if "storage" in r), "")
+    assert ("Dense(Placement.MANAGED_CACHING)" in remedy) == (storage is DENSE)
+    assert ("TensorTrain" in remedy) == (type(storage) is Dense and not is_shared)
 
 
 def test_blocks_for_the_device_memory_of_ranks_fit_their_host_memory() -> None:

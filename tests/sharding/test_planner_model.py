@@ -318,15 +318,21 @@ def test_packing_numbers_the_bags_as_input_dist_does(monkeypatch: pytest.MonkeyP
 # Against measurements
 
 
-def _compared(ranks: RankGroup) -> list[Point]:
-    module = collection(3, 500, 16, "pooled")
-    planner = Planner(Topology(2), 32)
+def _compared(ranks: RankGroup, kind: str, constraints: dict[str, TableConstraints]) -> list[Point]:
+    module = collection(3, 500, 16, kind)
+    planner = Planner(Topology(2), 32, constraints)
     plans = {way: plan_of(module, 2, way) for way in ("table_wise", "row_wise", "data_parallel")}
     return compare(planner, module, plans, ranks, rounds=2)
 
 
-def test_predictions_beside_measurements() -> None:
-    points = worlds.run(2, _compared)
+@pytest.mark.parametrize("kind", ["pooled", "sequences"])
+@pytest.mark.parametrize(
+    "constraints", [{}, {"t1": TableConstraints(batch_size=7)}], ids=["equal", "unequal batches"]
+)
+def test_predictions_beside_measurements(
+    kind: str, constraints: dict[str, TableConstraints]
+) -> None:
+    points = worlds.run(2, _compared, kind, constraints)
     assert points[0] == points[1]
     assert [point.name for point in points[0]] == ["table_wise", "row_wise", "data_parallel"]
     for point in points[0]:
@@ -342,6 +348,15 @@ def test_ids_of_a_feature_of_several_tables_are_valid_in_all() -> None:
     ]
     works = workloads_of(EmbeddingBagCollection(configs), 64, {})
     assert int(batch_of(works, seed=0).values().max()) < 3
+
+
+def test_batches_of_a_collection_may_differ_in_size() -> None:
+    constraints = {"t1": TableConstraints(batch_size=7, pooling_factor=3)}
+    works = workloads_of(collection(3, 500, 16, "pooled"), 32, constraints)
+    batch = batch_of(works, seed=0)
+    assert batch.stride_per_key() == [32, 7, 32]
+    assert batch.length_per_key() == [32, 21, 32]
+    assert batch.stride() == 32
 
 
 def test_rank_correlation() -> None:

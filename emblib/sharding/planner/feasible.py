@@ -21,6 +21,7 @@ from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCost
 from emblib.sharding.planner.topology import MemoryNeed, refuse_old_names
 from emblib.sharding.planner.workloads import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
+from emblib.specs import Placement
 from emblib.storage import Dense, MemoryBytes
 
 _MAX_STEPS = 200_000  # placements of the search for any plan, to bound its time; not measured
@@ -455,10 +456,11 @@ def _remedies(
             f"use {num_more} more rank{'s' if num_more > 1 else ''} or more, or ranks with more "
             "memory"
         )
-    if not largest.constraints.storages and not largest.config.storage.is_keyed:
-        storages = _smaller_storages(topology.device)
+    storages = _smaller_storages(largest, topology.device)
+    if storages and not largest.constraints.storages:
         remedies.append(
-            f"allow another storage, as TableConstraints(storages=({storages},)) for {largest.name}"
+            f"allow another storage, as TableConstraints(storages=({', '.join(storages)},)) for "
+            f"{largest.name}"
         )
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
         remedies.append("keep tables in 16 bits (data_type=torch.bfloat16)")
@@ -468,11 +470,16 @@ def _remedies(
     return remedies
 
 
-def _smaller_storages(device: str) -> str:
-    """Name storages that need less memory, for a message."""
-    if device == "cuda":
-        return "Dense(Placement.MANAGED_CACHING), TensorTrain(ranks=(16, 16))"
-    return "TensorTrain(ranks=(16, 16))"
+def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
+    """Name the storages that need less memory than that of a dense table, for a message."""
+    storage, names = workload.config.storage, []
+    if not isinstance(storage, Dense):
+        return []
+    if device == "cuda" and storage.placement is Placement.DEVICE:
+        names.append("Dense(Placement.MANAGED_CACHING)")
+    if not workload.readers:  # shared tables must be dense
+        names.append("TensorTrain(ranks=(16, 16))")
+    return names
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:

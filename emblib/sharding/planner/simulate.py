@@ -199,7 +199,8 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
     """Draw a batch of uniform ids for the tables of one collection, sized by their workloads.
 
     The ids of a feature of several tables are valid in all of these tables. Weights are ones; the
-    batch has none if no workload is weighted.
+    batch has none if no workload is weighted. If batch sizes differ, the examples of the largest
+    share the bags of the other features, by `inverse_indices`.
     """
     generator = torch.Generator().manual_seed(seed)
     min_rows: dict[str, int] = {}  # of the tables that a feature reads
@@ -222,7 +223,18 @@ def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor
     weights = (
         torch.ones(ids.numel()) if any(workload.is_weighted for workload in workloads) else None
     )
-    return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
+    sizes = [length.numel() for length in lengths]
+    if len(set(sizes)) <= 1:
+        return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
+    bags = torch.stack([torch.arange(max(sizes)) % size for size in sizes])
+    return KeyedJaggedTensor(
+        keys,
+        ids,
+        weights,
+        lengths=torch.cat(lengths),
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(keys, bags),
+    )
 
 
 def _lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor:
