@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, RowBuffers
-from emblib.dynamic.keys import as_keys, as_score, as_scores, hash_keys_of
+from emblib.dynamic.keys import as_keys, as_scores, hash_keys_of
 from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash
@@ -70,8 +70,8 @@ class HashTable(SentAsCopy, nn.Module):
     Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
     for LFU and LRU_LFU they are numbers of uses, which are added up (None: 1 each); for CUSTOM the
     score itself, of which a key's last one is stored. LRU and NONE take none; STEP scores with the
-    number of the batch. Threads may share a table: every method but `export` is atomic
-    (docs/threads.md).
+    number of the batch. Only CUSTOM takes scores below 0; a GPU checks those that are there by a
+    device assert. Threads may share a table: every method but `export` is atomic (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
@@ -183,16 +183,18 @@ class HashTable(SentAsCopy, nn.Module):
         return None if scores is None else self._by_position("scores", keys, scores)
 
     def _by_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
-        """Return scores or stamps per position, int64 `[n]`; raise ValueError for another shape."""
-        if isinstance(values, int):
-            return torch.full_like(keys.ids, as_score(values))
-        values = as_scores(values).to(keys.ids.device)
+        """Return scores or stamps per position, int64 `[n]`; raise ValueError for unfit ones."""
+        values = as_scores(values)
         if values.dim() and values.shape != keys.ids.shape:
             raise ValueError(
                 f"{name} must be an int or of the shape of keys, "
                 f"{list(keys.ids.shape)}, got {list(values.shape)}"
             )
-        return values.expand_as(keys.ids).contiguous()
+        if name == "scores" and self._has_scores and self.spec.eviction is not Eviction.CUSTOM:
+            _check_uses(values, self.spec.eviction)
+        if not values.dim() and not values.is_cuda:
+            return torch.full_like(keys.ids, int(values))  # no copy to a GPU
+        return values.to(keys.ids.device).expand_as(keys.ids).contiguous()
 
     @atomic
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,14 +453,16 @@ class HashTable(SentAsCopy, nn.Module):
     @atomic
     def expire(self, before: int) -> Tensor:
         """Remove and return the keys last used before tick `before`, int64 `[n]` on the device."""
-        return self.index.expire(0, before)
+        return self.index.expire(0, check_count("before", before, minimum=-MAX_TICK))
 
     def export(self, batch: int = 1 << 16, since: int | None = None) -> Iterator[TableRows]:
         """Yield all rows, or those used at tick `since` or later, by ascending slot.
 
-        `batch` is the maximum number of rows per result. The first step of the iterator reads the
-        device. The caller must not change the table until the iterator has ended; not checked.
+        `batch` is the maximum number of rows per result, at least 1. The first step of the iterator
+        checks it and reads the device. The caller must not change the table until the iterator has
+        ended; not checked.
         """
+        batch = check_count("batch", batch)
         exported = self.index.export(0, since)
         scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
         for slots in exported.slots.split(batch):
@@ -525,7 +529,7 @@ class HashTable(SentAsCopy, nn.Module):
     @atomic
     def reserve(self, keys: int) -> None:
         """Grow to the size that a number of keys needs, at most to the capacity."""
-        self.index.reserve(0, keys, self._rows())
+        self.index.reserve(0, check_count("keys", keys, minimum=0), self._rows())
 
     @atomic
     def stats(self) -> dict[str, int]:
@@ -623,6 +627,15 @@ class HashTable(SentAsCopy, nn.Module):
         """Return capacity, dim and eviction for `repr`."""
         spec = self.spec
         return f"capacity={spec.max_buckets * SLOTS}, dim={spec.dim}, {spec.eviction.value}"
+
+
+def _check_uses(scores: Tensor, eviction: Eviction) -> None:
+    """Raise ValueError for scores below 0; on a GPU a device assert checks it instead."""
+    rule = f"scores must be >= 0 for {eviction}; Eviction.CUSTOM takes any int64"
+    if scores.is_cuda:
+        torch._assert_async((scores >= 0).all(), rule)
+    elif scores.numel() and bool((scores < 0).any()):
+        raise ValueError(f"{rule}, got {int(scores.min())}")
 
 
 def _rebuild(

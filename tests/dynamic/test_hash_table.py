@@ -332,6 +332,26 @@ def test_bad_input_is_told_before_anything_changes(call: object, message: str) -
     assert table.size() == table.index.tick == 0
 
 
+@pytest.mark.parametrize("eviction", ["lfu", "lru_lfu", "step"])
+@pytest.mark.parametrize("scores", [-3, torch.tensor(-3), torch.tensor([1, -3])])
+def test_uses_below_zero_are_refused(eviction: str, scores: Any) -> None:
+    table, keys = HashTable(DynamicSpec(64, 1, eviction=eviction)), torch.tensor([1, 2])
+    table.insert_or_assign(keys, torch.ones(2, 1))
+    before = table.state_dict()
+    calls: list[Any] = [lambda: table.set_scores(keys, scores)]
+    if eviction != "step":
+        calls += [
+            lambda: table.insert_or_assign(keys, torch.zeros(2, 1), scores),
+            lambda: table.find_or_insert(keys, scores=scores),
+        ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"scores must be >= 0 .*CUSTOM.*, got -3"):
+            call()
+    with pytest.raises(ValueError, match="scores must be >= 0"):
+        table.load(next(table.export())._replace(scores=torch.tensor([-3, 1])))
+    assert all(torch.equal(before[name], value) for name, value in table.state_dict().items())
+
+
 def test_tables_without_scores_take_none() -> None:
     table = HashTable(DynamicSpec(64, 3))
     with pytest.raises(ValueError, match="scores are for"):
@@ -340,6 +360,24 @@ def test_tables_without_scores_take_none() -> None:
         table.set_scores(torch.tensor([1]), 5)
     with pytest.raises(TypeError, match="must be a DynamicSpec"):
         HashTable(64)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: list(t.export(0)), "batch must be >= 1, got 0"),
+        (lambda t: list(t.export(2.5)), "batch must be an int"),
+        (lambda t: t.expire(0.5), "before must be an int"),
+        (lambda t: t.reserve(-1), "keys must be >= 0"),
+        (lambda t: t.reserve(1.5), "keys must be an int"),
+    ],
+)
+def test_numbers_that_are_no_counts_are_named(call: Any, message: str) -> None:
+    table = HashTable(DynamicSpec(64, 3))
+    table.insert_or_assign(torch.tensor([3]), torch.ones(1, 3))
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(table)
+    assert table.size() == 1
 
 
 def test_exported_rows_are_a_batch() -> None:
