@@ -342,11 +342,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"got {list(weights.shape)}"
             )
         end = first_row + weights.size(0)
-        if not 0 <= first_row <= end <= location.rows:
-            raise ValueError(
-                f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
-                f"of {location.rows} rows"
-            )
+        self._check_rows(table, first_row, end)
         weights = weights.detach()
         needs_range = location.format <= RowFormatCode.FP16  # codes ascend: scaled ones, then FP16
         try:
@@ -357,6 +353,15 @@ class QuantizedEmbeddingBags(nn.Module):
         packed = location.view(self.packed)[first_row:end]
         for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
             quant.quantize_rows_(rows, block.to(rows.device).contiguous(), location.format)
+
+    def _check_rows(self, table: int, first_row: int, end: int) -> None:
+        """Raise ValueError unless a table has the rows from `first_row` to `end`."""
+        rows = self._locations[table].rows
+        if not 0 <= first_row <= end <= rows:
+            raise ValueError(
+                f"rows {first_row} to {end} are out of range of table {self.table_names[table]!r} "
+                f"of {rows} rows"
+            )
 
     def use_memory(self, packed: Tensor) -> None:
         """Use `packed`, uint8 `[bytes of all rows]`, as the memory of the module, without a copy.
@@ -398,8 +403,13 @@ class QuantizedEmbeddingBags(nn.Module):
             yield self.dense_rows(table, first_row, min(_BLOCK_ROWS, rows - first_row))
 
     def dense_rows(self, table: int, first_row: int, count: int) -> Tensor:
-        """Dequantise `count` rows of a table to float32 `[count, dim]`."""
+        """Dequantise `count` rows of a table to float32 `[count, dim]`.
+
+        Raises:
+            ValueError: rows out of range of the table.
+        """
         location, device = self._locations[table], self.packed.device
+        self._check_rows(table, first_row, first_row + count)
         layout = location.feature(0, is_mixed=False)
         return quant.quant_lookup(
             self.packed,
@@ -521,8 +531,9 @@ class QuantizedEmbeddingBags(nn.Module):
     ) -> None:
         _, _, missing_names, unexpected, errors = arguments
         targets = self._targets()
-        packed_state = self._with_packed_rows(state_dict, prefix, errors)
-        if state_dicts.refuses(self, packed_state, prefix, errors):
+        problems: list[str] = []
+        packed_state = self._with_packed_rows(state_dict, prefix, problems)
+        if state_dicts.refuses(self, packed_state, prefix, errors, problems):
             return
         sources = state_dicts.select_entries(
             targets, packed_state, prefix, missing_names, unexpected
@@ -536,9 +547,12 @@ class QuantizedEmbeddingBags(nn.Module):
         return state_dicts.entry_problems(state_dict, targets)
 
     def _with_packed_rows(
-        self, state_dict: dict[str, Any], prefix: str, errors: list[str]
+        self, state_dict: dict[str, Any], prefix: str, problems: list[str]
     ) -> dict[str, Any]:
-        """Return the state dict with packed rows in place of entries from before 0.1.0."""
+        """Return the state dict with packed rows in place of entries from before 0.1.0.
+
+        Entries that cannot be packed are left out, and `problems` gets a message for each table.
+        """
         entries = dict(state_dict)
         for name, location in zip(self.table_names, self._locations, strict=True):
             former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
@@ -546,11 +560,11 @@ class QuantizedEmbeddingBags(nn.Module):
                 continue
             values, scales = (entries.pop(key) for key in former)
             try:
-                packed = pack_former_rows(values, scales, location.dim, location.format)
+                entries[f"{prefix}{name}.packed"] = pack_former_rows(
+                    values, scales, location.dim, location.format
+                )
             except ValueError as error:
-                errors.append(f"{prefix}{name}: {error}")
-                packed = location.view(self.packed)  # so that no key is missing as well
-            entries[f"{prefix}{name}.packed"] = packed
+                problems.append(f"{prefix}{name}: {error}")
         return entries
 
     @property

@@ -220,11 +220,13 @@ def test_state_dicts_from_before_0_1_0_are_converted(bits: int) -> None:
     mixed["bags.table_1.packed"] = made.state_dict()["table_1.packed"]
     outer.load_state_dict(mixed)
     assert torch.equal(outer["bags"](*BATCH), made(*BATCH))
-    before = made(*BATCH)
+    before, packed = made(*BATCH), made.packed.clone()
+    state |= {name: value.flip(0) for name, value in state.items() if "table_1" in name}
     with pytest.raises(RuntimeError, match="item: size mismatch"):
         made.load_state_dict({**state, "item.values": state["item.values"][:, 1:]})
     with pytest.raises(RuntimeError, match=r"item: rows must be finite and within \+-65504"):
         made.load_state_dict({**state, "item.scales": state["item.scales"] * 1e6})
+    assert torch.equal(made.packed, packed)  # table_1 neither
     with pytest.raises(RuntimeError, match=r"Missing key.*item\.packed"):
         made.load_state_dict({k: v for k, v in state.items() if k != "item.scales"})
     assert torch.equal(made(*BATCH)[:, :12], before[:, :12])
@@ -274,6 +276,14 @@ def test_exports_with_any_batch() -> None:
     program = torch.export.export(made, BATCH, dynamic_shapes=shapes)
     other = (torch.tensor([1, 2, 3]), torch.tensor([0, 1, 1, 2, 3, 3, 3]))
     assert torch.equal(program.module()(*other), made(*other))
+
+
+@pytest.mark.parametrize(("first_row", "count"), [(-1, 2), (6, 2), (7, 1), (3, -1)])
+def test_rows_of_other_tables_are_not_dequantised(first_row: int, count: int) -> None:
+    made = QuantizedEmbeddingBags(TABLES)
+    assert made.dense_rows(1, 5, 2).shape == (2, 5)
+    with pytest.raises(ValueError, match="out of range of table 'table_1' of 7 rows"):
+        made.dense_rows(1, first_row, count)
 
 
 def test_wrong_use_is_refused() -> None:
