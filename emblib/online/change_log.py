@@ -8,11 +8,12 @@ time all rows are written, a compaction, and entries older than the previous com
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 
 from torch import nn
 
+from emblib.dynamic.handles import tables_of
 from emblib.grad_mode import without_gradients
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
@@ -25,7 +26,8 @@ from emblib.specs import Choice, check_count
 class WhenFull(Choice):
     """Reaction of `ChangeLog.record` while too many entries wait to be written.
 
-    BLOCK waits. MERGE returns at once, and the changes are part of the next entry.
+    BLOCK waits. MERGE returns at once, and the changes are part of the next entry; where all rows
+    are due (`compact_every`), it waits as well.
 
     Example:
         >>> emblib.online.WhenFull("merge")
@@ -61,7 +63,7 @@ class ChangeLog:
         compact_every: number of steps after which all rows are written again, and entries from
             before the last time are dropped. None: `snapshot` alone does so, the log does not begin
             with one, and the sink must be empty.
-        max_pending: number of entries that may wait to be written.
+        max_pending: number of entries that may wait to be written; one more where all rows are due.
         when_full: reaction of `record` where so many wait.
 
     Raises:
@@ -116,10 +118,10 @@ class ChangeLog:
             )
         self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
         self.step = check_count("step", step, minimum=0)
-        self._compact_every = compact_every
         if compact_every is not None:
-            check_count("compact_every", compact_every, minimum=1)
-        self._when_full = WhenFull(when_full)
+            compact_every = check_count("compact_every", compact_every)
+        self._compact_every, self._when_full = compact_every, WhenFull(when_full)
+        max_pending = check_count("max_pending", max_pending)
         self._generation, self._sequence = _last_of(check_sink(sink))
         if compact_every is None and self._sequence:
             raise ValueError(
@@ -128,10 +130,10 @@ class ChangeLog:
             )
         if not model_tables.calls and model_tables.num_ranks == 1:
             raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
-        _check_names(model_tables.tables)
+        _check_names(model_tables.tables, tables_of(model))
         self._plain = PlainChanges(model_tables, states=states)
         self._keyed = KeyedChanges(model, states=states)
-        self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
+        self._writer = _Writer(sink, max_pending)
         self._lookups = Lookups(model_tables)
         self._last_whole_step = self.step
         if compact_every is not None:
@@ -157,7 +159,7 @@ class ChangeLog:
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
         """
-        check_count("step", step, minimum=self.step + 1)
+        step = check_count("step", step, minimum=self.step + 1)
         self._writer.raise_error()
         is_due = (
             self._compact_every is not None and step >= self._last_whole_step + self._compact_every
@@ -185,26 +187,25 @@ class ChangeLog:
         """
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
-        self._generation += 1
         self._write_changes(RecordKind.SNAPSHOT, step)
 
     def _write_changes(self, kind: RecordKind, step: int) -> None:
         """Append a record of the changes, or of all rows, as of a step."""
         lookups = self._lookups if kind is RecordKind.DELTA else None
         changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
+        generation = self._generation + (kind is RecordKind.SNAPSHOT)
         record = Record(
             kind=kind,
             rank=self._rank,
             num_ranks=self._num_ranks,
-            generation=self._generation,
+            generation=generation,
             sequence=self._sequence + 1,
             step=step,
             time=time.time(),
             tables=changes,
         )
         self._writer.put(record)
-        self._sequence += 1
-        self.step = step
+        self._generation, self._sequence, self.step = generation, record.sequence, step
         if lookups is None:
             self._last_whole_step = step
         self._lookups.commit()
@@ -249,14 +250,17 @@ def _last_of(sink: Sink) -> tuple[int, int]:
     return record.generation, record.sequence
 
 
-def _check_names(tables: Sequence[PlainTable]) -> None:
-    """Raise ValueError if two tables of one name have the same rows and columns."""
+def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> None:
+    """Raise ValueError for a name of two tables: with the same rows and columns, or one keyed."""
     corners = [(table.name, table.first_row, table.first_column) for table in tables]
-    repeated_names = sorted({corner[0] for corner in corners if corners.count(corner) > 1})
+    repeated_names = sorted(
+        {corner[0] for corner in corners if corners.count(corner) > 1}
+        | ({table.name for table in tables} & set(keyed_names))
+    )
     if repeated_names:
         raise ValueError(
-            "tables in a change log must differ in name, and several collections have "
-            f"{repeated_names}: make a log of each collection"
+            f"tables in a change log must differ in name, and there are several {repeated_names}: "
+            "rename them, or make a log of each collection"
         )
 
 

@@ -259,6 +259,34 @@ def test_what_is_refused() -> None:
         log.record(3)
 
 
+def test_tables_of_one_name_are_refused_though_one_has_keys() -> None:
+    keyed = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4, name="item")], optim.SGD(0.1))
+    model = nn.ModuleList([bags(optim.SGD(0.1)), keyed])
+    with pytest.raises(ValueError, match=r"there are several \['item'\]: rename them"):
+        ChangeLog(model, Memory())
+
+
+def test_a_refused_log_tracks_no_evictions() -> None:
+    keyed = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], optim.SGD(0.1))
+    with pytest.raises(ValueError, match="max_pending must be >= 1"):
+        ChangeLog(keyed, Memory(), max_pending=0)
+    assert keyed.state.eviction_log is None
+
+
+def test_a_snapshot_that_failed_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose snapshots have other numbers would have no boundary in common any more."""
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    log = ChangeLog(trained, sink)
+    with monkeypatch.context() as patch:
+        patch.setattr(trained, "flush", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            log.snapshot(1)
+    log.snapshot(1)
+    assert follows(sink, trained, log)
+    assert [record.generation for record in sink.decoded()] == [1, 2]
+    log.close()
+
+
 def test_a_log_that_ended_takes_no_entries() -> None:
     trained, sink = bags(optim.SGD(0.1)), Memory()
     with pytest.raises(ValueError, match="max_pending"):
