@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from emblib.online.records import PREFIX_BYTES, LogError, body_bytes, is_complete
+from emblib.specs import check_count
+from emblib.tables.durable_files import sync_directory
 
 _SUFFIX = ".log"
 
@@ -86,7 +88,10 @@ class DirectorySink:
         segment_bytes: maximum bytes of a file, unless one record has more; then another is begun.
 
     Raises:
+        TypeError: `segment_bytes` is no int.
+        ValueError: `segment_bytes` is below 1.
         BlockingIOError: `append`, if another process writes to the directory.
+        LogError: `append`, if the last file is damaged.
         OSError: `append`, if the record could not be written; the log is as it was.
 
     Example:
@@ -99,7 +104,7 @@ class DirectorySink:
 
     def __init__(self, directory: str | Path, segment_bytes: int = 64 << 20) -> None:
         self.directory = Path(directory).expanduser()
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = check_count("segment_bytes", segment_bytes)
         self._file = self._lock = -1  # handles of the last segment and of the lock; -1 if not open
         self._segment, self._size = 0, 0  # number of the last segment, and its bytes
 
@@ -134,26 +139,31 @@ class DirectorySink:
             raise BlockingIOError(
                 f"another log writes to {self.directory}: each rank needs a directory of its own"
             ) from error
+        try:
+            segments = self._segments()
+            if segments:
+                self._segment, end = segments[-1], 0
+                for stored in self._read_segment(self._segment, 0, is_last=True):
+                    end = int(stored.position.split(":")[1])
+                os.truncate(self._segment_path(self._segment), end)
+        except BaseException:
+            os.close(lock)
+            raise
         self._lock = lock
-        segments = self._segments()
-        if segments:
-            self._segment, end = segments[-1], 0
-            for stored in self._read_segment(self._segment, 0, is_last=True):
-                end = int(stored.position.split(":")[1])
-            os.truncate(self._segment_path(self._segment), end)
 
     def _next_segment(self) -> None:
         """Start a new file, whose name is durable before a record is in it."""
         path = self._segment_path(self._segment + 1)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        try:
+            sync_directory(self.directory)
+        except BaseException:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise
         if self._file >= 0:
             os.close(self._file)
         self._file, self._segment, self._size = file, self._segment + 1, 0
-        handle = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
         """See `Sink`.

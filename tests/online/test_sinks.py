@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import emblib
-from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower, RedisSink
+from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower, RedisSink, sinks
 from emblib.online.records import Record, RecordKind, TableChange, decode, encode
 
 
@@ -42,6 +42,43 @@ def test_a_path_is_no_sink(tmp_path: Path) -> None:
         for make in (ChangeLog, LogFollower):
             with pytest.raises(TypeError, match=r"DirectorySink\(path\)"):
                 make(bags, path)
+
+
+@pytest.mark.parametrize("segment_bytes", [-1, 0, 1.5, True])
+def test_segments_have_a_number_of_bytes(segment_bytes: Any, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match="segment_bytes must be"):
+        DirectorySink(tmp_path, segment_bytes=segment_bytes)
+
+
+def test_a_writer_does_not_go_on_behind_damage(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[80] ^= 1
+    file.write_bytes(data)
+    sink = DirectorySink(tmp_path)
+    for _ in range(2):
+        with pytest.raises(LogError, match="is damaged"):
+            sink.append(record(4))
+    assert [path.name for path in tmp_path.glob("*.log")] == [file.name]
+
+
+def test_a_record_waits_until_the_name_of_its_file_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, synced = DirectorySink(tmp_path), list[Path]()
+
+    def sync(directory: Path) -> None:
+        synced.append(directory)
+        if len(synced) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sinks, "sync_directory", sync)
+    with pytest.raises(OSError, match="Input/output"):
+        sink.append(record(1))
+    assert sequences(sink) == []
+    sink.append(record(1))
+    assert synced == [tmp_path, tmp_path]
+    assert sequences(sink) == [1]
 
 
 def test_a_directory_keeps_records_in_order(tmp_path: Path) -> None:
