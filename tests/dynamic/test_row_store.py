@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from emblib.dynamic.tiers import disk
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
 from emblib.dynamic.tiers.store import RowStore, StoredRows, StoredTable
+from emblib.tables import durable_files, journal
 from tests.dynamic import store_kills
 from tests.dynamic.row_store_cases import (
     EDGES,
@@ -246,6 +248,38 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.close()
     store.open(TABLES)
     assert contents(store, 0) == as_dict(rows) | as_dict(more)
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["expire", "clear"])
+def test_a_full_disk_removes_all_rows_or_none(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "BATCH", 4)
+    monkeypatch.setattr(journal, "_MAX_BODY_BYTES", 256)  # a few rows per record
+    store, write_at, num_writes = DiskRows(tmp_path / "rows"), durable_files.write_at, 0
+    store.open(TABLES)
+    rows = random_rows(list(range(64)), 12, seed=0)
+    store.put(0, rows)
+    store.flush([[], []], "")
+
+    def write_some(handle: int, data: memoryview, offset: int) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes > 4:
+            raise OSError(28, "No space left on device")
+        return write_at(handle, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable_files, "write_at", write_some)
+        with pytest.raises(OSError, match="No space"):
+            store.clear(0) if call == "clear" else store.expire(0, 2**62)
+    assert contents(store, 0) == as_dict(rows)
+    removed = rows.keys if call == "clear" else store.expire(0, 2**62)
+    if call == "clear":
+        store.clear(0)
+    assert sorted(removed.tolist()) == list(range(64))
+    assert store.size(0) == 0
     store.close()
 
 

@@ -1,5 +1,6 @@
 """HostRows: a dict while nothing is evicted, then the least rows leave."""
 
+import numpy
 import pytest
 import torch
 
@@ -78,6 +79,14 @@ def test_more_rows_than_there_is_room_leave_at_once() -> None:
     assert left.keys.numel() == 18
     assert as_dict(left) | contents(store, 0) == as_dict(rows)
     assert not store.put(0, StoredRows.none(8)).keys.numel()
+
+
+def test_a_capacity_is_any_integer() -> None:
+    assert HostRows(numpy.int64(100)).capacity == 100
+    assert HostRows([numpy.int64(100), 5]).capacity == (100, 5)
+    for capacity in (1e6, True, [1.5], None):
+        with pytest.raises(TypeError, match="capacity must be an int"):
+            HostRows(capacity)  # type: ignore[arg-type]
 
 
 def test_it_is_opened_again_for_the_same_tables_alone() -> None:

@@ -211,8 +211,8 @@ def test_a_failed_prefetch_is_told_once_nothing_is_read_any_more() -> None:
     )
     for step in range(4):
         module(*batch(step)).sum().backward()
-    module.backing.store.prefetch(0, torch.tensor([1]))
-    module.backing.store.prefetch(0, next(store.iterate(0)).keys[:5])
+    module.backing.store.start_prefetch(0, torch.tensor([1]))
+    module.backing.store.start_prefetch(0, next(store.iterate(0)).keys[:5])
     store.asked.set()
     with pytest.raises(OSError, match="Input/output"):
         module.clear()
@@ -277,7 +277,7 @@ def test_rows_that_an_exchange_drops_are_in_memory_no_longer() -> None:
     old, new = torch.arange(32), torch.arange(100, 120)
     values = torch.zeros(32, 8, dtype=torch.uint8)
     store.put(0, StoredRows(old, torch.zeros(32, dtype=torch.int64), old, values))
-    store.read_ahead(0, old)
+    store.prefetch(0, old)
     entries = torch.stack([new, torch.full_like(new, 9), new], 1)
     dropped = store.exchange(0, old[:0], entries, values[:20])
     assert dropped.numel()
@@ -298,6 +298,20 @@ def test_the_first_error_of_a_repeated_put_is_raised() -> None:
     with pytest.raises(RuntimeError, match="the cause"):
         store.apply_moves(moves)
     assert store.read(0, keys).positions.numel() == 4  # unstored rows
+    assert store.num_prefetched(0, keys) == 0
+
+
+def test_an_erase_that_raises_keeps_rows_that_are_not_stored() -> None:
+    class Broken(HostRows):
+        def erase(self, table: int, keys: Tensor) -> Tensor:
+            raise OSError(5, "Input/output error")
+
+    store = row_stage.PrefetchedRows(Broken(32), [StoredTable("a", 8)])
+    keys = torch.arange(4)
+    store.add_unstored(0, StoredRows(keys, keys, keys, torch.zeros(4, 8, dtype=torch.uint8)))
+    with pytest.raises(OSError, match="Input/output"):
+        store.erase(0, keys)
+    assert store.size(0) == 4
 
 
 def test_prefetched_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

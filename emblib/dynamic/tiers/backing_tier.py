@@ -377,7 +377,7 @@ class BackingTier:
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
             if found.positions.numel():
-                counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
+                counts["prefetched"] += self.store.num_prefetched(t, found.rows.keys)
             counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
             counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
@@ -728,7 +728,7 @@ class BackingTier:
         is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._row_bytes)):
-            self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu())
+            self.store.start_prefetch(t, keys.ids[is_missing & (tables == t)].cpu())
 
     @without_gradients
     def erase(self, table: int, keys: Tensor) -> Tensor:

@@ -347,6 +347,12 @@ class RowFile:
         used = self._words()[: self.end_slot, 0] != 0
         return (used & (self.in_fast_tier[: self.end_slot] == 0)).nonzero().squeeze(1)
 
+    def stored_before(self, tick: int) -> tuple[Tensor, Tensor]:
+        """Return slots and keys, int64 `[n]` each, of the stored rows with a stamp below `tick`."""
+        slots, words = self.stored_slots(), self._words()
+        slots = slots[words[slots, 2] < tick]
+        return slots, words[slots, 1]
+
     def size(self) -> int:
         """Return the number of rows that are not in the fast tier."""
         return self.allocator.size - int(self.in_fast_tier[: self.end_slot].sum(dtype=torch.int64))
@@ -621,7 +627,7 @@ class DiskRows:
         return is_stored
 
     def _free(self, table: int, slots: Tensor) -> None:
-        """Free the slots of removed rows."""
+        """Free the slots of removed rows, all or, where the disk fails, none of them."""
         row_file = self._row_files[table]
         row_file.change_heads(slots)
         self._protect(table, slots)
@@ -631,13 +637,9 @@ class DiskRows:
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        row_file, expired = self._row_file(table), []
-        for slots in row_file.stored_slots().split(BATCH):
-            rows = row_file.rows(slots)
-            is_old = rows.stamps < before
-            self._free(table, slots[is_old])
-            expired.append(rows.keys[is_old])
-        return torch.cat([torch.empty(0, dtype=torch.int64), *expired])
+        slots, keys = self._row_file(table).stored_before(before)
+        self._free(table, slots)
+        return keys
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
@@ -652,8 +654,7 @@ class DiskRows:
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
-        for slots in self._row_file(table).stored_slots().split(BATCH):
-            self._free(table, slots)
+        self._free(table, self._row_file(table).stored_slots())
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`; writes only rows of the fast tier that changed."""

@@ -59,9 +59,9 @@ class HostRows:
     ) -> None:
         self.seed = None if seed is None else check_count("seed", seed, minimum=0)
         self.capacity = (
-            check_count("capacity", capacity)
-            if isinstance(capacity, int)
-            else tuple(check_count("capacity", count) for count in capacity)
+            tuple(check_count("capacity", count) for count in capacity)
+            if isinstance(capacity, Iterable)
+            else check_count("capacity", capacity)
         )
         self.eviction = Eviction(eviction)
         if self.eviction is Eviction.NONE:

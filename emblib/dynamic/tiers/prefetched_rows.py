@@ -2,7 +2,8 @@
 
 A training step leaves its `RowMoves`: keys to remove from the store, and rows to put into it. They
 are applied by the store's thread, if `BackingStore.write_behind` asks for that (`start_moves`), or
-by the next call that depends on them (`apply_moves`).
+by the next call that depends on them (`apply_moves`). Likewise `start_prefetch` has the thread call
+`prefetch`.
 """
 
 import concurrent.futures
@@ -78,9 +79,9 @@ class PrefetchedRows:
 
     Another thread, started at first use, prefetches and moves rows. It changes nothing but the
     store, this object and `RowMoves`. Both threads hold `_lock` around each call to the store, but
-    for `iterate`, `clear` and `close`: these wait for the thread first, and must not be called
-    while another thread uses the store. The thread has only a weak reference to this object; `stop`
-    ends it.
+    for `iterate`, `clear` and `close`. These wait for prefetches first, and must not be called
+    while another thread uses the store, or before started moves are applied. The thread has only a
+    weak reference to this object; `stop` ends it.
 
     Two kinds of rows are in memory in front of the store. *Prefetched* rows are copies of rows that
     stay in the store, so prefetching changes no result. The newest blocks stay, of about
@@ -214,8 +215,8 @@ class PrefetchedRows:
                 raise error from None  # it names the cause, e.g. a full disk
         moves.dropped.append((table, dropped))
 
-    def prefetch(self, table: int, keys: Tensor) -> None:
-        """Have the thread read the rows of keys, int64 `[n]` on the CPU, into memory.
+    def start_prefetch(self, table: int, keys: Tensor) -> None:
+        """Have the thread prefetch the rows of keys, int64 `[n]` on the CPU.
 
         Raises:
             Exception: the store raised it in an earlier prefetch; this one is started.
@@ -254,18 +255,15 @@ class PrefetchedRows:
         return any(self._unstored) or any(self._prefetched)
 
     @_exclusive
-    def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return the number of `keys` whose row is in memory in front of the store."""
-        blocks = (*self._unstored[table], *self._prefetched[table])
-        if not blocks:
-            return 0
-        return int(torch.isin(keys, torch.cat([rows.keys for rows in blocks])).sum())
+    def num_prefetched(self, table: int, keys: Tensor) -> int:
+        """Return the number of `keys` whose rows are prefetched."""
+        return int(torch.isin(keys, _keys_of(self._prefetched[table])).sum())
 
     @_exclusive
-    def read_ahead(self, table: int, keys: Tensor) -> None:
-        """Prefetch the rows of keys that are not prefetched yet; drop the oldest if too many."""
+    def prefetch(self, table: int, keys: Tensor) -> None:
+        """Read the rows of keys that are not prefetched yet; drop the oldest if too many."""
         keys, prefetched = keys.unique(), self._prefetched[table]
-        present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        present_keys = _keys_of(prefetched)
         rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
         count = present_keys.numel() + rows.keys.numel()
         if rows.keys.numel():
@@ -337,8 +335,9 @@ class PrefetchedRows:
         """See `RowStore`."""
         is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
         is_erased[self.read(table, keys).positions] = True
-        self._drop_from_memory(table, keys)
+        self._drop_prefetched(table, keys)
         self.behind.erase(table, keys)
+        self._drop_from_memory(table, keys)  # unstored rows stay if the store raises
         return is_erased
 
     @_exclusive
@@ -354,20 +353,15 @@ class PrefetchedRows:
         self.wait()
         for rows in self._unstored[table]:
             yield from rows.split(batch)
-        unstored = self._unstored_keys(table)
+        unstored = _keys_of(self._unstored[table])
         for rows in self.behind.iterate(table, batch):
             # A `put` that raised may have stored some of the rows that are unstored here.
             yield rows.at(~torch.isin(rows.keys, unstored)) if unstored.numel() else rows
 
-    def _unstored_keys(self, table: int) -> Tensor:
-        """Return the keys of the unstored rows, int64 `[n]`."""
-        none = torch.empty(0, dtype=torch.int64)
-        return torch.cat([none, *(rows.keys for rows in self._unstored[table])])
-
     @_exclusive
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        size, unstored = self.behind.size(table), self._unstored_keys(table)
+        size, unstored = self.behind.size(table), _keys_of(self._unstored[table])
         if not unstored.numel():
             return size
         return size + unstored.numel() - self.behind.read(table, unstored).positions.numel()
@@ -404,6 +398,11 @@ class PrefetchedRows:
         self.behind.close()
 
 
+def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
+    """Return the keys of the rows of blocks, int64 `[n]`."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(rows.keys for rows in blocks)])
+
+
 def _drop_keys(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return blocks without the rows of some keys, and without blocks that become empty."""
     remaining = []
@@ -424,7 +423,7 @@ def _prefetch_in_thread(store: "weakref.ref[PrefetchedRows]", table: int, keys: 
     """Prefetch rows, unless the store was deleted meanwhile."""
     prefetched_rows = store()
     if prefetched_rows is not None:
-        prefetched_rows.read_ahead(table, keys)
+        prefetched_rows.prefetch(table, keys)
 
 
 def _try_moves_in_thread(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
