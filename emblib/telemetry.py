@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import operator
 import os
 import re
 import time
@@ -107,7 +108,7 @@ def _check_labels(labels: Labels | None) -> dict[str, str]:
             )
         if not isinstance(value, str | SupportsIndex):
             raise TypeError(f"the label {name!r} must be a string or an int, got {value!r}")
-        texts[name] = str(value)
+        texts[name] = value if isinstance(value, str) else str(operator.index(value))
     return texts
 
 

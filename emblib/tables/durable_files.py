@@ -421,13 +421,15 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
 
 def save_json(path: str | Path, text: str) -> None:
     """Save the text of a JSON object; append its checksum as the last entry, `crc32`."""
-    crc = json_checksum(json.loads(text))
+    content = json.loads(text)
+    comma = ", " if content else ""
     with saving(path) as file:
-        file.write(f'{text.rstrip()[:-1].rstrip()}, "{_CRC}": {crc}}}\n'.encode())
+        entries = text.rstrip()[:-1].rstrip()
+        file.write(f'{entries}{comma}"{_CRC}": {json_checksum(content)}}}\n'.encode())
 
 
 def load_json(path: str | Path) -> str:
-    """Return the text that `save_json` got, or the whole text of a file without a checksum.
+    """Return the JSON that `save_json` got, or the whole text of a file without a checksum.
 
     Raises:
         ValueError: its checksum is wrong.

@@ -1,5 +1,6 @@
 """Files whose names emblib chooses are not written through symbolic links."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,13 @@ def test_links_are_refused(tmp_path: Path, precious: Path, write: Callable[[Path
     os.symlink(precious, tmp_path / "link")
     with pytest.raises(OSError, match="symbolic link"):
         write(tmp_path / "link")
+
+
+@pytest.mark.parametrize("text", ["{}", "{ }\n", '{"a": 1}'])
+def test_json_with_a_checksum_is_what_was_saved(tmp_path: Path, text: str) -> None:
+    durable_files.save_json(tmp_path / "saved.json", text)
+    assert json.loads((tmp_path / "saved.json").read_text()).keys() - json.loads(text) == {"crc32"}
+    assert json.loads(durable_files.load_json(tmp_path / "saved.json")) == json.loads(text)
 
 
 def test_a_directory_may_be_a_link(tmp_path: Path) -> None:
