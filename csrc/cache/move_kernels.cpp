@@ -24,14 +24,6 @@ EMB_HD int64_t length(const CacheMemory& memory, int tensor, const TierRow& row)
   return memory.is_by_row(tensor) ? 1 : row.dim;
 }
 
-// Copy n values, rounded to nearest.
-template <class To, class From>
-void convert(To* to, const From* from, int64_t n) {
-  int64_t d = 0;
-  for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d));
-  for (; d < n; ++d) to[d] = from_float<To>(to_float(from[d]));
-}
-
 // Copy n values, rounded stochastically; the linear row id `row` and the `stream` of the tensor
 // select the random numbers.
 template <class To, class From>
@@ -67,7 +59,7 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
         if (rounding != nullptr) {
           convert_randomly(out, in, n, *rounding, row.row, write_back_stream(k));
         } else {
-          convert(out, in, n);
+          convert_row(in, n, out);
         }
       });
     });

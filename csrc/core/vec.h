@@ -8,7 +8,7 @@
 #error "vec.h needs EMB_ISA: include it from a *_kernels.cpp only"
 #endif
 
-#include "core/half.h"
+#include "core/dtype.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -149,6 +149,29 @@ EMB_HD void store_first(T* p, Vec v, int n) {
   T buffer[kLanes];
   store(buffer, v);
   copy_first(buffer, n, p);
+}
+
+// Convert `count` elements of a row to the dtype of `to`, rounded to nearest. The rows may not
+// overlap.
+template <class To, class From>
+EMB_HD void convert_row(const From* __restrict from, int64_t count, To* __restrict to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  const int rest = static_cast<int>(count - i);
+  if (rest > 0) store_first(to + i, load_first(from + i, rest), rest);
+}
+
+// Convert the row of `dim` elements from element `element` on of `data`, an array of dtype `type`,
+// to floats.
+[[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
+                                        float* out) {
+  if (type == Dtype::kFloat) {
+    convert_row(static_cast<const float*>(data) + element, dim, out);
+  } else if (type == Dtype::kHalf) {
+    convert_row(static_cast<const half16*>(data) + element, dim, out);
+  } else {
+    convert_row(static_cast<const bfloat16*>(data) + element, dim, out);
+  }
 }
 
 // Return the sum of the lanes, added pairwise: a chain of log2(kLanes) additions.

@@ -112,34 +112,6 @@ EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row
   });
 }
 
-// Convert `dim` columns of a row that is stored in 16 bits to floats.
-template <class T>
-EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
-  const int remaining = static_cast<int>(dim - d);
-  if (remaining > 0) store_first(out + d, load_first(row + d, remaining), remaining);
-}
-
-// Convert `dim` floats to columns of a row that is stored in 16 bits, rounded to nearest.
-template <class T>
-EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(row + d, load(values + d));
-  const int remaining = static_cast<int>(dim - d);
-  if (remaining > 0) store_first(row + d, load_first(values + d, remaining), remaining);
-}
-
-// Convert the row from element `element` on of `data`, of 16-bit dtype `type`, to floats.
-[[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
-                                        float* out) {
-  if (type == Dtype::kHalf) {
-    widen_row(static_cast<const half16*>(data) + element, dim, out);
-  } else {
-    widen_row(static_cast<const bfloat16*>(data) + element, dim, out);
-  }
-}
-
 // Store a row from element `element` on of `data`, of 16-bit dtype `type`, rounded as `rounding`
 // says. Linear row `id` and `tensor`, one of its tensors (RoundedTensor), select the random
 // numbers.
@@ -150,7 +122,7 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
     if (rounding.stochastic) {
       round_row(values, dim, rounding, id, tensor, row + element);
     } else {
-      narrow_row(values, dim, row + element);
+      convert_row(values, dim, row + element);
     }
   };
   if (type == Dtype::kHalf) {

@@ -75,25 +75,6 @@ struct CachedRows {
   }
 };
 
-// Copy a row of `dim` columns as floats to `out`.
-template <class W>
-EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) store(out + d, load(row + d));
-  for (; d < dim; ++d) out[d] = to_float(row[d]);
-}
-
-// Copy the row that begins at element `element` of `base`, an array of dtype `type`, as floats.
-EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim, float* out) {
-  if (type == Dtype::kFloat) {
-    widen_row(static_cast<const float*>(base) + element, dim, out);
-  } else if (type == Dtype::kHalf) {
-    widen_row(static_cast<const half16*>(base) + element, dim, out);
-  } else {
-    widen_row(static_cast<const bfloat16*>(base) + element, dim, out);
-  }
-}
-
 // Rows of a table or of a cache of another dtype. `at` copies a row as floats to `scratch`, [dim],
 // and returns an address there, which is valid until the next call. `in` must outlive the reader.
 struct MixedRows {

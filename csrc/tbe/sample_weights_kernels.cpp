@@ -14,9 +14,9 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   Vec products = {};
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) products += load(grad + d) * load(row + d);
-  float total = sum(products);
-  for (; d < dim; ++d) total += to_float(grad[d]) * to_float(row[d]);
-  return total;
+  const int rest = static_cast<int>(dim - d);
+  if (rest > 0) products += load_first(grad + d, rest) * load_first(row + d, rest);
+  return sum(products);
 }
 
 // Write args.out for the lookups of bags [first_bag, last_bag); `rows` is a reader of
