@@ -38,7 +38,14 @@ from emblib.memory_plan import (
     MemoryChoice,
 )
 from emblib.memory_plan.plan import _loss_at
-from emblib.memory_plan.selection import Limits, choose_options, totals, without_dominated
+from emblib.memory_plan.selection import (
+    SHARES,
+    Limits,
+    _uniform_plans,
+    choose_options,
+    totals,
+    without_dominated,
+)
 from emblib.sharding.planner import Planner, Topology
 from emblib.trace.skew import IdSkew
 from experiments.paths import REFERENCE, ROOT
@@ -282,6 +289,32 @@ def test_the_choice_within_two_memories_is_the_best_of_all(seed: int) -> None:
         for device, behind, c in exact
         if device <= limits.budget and behind <= (limits.backing or 0)
     )
+
+
+def test_a_plan_that_fits_two_memories_is_found() -> None:
+    """Exchanging the cheapest byte first, b and then a, takes 270 bytes of the device."""
+    options = []
+    for name, (plain_nbytes, backing_nbytes) in {"a": (210, 150), "b": (60, 50)}.items():
+        config = emblib.EmbeddingBagConfig(10, 4, name)
+        plain = MemoryChoice("", config, config, AS_IT_IS, plain_nbytes, plain_nbytes, 0.0, 1.0)
+        cached = replace(plain, method="cached", nbytes=10, backing_nbytes=backing_nbytes)
+        options.append([plain, cached])
+    assert choose_options(options, Limits(240, 100)) == [0, 1]
+    with pytest.raises(BudgetError, match="take about 270 B"):
+        choose_options(options, Limits(200, 100))
+
+
+def test_uniform_plans_come_in_the_order_of_the_options() -> None:
+    """Not in that of a set of strings, which differs from process to process."""
+    config = emblib.EmbeddingBagConfig(10, 4, "item")
+    options = [
+        [
+            MemoryChoice("", config, config, f"method {k}", 2 ** (9 - k), 2**9, 0.0, 1.0)
+            for k in range(9)
+        ]
+    ]
+    halves = [plan for (plan,) in _uniform_plans(options)][:: len(SHARES)]
+    assert halves == [8, *range(1, 9)]  # method 0 takes more than a half
 
 
 def test_choices_that_others_beat_are_left_out() -> None:

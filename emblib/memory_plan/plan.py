@@ -310,6 +310,7 @@ def _tables_with_skew(
     return [
         _PlannedTable(
             path=table.path,
+            name=table.path_name,
             config=table.config,
             optimizer=table.optimizer,
             importance=factor,
@@ -335,6 +336,7 @@ class _PlannedTable:
     """A table to plan, with the data that its losses depend on."""
 
     path: str
+    name: str  # `path.name`
     config: TableConfig
     optimizer: Any
     importance: float
@@ -344,10 +346,6 @@ class _PlannedTable:
     lookup_share: float  # share of all lookups that read this table
     backing: BackingMemory | None
     max_dim: int  # largest dim in its collection, whose tables may share its cache
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}.{self.config.name}" if self.path else self.config.name
 
     @property
     def rows(self) -> int:

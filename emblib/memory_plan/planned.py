@@ -29,8 +29,8 @@ class ConfiguredTable(NamedTuple):
 
     @property
     def path_name(self) -> str:
-        """Return `path.name`."""
-        return f"{self.path}.{self.config.name}"
+        """Return `path.name`; the name alone if there is no model."""
+        return f"{self.path}.{self.config.name}" if self.path else self.config.name
 
 
 def planned_tables(

@@ -140,7 +140,12 @@ def choose_options(options: Options, limits: Limits) -> list[int]:
     Raises:
         BudgetError: no combination of choices was found that fits.
     """
-    indices = _smallest(options, limits)
+    try:
+        indices = _smallest(options, limits)
+    except BudgetError:
+        indices = [] if limits.backing is None else _knapsack(options, limits, _UNITS_OF_BOTH)
+        if not indices:
+            raise
     picks = [_knapsack(options, Limits(limits.budget), _device_units(options))]
     if picks[0] and not limits.allow(options, picks[0]):
         picks = [_knapsack(options, limits, _UNITS_OF_BOTH)]
@@ -161,7 +166,14 @@ def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
-    """Return choices that minimise device memory within the limit of backing memory."""
+    """Return choices that take little device memory within the limit of backing memory.
+
+    It is the minimum without that limit; with it, choices are exchanged by the least device bytes
+    per saved byte of backing memory.
+
+    Raises:
+        BudgetError: they take more than a limit.
+    """
     indices = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, indices)
     while limits.backing is not None and backing > limits.backing:
@@ -186,8 +198,9 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
         smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
         largest = max(smallest_choices, key=lambda choice: choice.nbytes)
         missing = nbytes - limits.budget
+        bound = "at least" if limits.backing is None else "about"
         raise BudgetError(
-            f"the tables take at least {format_bytes(nbytes)}, which is {format_bytes(missing)} "
+            f"the tables take {bound} {format_bytes(nbytes)}, which is {format_bytes(missing)} "
             f"more than the budget of {format_bytes(limits.budget)}: raise it, allow other "
             f"methods, or make tables smaller; the largest is then {largest.before.name!r} with "
             f"{format_bytes(largest.nbytes)}",
@@ -247,7 +260,8 @@ def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) ->
 
 def _uniform_plans(options: Options) -> Iterator[list[int]]:
     """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
-    for method in {choice.method for choices in options for choice in choices}:
+    # In the order of the options: of plans with equal costs, every process picks the same one.
+    for method in dict.fromkeys(choice.method for choices in options for choice in choices):
         for share in SHARES:
             indices = []
             for choices in options:
