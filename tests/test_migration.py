@@ -370,6 +370,26 @@ def test_recorded_lookups_are_measured() -> None:
     assert cost.after.rows == sum(one.measured_nbytes for one in migration.replaced)
     with pytest.raises(ValueError, match="has no 99 samples"):
         migration.measure(recorder.trace, batch_size=99)
+    for numbers in ({"batch_size": 0}, {"batch_size": 4, "rounds": 0}, {"batch_size": 4.0}):
+        with pytest.raises((TypeError, ValueError), match=f"{[*numbers][-1]} must be"):
+            migration.measure(recorder.trace, **numbers)
+
+
+def test_means_take_no_weights() -> None:
+    model = nn.ModuleList([nn.EmbeddingBag(10, 4, mode="mean")])
+    ids, weights = torch.tensor([[1, 2]]), torch.ones(1, 2)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="per_sample_weights"):
+            model[0](ids, per_sample_weights=weights)
+        emblib.migrate(model)
+
+
+def test_undoing_keeps_the_mode() -> None:
+    model = nn.ModuleList([nn.EmbeddingBag(10, 4)])
+    migration = emblib.migrate(model)
+    model.eval()
+    migration.undo()
+    assert not model[0].training
 
 
 def test_wrong_arguments() -> None:

@@ -24,6 +24,7 @@ from emblib.migration.checks import Difference, MigrationCost, Speed
 from emblib.migration.torch_modules import ReplacedEmbedding
 from emblib.ops import autograd
 from emblib.optim import Optimizer
+from emblib.specs import check_count
 from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
@@ -154,10 +155,14 @@ class Migration:
             rounds: calls per module, with the batches of the trace in turn.
 
         Raises:
-            ValueError: the trace has no full batch of any replaced module.
+            TypeError: `batch_size` or `rounds` is no int.
+            ValueError: one of them is below 1, or the trace has no full batch of any replaced
+                module.
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
+        batch_size = check_count("batch_size", batch_size)
+        rounds = check_count("rounds", rounds)
         measured = (
             checks.measure(replaced, self._migrate_sample, trace, batch_size, rounds)
             for replaced in self.replaced
@@ -235,6 +240,7 @@ class Migration:
         self._require_migrated()
         for replaced in self.replaced:
             replaced.carry_back()
+            replaced.old.train(replaced.new.training)
             _set_module(self._model, replaced.paths, replaced.old)
         self._is_undone = True
 

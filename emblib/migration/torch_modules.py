@@ -127,7 +127,12 @@ class MigratedEmbeddingBag(_DropIn):
 
         Raises:
             ValueError: `offsets` with ids of two dimensions, or none with ids of one.
+            NotImplementedError: `per_sample_weights` with another mode, as in `nn.EmbeddingBag`.
         """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise NotImplementedError(
+                f'per_sample_weights are for mode="sum", as in nn.EmbeddingBag, got {self.mode!r}'
+            )
         if (input.dim() == 2) is (offsets is not None):
             raise ValueError(
                 "ids must be [B, N] without offsets or [L] with them, got ids of shape "
