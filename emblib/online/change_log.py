@@ -155,7 +155,8 @@ class ChangeLog:
         Raises:
             ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
                 this step's changes then wait for the next call.
-            RuntimeError: rows changed without training, or the log is closed.
+            RuntimeError: tables made steps that the log has not seen, or were replaced, or the log
+                is closed. Rows that a program writes are not noticed.
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
         """

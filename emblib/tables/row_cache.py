@@ -44,7 +44,7 @@ class CacheStats:
     """Counters of a cache since construction or the last reset.
 
     A batch counts when its rows are fetched: once, by `prefetch` or else by `forward`; a batch that
-    is prefetched in several passes counts once per pass. Skipped lookups (index -1) and lookups of
+    is fetched in several passes counts once per pass. Skipped lookups (index -1) and lookups of
     tables without a cache do not count. The names in brackets are the names in FBGEMM's
     `uvm_cache_stats`.
 
@@ -169,8 +169,8 @@ class RowCache(nn.Module):
 
     A batch is in flight from `enter` to `leave`. Rows that it or a later batch uses are not evicted
     in between, so a batch that never leaves eventually stops the cache from admitting rows. Batches
-    are numbered on the device, so that nothing here waits for the device and a captured graph may
-    replay `enter`, `fetch` and `leave`. The caller must hold the lock of the module.
+    are numbered on the device, so that a batch does not wait for the device and a captured graph
+    may replay `enter`, `fetch` and `leave`. The caller must hold the lock of the module.
     """
 
     weights: Tensor  # `[slots * stride]`, rows by slot
