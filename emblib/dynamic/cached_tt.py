@@ -36,7 +36,7 @@ from emblib.dynamic.tt_cache import (
 from emblib.grad_mode import without_gradients
 from emblib.ops.autograd import updates_in_backward
 from emblib.ops.cache import COUNTERS
-from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.hash import Keys
 from emblib.ops.one_call import in_one_call, native
 from emblib.ops.route import is_captured
@@ -288,7 +288,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.
         """
-        refuse_tangents("per_sample_weights", per_sample_weights)
+        refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(
                 indices, offsets, per_sample_weights

@@ -32,6 +32,7 @@ from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import BackingStore, check_backing
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd
+from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_count
@@ -316,6 +317,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             pooled = self._train_at_once(ids, offsets, per_sample_weights)
             if pooled is not None:
                 return pooled
+        refuse_transforms("per_sample_weights", per_sample_weights, ids, offsets, module=self)
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
 

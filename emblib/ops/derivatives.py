@@ -1,13 +1,14 @@
-"""Refuse derivatives that the ops do not have, where torch would silently return zeros.
+"""Refuse derivatives and transforms that lookups do not have.
 
 If an op has no forward-mode formula, torch drops the tangents of its arguments. Torch's
 `once_differentiable` cuts the graph, so `torch.autograd.functional.jvp`, which differentiates
-twice, sees a result that does not depend on its input and returns zeros.
+twice, sees a result that does not depend on its input and returns zeros. Transforms of `torch.func`
+fail in terms of torch, which do not say what to use instead.
 """
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,11 +38,61 @@ def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
             )
 
 
+class FreezableTables(Protocol):
+    """A module of tables that may be frozen."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """Return whether no table is trained."""
+
+
+def refuse_transforms(
+    operation: str, *tensors: Tensor | None, module: FreezableTables | None = None
+) -> None:
+    """Raise NotImplementedError for a lookup in a transform of `torch.func` that it does not have.
+
+    Refuses tangents as `refuse_tangents` does; tensors that `vmap` has batched; and in any
+    transform a lookup that autograd records. Outside of transforms this makes one call. In compiled
+    code it does nothing.
+
+    Args:
+        operation: name of the differentiable arguments in the error.
+        tensors: tensors of the batch, and parameters that autograd records.
+        module: module whose lookups autograd records unless it is frozen.
+    """
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    if (interpreter is None and forward_ad._current_level < 0) or torch.compiler.is_compiling():
+        return
+    refuse_tangents(operation, *tensors)
+    if interpreter is None:
+        return
+    arguments = [tensor for tensor in tensors if tensor is not None]
+    is_recorded = torch.is_grad_enabled() and (
+        (module is not None and not module.is_frozen) or any(t.requires_grad for t in arguments)
+    )
+    if is_recorded or any(map(_is_batched, arguments)):
+        raise NotImplementedError(
+            "lookups have no rules for the transforms of torch.func (vmap, grad, jacrev, ...): "
+            "differentiate with backward(), torch.autograd.grad or "
+            "torch.autograd.functional.jacobian; in place of vmap look up in a loop, or once for "
+            "a larger batch. Lookups that need no gradient may be under torch.no_grad() in a "
+            "transform of other tensors"
+        )
+
+
+def _is_batched(tensor: Any) -> bool:
+    """Return whether `vmap` or `is_grads_batched=True` has batched a tensor."""
+    functorch = torch._C._functorch
+    return isinstance(tensor, Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
 Backward = Callable[..., Any]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Wrap the backward of a Function so that differentiating its results raises.
+    """Wrap the backward of a Function so that differentiating or batching its results raises.
 
     Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
     gradients, so a derivative with respect to these raises too instead of being zero.
@@ -50,7 +101,16 @@ def once_differentiable(backward: Backward) -> Backward:
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            try:
+                return backward(ctx, *grads)
+            except RuntimeError as error:
+                if not any(map(_is_batched, grads)):
+                    raise
+                raise NotImplementedError(
+                    "the backward of lookups takes one gradient at a time: call it in a loop in "
+                    "place of is_grads_batched=True and vmap, or use "
+                    "torch.autograd.functional.jacobian without vectorize=True"
+                ) from error
         results = in_grad_mode(backward, enabled=False)(ctx, *grads)
         sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
         grads_out = results if isinstance(results, tuple) else (results,)

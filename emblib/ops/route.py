@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import RouteRule as RouteRule
-from emblib.ops.derivatives import once_differentiable, refuse_tangents
+from emblib.ops.derivatives import once_differentiable, refuse_tangents, refuse_transforms
 
 _ops = torch.ops.emblib
 
@@ -95,6 +95,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
     """Concatenate segments `order` of `values`; differentiable, repeats accumulate."""
     refuse_tangents("values", values)
     if values.requires_grad and torch.is_grad_enabled():
+        refuse_transforms("values", values)
         return _GatherSegments.apply(values, starts, order, total)
     return _ops.gather_segments(values, starts, order, total)
 

@@ -24,7 +24,7 @@ from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
-from emblib.ops.derivatives import once_differentiable, refuse_tangents
+from emblib.ops.derivatives import once_differentiable, refuse_transforms
 from emblib.ops.joint_step import adding_to
 from emblib.ops.scaled_gradients import mark_nested
 from emblib.optim import Optimizer
@@ -633,7 +633,7 @@ class ShardedTables(nn.Module):
     def _weights(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Return the weights of a batch in float32; None if the collection is not weighted."""
         weights = features.weights_or_none() if self._is_weighted else None
-        refuse_tangents("the weights of a batch", weights)
+        refuse_transforms("the weights of a batch", weights, features.values())
         return weights if weights is None or weights.dtype is torch.float32 else weights.float()
 
     def _inverse(self, features: KeyedJaggedTensor) -> list[Tensor] | None:

@@ -15,7 +15,7 @@ from emblib import ops
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, FeatureRow, RowFormatCode
 from emblib.ops import codes, quant
-from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.one_call import native
 from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base, state_dicts
@@ -441,7 +441,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 weights that require a gradient.
             ValueError: `batch_sizes` that do not fit.
         """
-        refuse_tangents("per_sample_weights", per_sample_weights)
+        refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             if torch.is_grad_enabled():
                 raise RuntimeError(

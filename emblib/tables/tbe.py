@@ -21,7 +21,7 @@ from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureColumn, Tier
 from emblib.grad_mode import without_gradients
 from emblib.ops import autograd, joint_step, tbe
-from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
 from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, state_dicts
@@ -226,7 +226,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit; weights without pooling.
         """
-        refuse_tangents("per_sample_weights", per_sample_weights)
+        refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
         if not torch.compiler.is_compiling():
             self.check_layout()
         if batch_sizes is None and not torch.compiler.is_compiling():

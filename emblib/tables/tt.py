@@ -22,7 +22,7 @@ from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import FeatureRow, TTTableColumn
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops import autograd, tt
-from emblib.ops.derivatives import refuse_tangents
+from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -354,7 +354,14 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             ValueError: `batch_sizes` that do not fit.
         """
         cores = self._all_cores()
-        refuse_tangents("per_sample_weights and cores", per_sample_weights, *cores)
+        refuse_transforms(
+            "per_sample_weights and cores",
+            per_sample_weights,
+            indices,
+            offsets,
+            *cores,
+            module=self,
+        )
         if not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""Derivatives that lookups do not have raise: torch would return zeros."""
+"""Derivatives and transforms that lookups do not have raise: torch would return zeros."""
 
 from collections.abc import Callable
 from typing import Any
@@ -151,6 +151,65 @@ def test_tangents_of_cores_raise() -> None:
 
     with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(function, (core,), (torch.ones_like(core),))
+
+
+def by_grad(look_up: Lookup, weights: Tensor) -> Any:
+    """Differentiate by a transform."""
+    return torch.func.grad(lambda weights: look_up(weights).sum())(weights)
+
+
+def by_jacrev(look_up: Lookup, weights: Tensor) -> Any:
+    """Differentiate row by row."""
+    return torch.func.jacrev(look_up)(weights)
+
+
+def by_vmap(look_up: Lookup, weights: Tensor) -> Any:
+    """Look up a batch of weights."""
+    return torch.vmap(look_up)(torch.stack([weights, weights]))
+
+
+def by_vmap_of_another(look_up: Lookup, weights: Tensor) -> Any:
+    """Look up beside a batch of another tensor."""
+    return torch.vmap(lambda x: look_up(weights) * x)(torch.ones(2))
+
+
+UNRECORDED = ("frozen", "quantised")
+
+
+@pytest.mark.parametrize("transform", [by_grad, by_jacrev, by_vmap, by_vmap_of_another])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_transforms_raise(name: str, transform: Callable[..., Any]) -> None:
+    look_up = SUBJECTS[name]()
+    if transform is by_vmap_of_another and name in UNRECORDED:
+        assert by_vmap_of_another(look_up, torch.ones(4)).shape[0] == 2
+        return
+    with pytest.raises(NotImplementedError, match="no rules for the transforms"):
+        transform(look_up, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    "module", [dense(), dynamic(), train(), emblib.QuantizedEmbeddingBags.from_float(dense())]
+)
+def test_batched_ids_raise(module: nn.Module) -> None:
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match="look up in a loop"):
+            torch.vmap(lambda ids: module(ids, OFFSETS))(torch.stack([IDS, IDS]))
+        rows = torch.vmap(lambda x: module(IDS, OFFSETS) * x)(torch.ones(2))  # as the error says
+        torch.testing.assert_close(rows[0], module(IDS, OFFSETS))
+    assert not isinstance(module, DynamicEmbeddingBags) or module.size(0) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "cached", "external", "train", "stored rows", "dynamic", "collection"]
+)
+def test_batched_gradients_raise(name: str) -> None:
+    look_up, weights = SUBJECTS[name](), torch.ones(4, requires_grad=True)
+    out = look_up(weights)
+    gradients = torch.ones(2, *out.shape)
+    with pytest.raises(NotImplementedError, match="one gradient at a time"):
+        torch.autograd.grad(out, weights, gradients, is_grads_batched=True)
+    jacobian = torch.autograd.functional.jacobian(look_up, torch.ones(4))  # as the error says
+    assert jacobian.shape == (*out.shape, 4)
 
 
 @pytest.mark.parametrize(
