@@ -8,6 +8,7 @@ batch, and equal updates keep the replicas equal.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from emblib.sharding.ranks import RankGroup, invoke_on_rank_and_broadcast_result
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, World, table_wise
 from emblib.sharding.shared_shards import Shared
 from emblib.sharding.tensor_train import share_cores
-from emblib.specs import Choice, Pooling
+from emblib.specs import BoundsCheck, Choice, Pooling
 from emblib.storage import TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
@@ -607,7 +608,7 @@ class ShardedTables(nn.Module):
         keys = features.keys()
         if keys != self._keys:
             features = features.permute(self._order(tuple(keys)))
-        return LocalBatch(
+        inputs = LocalBatch(
             features.values(),
             features.lengths(),
             features.offsets(),
@@ -617,6 +618,29 @@ class ShardedTables(nn.Module):
             features.variable_stride_per_key(),
             self._inverse(features),
         )
+        if self._bounds_check is BoundsCheck.FATAL and self.ranks.size > 1:
+            self._refuse_invalid_ids(inputs)
+        return inputs
+
+    def _refuse_invalid_ids(self, inputs: LocalBatch) -> None:
+        """Raise RuntimeError for an id outside its table, as kernels do, before ids are sent.
+
+        The kernels of another rank would raise there, while this rank waits. Reads the device.
+        """
+        for feature, (begin, end) in zip(
+            self.layout.features, pairwise(inputs.starts().tolist()), strict=True
+        ):
+            config = self.configs[feature.table]
+            if config.storage.is_keyed:
+                continue
+            ids = inputs.ids[begin:end]
+            invalid = ids[(ids < -1) | (ids >= config.num_embeddings)]
+            if len(invalid):
+                raise RuntimeError(
+                    f"bounds_check: indices of feature {feature.key!r}, table {config.name!r} must "
+                    f"be in [0, {config.num_embeddings}), or -1 for a pruned one, got "
+                    f"{int(invalid[0])}; with BoundsCheck.WARNING it would read row 0"
+                )
 
     def checked(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return a batch with valid lengths, see `checked_batch`, before any of it is sent.

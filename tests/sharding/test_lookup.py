@@ -25,7 +25,8 @@ from emblib.sharding.lookup import (
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
-from emblib.specs import Pooling
+from emblib.specs import BoundsCheck, Pooling
+from emblib.storage import Hash
 from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
@@ -254,6 +255,7 @@ def says_that_a_batch_is_wrong(ranks: RankGroup, kind: str) -> None:
     """One rank raises its error and the other names it; then both train on."""
     case = Case(tables(SUM), ("rw", "tw", "cw", "dp"))
     source = make_source(case)
+    source.bounds_check = BoundsCheck.FATAL
     sharded = make_sharded(case, ranks, source)
     features = batch(case, ranks.rank, 4)
     wrong: dict[str, tuple[Any, str]] = {
@@ -261,6 +263,8 @@ def says_that_a_batch_is_wrong(ranks: RankGroup, kind: str) -> None:
         "no batch at all": (features.values(), "KeyedJaggedTensor"),
         "ids that are floats": (_with_floats(features), "float"),
         "unlike bags": (_without_last_bag(features), "need inverse indices"),
+        "a row too far": (_with_id(features, 13), "'f0', table 't0' must be in .0, 13.*got 13"),
+        "a negative id": (_with_id(features, -2), "'f0', table 't0' .* got -2"),
     }
     sent, message = (features, "rank 1 could not send its batch")
     if ranks.rank == 1:
@@ -274,6 +278,13 @@ def _with_floats(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(features.keys(), features.values().float(), lengths=features.lengths())
 
 
+def _with_id(features: KeyedJaggedTensor, last_id: int) -> KeyedJaggedTensor:
+    """Replace the last id of f0, which t0 of 13 rows and t2 of 20 read, and another by padding."""
+    ids, end = features.values().clone(), features.offset_per_key()[features.keys().index("f0") + 1]
+    ids[[end - 1, 0 if end > 1 else -1]] = torch.tensor([last_id, -1])
+    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+
+
 def _without_last_bag(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     lengths, strides = features.lengths()[:-1], [[n] for n in features.stride_per_key()]
     strides[-1][0] -= 1
@@ -282,7 +293,29 @@ def _without_last_bag(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 @pytest.mark.parametrize(
-    "kind", ["without a feature", "no batch at all", "ids that are floats", "unlike bags"]
+    "kind",
+    [
+        "without a feature",
+        "no batch at all",
+        "ids that are floats",
+        "unlike bags",
+        "a row too far",
+        "a negative id",
+    ],
 )
 def test_no_rank_waits_for_one_whose_batch_is_wrong(kind: str) -> None:
     worlds.run(2, says_that_a_batch_is_wrong, kind)
+
+
+def _takes_any_key(ranks: RankGroup) -> None:
+    case = Case(tables(SUM, storage=Hash()), ("rw", "tw", "rw", "tw"))
+    source = make_source(case)
+    source.bounds_check = BoundsCheck.FATAL
+    features = batch(case, ranks.rank, 4)
+    keys = torch.where(features.values() % 2 == 0, -(2**60), features.values() + 2**60)
+    features = KeyedJaggedTensor(features.keys(), keys, lengths=features.lengths())
+    assert flat(make_sharded(case, ranks, source)(features)).abs().sum() > 0
+
+
+def test_keys_of_hash_tables_have_no_bounds() -> None:
+    worlds.run(2, _takes_any_key)
