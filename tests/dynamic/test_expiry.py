@@ -19,6 +19,9 @@ from emblib import (
     DynamicEmbeddingBags,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    ExactCounter,
+    FrequencyAdmission,
+    HostRows,
     KeyedJaggedTensor,
     optim,
 )
@@ -306,6 +309,25 @@ def test_rows_in_a_store_expire_by_the_clock(tmp_path: Path) -> None:
     clock.seconds += 1
     module.expire_keys()
     assert present(module) == {7, 8}
+
+
+def test_an_expired_key_that_is_not_admitted_again_is_logged() -> None:
+    admission = FrequencyAdmission(2, ExactCounter(1000))
+    spec = DynamicSpec(32, 2, ttl=16, admission=admission)
+    bags = DynamicEmbeddingBags([spec], optim.SGD(0.1), backing=BackingStore(HostRows(4096)))
+    log = bags.track_evictions()
+
+    def train(*ids: int) -> None:
+        bags(torch.tensor(ids), torch.tensor([0, len(ids)])).sum().backward()
+
+    train(7, 7)
+    for step in range(2, 18):  # other keys, which move 7 to the store
+        train(*2 * [*range(100 * step, 100 * step + 32)])
+    assert 7 in table_entries(bags, 0).keys
+    assert 7 not in log.since(0, 1)
+    train(7)
+    assert 7 not in table_entries(bags, 0).keys
+    assert 7 in log.since(0, 18)
 
 
 def test_tables_by_the_clock_in_collections() -> None:

@@ -8,7 +8,7 @@ A row in the store that a batch needs is promoted: it gets a slot like a new key
 it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
 rows that it could replace, or the batch itself fills its buckets) it is served in place: the batch
 reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
-back before the store is used again. A new key that finds no slot gets an overflow row as well.
+back before another batch reads the store. A new key that finds no slot gets an overflow row as well.
 
 A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `take`,
 `start_moves`. If the store is a `HostRows`, one native op makes the step, and these are
@@ -212,8 +212,7 @@ class BackingTier:
 
     def stats(self) -> dict[str, TierStats]:
         """Return the counts by table (reads the device)."""
-        lines = self.fast.index.stats()
-        named = zip(self.fast.table_names, lines, self._counts, strict=True)
+        named = zip(self.fast.table_names, self.fast.index.stats(), self._counts, strict=True)
         return {
             name: TierStats(lookups=line["lookups"], hits=line["hits"], **counts)
             for name, line, counts in named
@@ -222,7 +221,7 @@ class BackingTier:
     # Before the keys of a batch are inserted
 
     def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
-        """Read the rows of misses from the store, per table; expired rows are erased there.
+        """Read the rows of misses from the store, per table; erase expired ones there, and log them.
 
         Writes updated overflow rows back first; earlier copies in overflow rows become invalid.
         `FoundRows.positions` number the misses of the table from 0.
@@ -257,8 +256,11 @@ class BackingTier:
         if fast.expiry is None:
             return found
         is_alive = found.rows.stamps >= fast.expiry.before(table, fast.index.tick)[0]
-        if erase_expired:
-            self.store.erase(table, found.rows.keys[~is_alive])
+        expired = found.rows.keys[~is_alive]
+        if erase_expired and expired.numel():
+            self._expect_evictions(table)
+            self.store.erase(table, expired)
+            self.fast.record_evictions(table, expired)  # admission may refuse them
         return FoundRows(found.positions[is_alive], found.rows.at(is_alive))
 
     @staticmethod
@@ -376,8 +378,7 @@ class BackingTier:
             moves.promoted[t] = found.rows.keys[promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
-            if found.positions.numel():
-                counts["prefetched"] += self.store.num_prefetched(t, found.rows.keys)
+            counts["prefetched"] += self.store.num_prefetched(t, found.rows.keys)
             counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
             counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
