@@ -16,7 +16,7 @@ from emblib.dynamic.keys import as_score
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch
-from emblib.specs import DynamicSpec, Eviction
+from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import state_dicts
 
 
@@ -400,13 +400,12 @@ class EvictionLog:
         max_keys: keys per table, 8 bytes each in host memory.
 
     Raises:
+        TypeError: `max_keys` is no int.
         ValueError: `max_keys` is below 1.
     """
 
     def __init__(self, num_tables: int, tick: int, max_keys: int = 1 << 24) -> None:
-        if max_keys < 1:
-            raise ValueError(f"an eviction log must keep at least one key, got {max_keys}")
-        self._max_keys = max_keys
+        self._max_keys = check_count("max_keys", max_keys)
         self._logs: list[deque[_LoggedKeys]] = [deque() for _ in range(num_tables)]
         self._complete_from = [tick] * num_tables
         self._expected: dict[int, int] = {}  # by table the tick of keys that are not recorded yet

@@ -28,7 +28,7 @@ from emblib.dynamic.tiers.store import TierStats
 from emblib.grad_mode import in_grad_mode
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision
+from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision, check_count
 from emblib.tables import hyperparameters
 from emblib.tables.changes import CompletingLock
 
@@ -324,6 +324,7 @@ def reserve(state: DynamicState, table: int | str, rows: int) -> None:
 
     In a memory budget, it grows as far as the budget has room.
     """
+    rows = check_count("rows", rows, minimum=0)
     state.index.reserve(state.table_number(table), rows, state.slot_rows())
 
 

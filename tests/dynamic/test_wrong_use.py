@@ -94,6 +94,12 @@ def test_scores_and_tables_are_whole_numbers() -> None:
     assert custom.table_rows("a")["weight"].shape == (32, 4)
     with pytest.raises(IndexError, match="must be in"):
         custom.table_rows(-1)
+    for rows in (-1, 2.5, True):
+        with pytest.raises((TypeError, ValueError), match="rows must be"):
+            custom.reserve(0, rows)  # type: ignore[arg-type]
+    for max_keys in (0, 2.5, True):
+        with pytest.raises((TypeError, ValueError), match="max_keys must be"):
+            custom.track_evictions(max_keys)  # type: ignore[arg-type]
 
 
 class Model(nn.Module):
