@@ -8,7 +8,7 @@ A row in the store that a batch needs is promoted: it gets a slot like a new key
 it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
 rows that it could replace, or the batch itself fills its buckets) it is served in place: the batch
 reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
-back before another batch reads the store. A new key that finds no slot gets an overflow row as well.
+back before another batch reads the store. A new key that finds no slot gets an overflow row, too.
 
 A training step calls, in this order: `find_in_store`, `add_stored_uses`, `place`, `take`,
 `start_moves`. If the store is a `HostRows`, one native op makes the step, and these are
@@ -221,7 +221,7 @@ class BackingTier:
     # Before the keys of a batch are inserted
 
     def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
-        """Read the rows of misses from the store, per table; erase expired ones there, and log them.
+        """Read the rows of misses from the store, per table; erase and log expired rows there.
 
         Writes updated overflow rows back first; earlier copies in overflow rows become invalid.
         `FoundRows.positions` number the misses of the table from 0.
