@@ -33,7 +33,7 @@ __all__ = ["append_csv", "local_statistics", "prometheus_text", "write_textfile"
 
 Labels = Mapping[str, str | int]
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
-_RESERVED = ("module", "table", "reason", "cache", "le")
+_RESERVED = ("module", "table", "reason", "le")
 AGE_METRIC = "emblib_eviction_age_steps"
 
 

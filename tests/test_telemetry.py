@@ -243,9 +243,9 @@ def test_labels_that_prometheus_does_not_accept(name: str) -> None:
 def test_labels_are_strings_or_integers(tmp_path: Path) -> None:
     bags = DynamicEmbeddingBags([DynamicSpec(32, 4, name="item")], optim.SGD(0.1))
     path = tmp_path / "series.csv"
-    labels: Any = {"rank": 3, "shard": np.int64(4), "node": torch.tensor(5)}
+    labels: Any = {"rank": 3, "shard": np.int64(4), "node": torch.tensor(5), "cache": "a"}
     families = parse(telemetry.prometheus_text(bags, labels))
-    assert value(families, "emblib_rows", rank="3", shard="4", node="5") == 32
+    assert value(families, "emblib_rows", rank="3", shard="4", node="5", cache="a") == 32
     for labels, error in (({"rank": None}, TypeError), ({1: "x"}, ValueError)):
         with pytest.raises(error, match="label"):
             telemetry.prometheus_text(bags, labels)  # type: ignore[arg-type]

@@ -136,10 +136,14 @@ class ChangeLog:
         self._writer = _Writer(sink, max_pending)
         self._lookups = Lookups(model_tables)
         self._last_whole_step = self.step
-        if compact_every is not None:
-            self.snapshot(self.step)
-        else:
-            self._write_changes(RecordKind.DELTA, self.step)  # says at which step the log begins
+        try:
+            if compact_every is not None:
+                self.snapshot(self.step)
+            else:
+                self._write_changes(RecordKind.DELTA, self.step)  # says where the log begins
+        except BaseException:
+            self.close()
+            raise
 
     @without_gradients
     def record(self, step: int) -> bool:
@@ -226,6 +230,7 @@ class ChangeLog:
 
         Raises:
             ChangeLogError: an entry could not be written; `close` may be called again.
+            Exception: the sink could not be closed; `close` may be called again.
         """
         self._writer.close()
         self._lookups.close()
@@ -276,7 +281,7 @@ class _Writer:
         self._queue: deque[Record] = deque()
         self._changed = threading.Condition()
         self._error: Exception | None = None  # the thread waits until it is raised
-        self._is_closing = False
+        self._is_closing = self._is_closed = False
         self._last_whole_position: str | None = None
         self._thread = threading.Thread(target=self._run, name="emblib change log", daemon=True)
         self._thread.start()
@@ -351,12 +356,14 @@ class _Writer:
         self._wait_until(lambda: not self._queue)
 
     def close(self) -> None:
-        """Write all records, and end the thread."""
-        if self._is_closing:
+        """Write all records, end the thread, and close the sink; do nothing if that is done."""
+        if self._is_closed:
             return
-        self.flush()
+        if not self._is_closing:
+            self.flush()
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
         self._sink.close()
+        self._is_closed = True

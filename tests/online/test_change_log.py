@@ -273,6 +273,33 @@ def test_a_refused_log_tracks_no_evictions() -> None:
     assert keyed.state.eviction_log is None
 
 
+def test_a_log_that_could_not_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, threads = bags(optim.SGD(0.1)), set(threading.enumerate())
+    monkeypatch.setattr(trained, "flush", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ChangeLog(trained, Memory())
+    assert set(threading.enumerate()) <= threads
+    assert not trained._forward_hooks
+
+
+def test_a_sink_that_could_not_be_closed_is_closed_again() -> None:
+    class Failing(Memory):
+        num_calls = 0
+
+        def close(self) -> None:
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise OSError(errno.EIO, "Input/output error")
+
+    sink = Failing()
+    log = ChangeLog(bags(optim.SGD(0.1)), sink)
+    with pytest.raises(OSError, match="Input/output"):
+        log.close()
+    for _ in range(2):
+        log.close()
+    assert sink.num_calls == 2
+
+
 def test_a_snapshot_that_failed_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose snapshots have other numbers would have no boundary in common any more."""
     trained, sink = bags(optim.SGD(0.1)), Memory()
