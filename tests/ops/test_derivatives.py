@@ -169,7 +169,7 @@ def by_vmap(look_up: Lookup, weights: Tensor) -> Any:
 
 
 def by_vmap_of_another(look_up: Lookup, weights: Tensor) -> Any:
-    """Look up beside a batch of another tensor."""
+    """Look up inside a vmap over another tensor."""
     return torch.vmap(lambda x: look_up(weights) * x)(torch.ones(2))
 
 
