@@ -375,6 +375,43 @@ def test_recorded_lookups_are_measured() -> None:
             migration.measure(recorder.trace, **numbers)
 
 
+@pytest.mark.parametrize(
+    ("old", "tables", "state"),
+    [
+        (torch.optim.Adagrad, optim.RowwiseAdagrad(0.1), "sum"),
+        (torch.optim.Adam, optim.PartialRowwiseAdam(0.1), "exp_avg_sq"),
+        (torch.optim.SparseAdam, optim.PartialRowwiseLAMB(0.1), "exp_avg_sq"),
+    ],
+)
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_states_per_row_are_means(old: Any, tables: Any, state: str, num_steps: int) -> None:
+    is_sparse = old is torch.optim.SparseAdam
+    model = nn.ModuleList([nn.EmbeddingBag(10, 4, mode="sum", sparse=is_sparse)])
+    optimizer = old(model.parameters(), 0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        (model[0](torch.tensor([[1, 2]])) * torch.arange(4)).sum().backward()
+        optimizer.step()
+
+    for _ in range(num_steps):
+        train()
+    migration = emblib.migrate(model, optimizer, tables=tables)
+    (states,) = model[0].table.table_optimizer_states()
+    if num_steps:
+        means = migration.replaced[0].weight.trained.state[state].mean(1)
+        assert means.any()
+        assert torch.equal(states[state], means)
+    migration.check()
+    (model[0](torch.tensor([[1, 2]])) * torch.arange(4)).sum().backward()
+    means = states[state].clone()
+    migration.undo()
+    restored = optimizer.state[model[0].weight][state]
+    assert restored.shape == (10, 4)
+    assert torch.equal(restored, means[:, None].expand(10, 4))
+    train()
+
+
 def test_means_take_no_weights() -> None:
     model = nn.ModuleList([nn.EmbeddingBag(10, 4, mode="mean")])
     ids, weights = torch.tensor([[1, 2]]), torch.ones(1, 2)

@@ -9,6 +9,7 @@ parameter of any other table replaces the weight in the optimizer.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -283,7 +284,7 @@ class TorchWeight:
         if trained is not None:
             states = self._states(trained.state)
             for name in table.states.keys() & states.keys():
-                table.states[name].copy_(states[name].view_as(table.states[name]))
+                table.states[name].copy_(_in_shape(states[name], table.states[name].shape))
             table.module.set_step(int(trained.state.get("step", 0)))
             trained.replace(weight, [])
         if not weight.requires_grad:
@@ -332,8 +333,8 @@ class TorchWeight:
             step = table.module.step
             state["step"] = step if is_sparse_adam else torch.tensor(float(step))
         for name in names:
-            shape = state[name].shape if name in state else table.states[name].shape
-            state[name] = table.states[name].view(shape).clone()
+            shape = state[name].shape if name in state else self.weight.shape
+            state[name] = _in_shape(table.states[name], shape).clone()
         sampled = self._states(state)
         return {
             name: value[rows].clone()
@@ -341,6 +342,18 @@ class TorchWeight:
             else copy.deepcopy(value)
             for name, value in state.items()
         }
+
+
+def _in_shape(state: Tensor, shape: torch.Size) -> Tensor:
+    """Return an optimizer state as numbers per row or per element, `[rows]` or `[rows, dim]`.
+
+    The number of a row is the mean of its elements, as optimizers with one per row count it.
+    """
+    rows = state.reshape(len(state), math.prod(state.shape[1:]))
+    width = math.prod(shape[1:])
+    if width < rows.shape[1]:
+        rows = rows.mean(1, keepdim=True)
+    return rows.expand(-1, width).reshape(shape)
 
 
 class Replaced(ABC):

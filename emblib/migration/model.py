@@ -281,7 +281,8 @@ def migrate(
             optimizers that torch applies in backward are found on the parameters.
         tables: optimizer that backward applies to every table of torch or TorchRec, instead of the
             counterpart of its old optimizer. E.g. `optim.Adam(1e-3)` updates the rows of a batch,
-            whereas `torch.optim.Adam` changes all rows. States of equal names move into the table.
+            whereas `torch.optim.Adam` changes all rows. States of equal names move into the table;
+            a state with one number per row gets the mean of those of its elements.
 
     Raises:
         TypeError: `model` is an embedding itself, backward does not apply `tables`, or an optimizer
