@@ -184,6 +184,39 @@ def test_no_rank_waits_for_one_whose_next_batch_is_wrong(
     assert ("the batch has no features ['shop']" if lacks == "feature" else "'bags'") in raised
 
 
+def _reads_a_wrong_batch(ranks: RankGroup, name: str) -> tuple[int, list[str], int]:
+    """The loader of rank 1 fails at its third batch, and goes on when all ranks have raised."""
+    model = Case((5, 5)).model(ranks)
+    batches = iter(batches_of(ranks.rank, (5, 5)))
+
+    class Loader:
+        count = 0
+
+        def __next__(self) -> Batch:
+            self.count += 1
+            if self.count == 3 and ranks.rank == 1:
+                raise OSError("the file of batch 2 is damaged")
+            return next(batches)
+
+    pipeline, loader = _pipeline(name, model), Loader()
+    pipeline.progress(loader)
+    pipeline.progress(loader)
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        pipeline.progress(loader)
+    while True:
+        try:
+            pipeline.progress(loader)
+        except StopIteration:
+            return pipeline.steps, [str(caught.value)], len(list(batches))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_no_rank_waits_for_one_that_cannot_read_its_batch(name: str) -> None:
+    told, raised = worlds.run(2, _reads_a_wrong_batch, name)
+    assert told == (5, ["rank 1 could not read its batch, see its error: no rank ran the step"], 0)
+    assert raised == (5, ["the file of batch 2 is damaged"], 0)
+
+
 def _given_inputs(ranks: RankGroup, case: Case, name: str) -> Trained:
     model = case.model(ranks)
     seen = []

@@ -153,6 +153,7 @@ class TrainPipelineBase:
         """Remove and return the step to train, after reading ahead; None at the end of an epoch.
 
         Waits for the numbers of all ranks for this step, unless the pipeline assumes equal inputs.
+        If a rank failed to read its batch, all ranks raise when its step is next.
         """
         while True:
             while len(self._steps_ahead) <= self.ahead:
@@ -160,6 +161,7 @@ class TrainPipelineBase:
             step = self._steps_ahead.popleft()
             if self._loader.settle(step):
                 return step
+            step.raise_failure()
             if self._loader.is_last(step, self._steps_ahead[-1]):
                 # No rank has a batch in the later steps; receive their messages and drop them.
                 while self._steps_ahead:

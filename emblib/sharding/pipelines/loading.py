@@ -141,6 +141,7 @@ class Step:
         numbers_of_ranks: `_BatchNumber`s of every rank, by rank; None for `AssumeEqual`.
         runs: whether the ranks compute this step; None until that is decided.
         sent: inputs that were sent ahead, a `SentBatch`; None before.
+        error: error with which this rank failed to read the batch; None if it did not.
     """
 
     epoch: int
@@ -149,6 +150,18 @@ class Step:
     numbers_of_ranks: Awaitable[list[list[int]]] | None
     runs: bool | None = None
     sent: Any = None
+    error: Exception | None = None
+
+    def raise_failure(self) -> None:
+        """Raise, on all ranks, if a rank failed to read its batch of this step."""
+        if self.error is not None:
+            raise self.error
+        ranks = [] if self.numbers_of_ranks is None else self.numbers_of_ranks.wait()
+        failed = [rank for rank, numbers in enumerate(ranks) if numbers[_BatchNumber.HAS_FAILED]]
+        if failed:
+            raise RuntimeError(
+                f"rank {failed[0]} could not read its batch, see its error: no rank ran the step"
+            )
 
     def counted(self) -> ExampleCount:
         """Return the examples of the batch."""
@@ -167,6 +180,7 @@ class _BatchNumber(IntEnum):
     EXAMPLES = 1
     HAS_EMPTY = 2  # whether it knows an empty batch
     EPOCH = 3
+    HAS_FAILED = 4  # whether it could not read its batch
 
 
 class Loader:
@@ -240,15 +254,28 @@ class Loader:
     def fetch(self) -> Step:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks.
 
-        With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too.
+        With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too. So does
+        one that fails to read: all ranks raise when the step is next, see `Step.raise_failure`.
         """
-        batch = self._next()
-        examples = 0 if batch is None else examples_of(batch)
+        examples, staged, error = 0, None, None
+        try:
+            batch = self._next()
+            if batch is not None:
+                examples, staged = examples_of(batch), self._copy(batch)
+        except Exception as raised:
+            if self._agreement is None:
+                raise
+            error = raised
         # In the order of `_BatchNumber`.
-        numbers = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
+        numbers = (
+            int(staged is not None),
+            examples,
+            int(self._empty is not None),
+            self.epoch,
+            int(error is not None),
+        )
         numbers_of_ranks = None if self._agreement is None else self._agreement.gather(numbers)
-        staged = None if batch is None else self._copy(batch)
-        return Step(self.epoch, staged, examples, numbers_of_ranks)
+        return Step(self.epoch, staged, examples, numbers_of_ranks, error=error)
 
     def _next(self) -> Any:
         """Return the next batch of this rank; None once it has no more."""
@@ -298,6 +325,8 @@ class Loader:
     def _decide(self, step: Step) -> bool:
         """Return whether ranks compute a step, from the numbers that all ranks have sent.
 
+        They do not if a rank failed to read its batch.
+
         With `AssumeEqual` this rank decides by its own batch. With `DrainAll`, if a rank does not
         know an empty batch and another rank has a batch, the ranks gather their empty batches: a
         collective.
@@ -305,6 +334,8 @@ class Loader:
         if step.numbers_of_ranks is None:
             return step.batch is not None
         numbers_of_ranks = step.numbers_of_ranks.wait()
+        if any(numbers[_BatchNumber.HAS_FAILED] for numbers in numbers_of_ranks):
+            return False
         num_batches = sum(numbers[_BatchNumber.HAS_BATCH] for numbers in numbers_of_ranks)
         if isinstance(self.uneven_inputs, StopAtShortest):
             return num_batches == len(numbers_of_ranks)
