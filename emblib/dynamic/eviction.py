@@ -399,10 +399,15 @@ class EvictionLog:
         tick: the tick from which on the log is complete.
         max_keys: keys per table, 8 bytes each in host memory.
 
+    Attributes:
+        is_returned: whether `track_evictions` has returned it to the program.
+
     Raises:
         TypeError: `max_keys` is no int.
         ValueError: `max_keys` is below 1.
     """
+
+    is_returned = False
 
     def __init__(self, num_tables: int, tick: int, max_keys: int = 1 << 24) -> None:
         self._max_keys = check_count("max_keys", max_keys)

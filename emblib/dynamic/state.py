@@ -455,6 +455,7 @@ def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog
         if state.backing is not None:  # no thread may move rows while there is a log
             state.backing.move_rows()
         state.eviction_log = EvictionLog(len(state.specs), state.index.tick, max_keys)
+    state.eviction_log.is_returned = True
     return state.eviction_log
 
 

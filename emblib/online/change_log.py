@@ -234,6 +234,7 @@ class ChangeLog:
         """
         self._writer.close()
         self._lookups.close()
+        self._keyed.close()
 
     def __enter__(self) -> "ChangeLog":
         return self

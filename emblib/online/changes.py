@@ -237,6 +237,7 @@ class WatchedEvictions(EvictionLog):
     """An eviction log that counts how often the content of its tables was replaced."""
 
     num_replacements = 0  # of all tables of the module
+    num_users = 0  # change logs that are not closed
 
     def restart(self, tick: int) -> None:
         """Clear the log after the tables were replaced."""
@@ -256,7 +257,7 @@ class _LoggedShard(NamedTuple):
 class KeyedChanges:
     """The changed entries of the dynamic tables of a model, on this rank.
 
-    Tables whose evictions are not tracked get a `WatchedEvictions`.
+    Tables whose evictions are not tracked get a `WatchedEvictions`, until `close`.
 
     Args:
         model: the model.
@@ -282,11 +283,24 @@ class KeyedChanges:
                     f"evictions from table {name!r} are tracked already: make the change log "
                     "before track_evictions(), which then returns its record"
                 )
-        for shard in self._shards:
-            state: DynamicState = shard.location.module.state
+        states_by_id = {id(s.location.module.state): s.location.module.state for s in self._shards}
+        self._tracked: list[DynamicState] = [*states_by_id.values()]
+        for state in self._tracked:
             if state.eviction_log is None:
                 state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
+            assert isinstance(state.eviction_log, WatchedEvictions)
+            state.eviction_log.num_users += 1
         self.commit()
+
+    def close(self) -> None:
+        """Stop tracking evictions, unless another log or the program needs them."""
+        while self._tracked:
+            state = self._tracked.pop()
+            log = state.eviction_log
+            assert isinstance(log, WatchedEvictions)
+            log.num_users -= 1
+            if not log.num_users and not log.is_returned:
+                state.eviction_log = None
 
     def commit(self) -> None:
         """Note that the copied changes are in the log; later copies begin here."""

@@ -300,6 +300,20 @@ def test_a_sink_that_could_not_be_closed_is_closed_again() -> None:
     assert sink.num_calls == 2
 
 
+def test_a_closed_log_tracks_no_evictions() -> None:
+    keyed = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], optim.SGD(0.1))
+    logs = [ChangeLog(keyed, Memory()) for _ in range(2)]
+    record = keyed.state.eviction_log
+    logs[0].close()
+    logs[0].close()
+    assert keyed.state.eviction_log is record
+    logs[1].close()
+    assert keyed.state.eviction_log is None
+    with ChangeLog(keyed, Memory()):
+        record = keyed.track_evictions()  # the program goes on to read it
+    assert keyed.state.eviction_log is record
+
+
 def test_a_snapshot_that_failed_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose snapshots have other numbers would have no boundary in common any more."""
     trained, sink = bags(optim.SGD(0.1)), Memory()
