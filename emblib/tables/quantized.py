@@ -302,7 +302,7 @@ class QuantizedEmbeddingBags(nn.Module):
             formats: format of the rows of all tables, or of each, instead of `bits`.
 
         Raises:
-            TypeError: another source.
+            TypeError: another source, or a module with `max_norm`, or bags with `padding_idx`.
             ValueError: rows that are not finite, or exceed the range of float16.
         """
         tables = FloatTables.of(source)
@@ -672,6 +672,16 @@ class FloatTables(NamedTuple):
             settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
             return cls(specs, source, source.pooling, *settings)
         pooling = Pooling.SUM
+        if isinstance(source, nn.Embedding | nn.EmbeddingBag) and source.max_norm is not None:
+            raise TypeError(
+                "max_norm changes the rows of a lookup: scale the rows with it, and set it to None"
+            )
+        if isinstance(source, nn.EmbeddingBag) and source.padding_idx is not None:
+            raise TypeError(
+                f"padding_idx={source.padding_idx} is left out of bags, which quantised tables do "
+                "not do: set it to None in a copy of the module, and remove the id from batches "
+                "with emblib.jagged.drop_padding_from_bags"
+            )
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight
         elif isinstance(source, nn.EmbeddingBag):

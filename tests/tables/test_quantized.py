@@ -110,6 +110,20 @@ def test_other_sources() -> None:
         QuantizedEmbeddingBags.from_float(nn.EmbeddingBag(3, 2, mode="max"))
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (nn.EmbeddingBag(10, 4, padding_idx=3), r"padding_idx=3 .*drop_padding_from_bags"),
+        (nn.EmbeddingBag(10, 4, max_norm=1.0), "max_norm changes the rows"),
+        (nn.Embedding(10, 4, max_norm=1.0), "max_norm changes the rows"),
+    ],
+)
+def test_modules_that_look_up_otherwise_are_refused(source: nn.Module, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        QuantizedEmbeddingBags.from_float(source)
+    assert QuantizedEmbeddingBags.from_float(nn.Embedding(10, 4, padding_idx=3)).output_dim == 4
+
+
 def test_features_may_differ_in_bags() -> None:
     floats = trained()
     made = QuantizedEmbeddingBags.from_float(floats)
