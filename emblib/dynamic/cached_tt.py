@@ -63,7 +63,7 @@ from emblib.tables.base import (
     variable_batch,
     warn_of_dtype,
 )
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
 
@@ -263,7 +263,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         since = torch.zeros(len(self.tables), dtype=torch.int64, device=device)
         self.register_buffer("since", since)
 
-    @graph_break  # choosing rows and the hash table run uncompiled
+    @run_uncompiled  # choosing rows and the hash table run uncompiled
     def forward(
         self,
         indices: Tensor,

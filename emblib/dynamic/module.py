@@ -40,7 +40,7 @@ from emblib.tables import recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import check_not_replicated
 
@@ -321,7 +321,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
 
-    @graph_break
+    @run_uncompiled
     @atomic
     def _train_at_once(
         self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
@@ -337,7 +337,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
             return None
         ids = ids.contiguous()
-        inserted = training.insert_at_once(state, calls.insertion, ids, offsets)
+        inserted = training.insert_in_one_op(state, calls.insertion, ids, offsets)
         if inserted is None:
             return None
         slots = inserted.slots
@@ -398,7 +398,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             zeros = self._zeros = zeros.as_strided((count,), (1,))
         return zeros
 
-    @graph_break  # an index is state, and its rows move
+    @run_uncompiled  # an index is state, and its rows move
     @atomic
     def _look_up(
         self,
@@ -518,7 +518,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         weights, *states = self.state.row_buffers
         return autograd.Tiers([weights], states, self.hyperparams, self.output_dtype)
 
-    @graph_break
+    @run_uncompiled
     @without_gradients
     @atomic
     def prefetch(
@@ -577,7 +577,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self.state.backing is not None:
             self.state.backing.drop_overflow_rows()
-        training.check_keeps_keys(fn)
+        training.refuse_to_empty(fn)
         check_not_shared(fn)
         device = self.hyperparams.device
         new_device = fn(torch.empty(0, device=device)).device

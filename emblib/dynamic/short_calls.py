@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.rows import BatchReads, TrainingUpdate
 from emblib.dynamic.state import DynamicState
-from emblib.dynamic.training import InsertionArguments, inserts_at_once
+from emblib.dynamic.training import InsertionArguments, can_insert_in_one_op
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
@@ -92,7 +92,7 @@ class KeyedCalls:
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
             and recomputation.running_forward() is None
             and not autograd.is_for_update()
-            and inserts_at_once(state)
+            and can_insert_in_one_op(state)
         )
 
     def can_serve(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:

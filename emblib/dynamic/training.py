@@ -12,8 +12,8 @@ So the function must be repeatable. Native calls that change something are made 
 that follow from these results. `BatchInsertion` defines the order of the changes.
 
 With a backing store (`state.backing`) rows are in the fast tier, which is the index and its row
-buffers, or in the store. Each table has overflow rows behind its slots, in which a batch reads and
-updates rows that got no slot.
+buffers, or in the store. Each table then has overflow rows behind its slots, in which a batch reads
+and updates rows that got no slot.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
 
     Returns:
-        Slots int64 `[L]`, -1 for keys without one, which with a backing store may be those of
-        overflow rows; and the misses of the batch with their results. None for both if the index
-        found no miss, which on a GPU it does not check.
+        Slots, int64 `[L]`: the slot or overflow row of each key, -1 for none. The misses of the
+        batch and their results; None for both if every key was found, which a GPU does not check.
 
     Raises:
         RuntimeError: keys found no slot in a table that raises then (`OnInsertFailure.RAISE`); the
@@ -114,13 +113,13 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
 _NUM_RESULTS_OF_HITS = 3 + len(Groups._fields)
 
 
-class BatchAtOnce(NamedTuple):
+class OneOpInsertion(NamedTuple):
     """A training batch that one op inserted.
 
     Attributes:
         keys: the batch.
         offsets: int32 `[F * B + 1]`, the offsets of its bags.
-        slots: int64 `[L]`, -1 for keys that were not inserted.
+        slots: int64 `[L]`, the slot or overflow row of each key, -1 for none.
         groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`.
     """
 
@@ -130,7 +129,7 @@ class BatchAtOnce(NamedTuple):
     groups: list[Tensor]
 
 
-def inserts_at_once(state: DynamicState) -> bool:
+def can_insert_in_one_op(state: DynamicState) -> bool:
     """Return whether an insertion needs no decision between its steps, so that one op makes it."""
     return (
         state.admission is None
@@ -153,14 +152,14 @@ class InsertionArguments(NamedTuple):
         row_buffers: weights and optimizer states of a state, flat.
         features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
         tables: int64 `[F]`, the table of each feature.
-        codes: numbers of the eviction order and of the insert policy, see `emblib.ops.codes`.
+        policy_codes: numbers of the eviction order and insert policy, see `emblib.ops.codes`.
         initial_values: layout, rules and seed of new rows, see `RowInitializer.arguments`.
     """
 
     row_buffers: list[Tensor]
     features: Tensor
     tables: Tensor
-    codes: tuple[int, int]
+    policy_codes: tuple[int, int]
     initial_values: tuple[Tensor, Tensor, int]
 
     @classmethod
@@ -176,15 +175,15 @@ class InsertionArguments(NamedTuple):
         )
 
 
-def insert_at_once(
+def insert_in_one_op(
     state: DynamicState, arguments: InsertionArguments, ids: Tensor, offsets: Tensor
-) -> BatchAtOnce | None:
+) -> OneOpInsertion | None:
     """Insert a training batch in one op; return None, with no key changed, if the op cannot.
 
     Gradients may be enabled: the row buffers are detached, and no other tensor requires a gradient.
 
     Args:
-        state: the tables, whose lock this thread holds; `inserts_at_once` must be true of them.
+        state: the tables, whose lock this thread holds; `can_insert_in_one_op` must hold.
         arguments: arguments of the state.
         ids: int64 `[L]`, contiguous.
         offsets: int32 or int64 `[F * B + 1]`; None is returned if they are invalid.
@@ -201,8 +200,9 @@ def insert_at_once(
     op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
     placement: BatchPlacementAtOnce | None = None
 
-    def insert() -> BatchAtOnce | None:
+    def insert() -> OneOpInsertion | None:
         nonlocal placement
+        # In another run `once` ignores its arguments, so the store need not make them again.
         store_arguments = () if backing is None or len(effects) else backing.begin_batch()
         effects.restart()
         index.begin_insertion(effects)
@@ -215,13 +215,13 @@ def insert_at_once(
             offsets,
             arguments.tables,
             scores,
-            *arguments.codes,
+            *arguments.policy_codes,
             *arguments.initial_values,
             *store_arguments,
         )
         if not results:
             return None
-        repaired, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
+        offsets32, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
         results_of_misses = results[_NUM_RESULTS_OF_HITS:]
         keys = Keys(ids, starts, arguments.tables)
         inserted = InsertedBatch(slots)
@@ -239,7 +239,7 @@ def insert_at_once(
         state.last_batch = LastBatch(inserted, keys, ids._version)
         if results_of_misses and backing is not None:
             backing.start_moves()
-        return BatchAtOnce(keys, repaired, slots, groups)
+        return OneOpInsertion(keys, offsets32, slots, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))
 
@@ -250,8 +250,9 @@ class BatchInsertion:
     1. The index: hits are touched, misses are admitted, the table grows, misses are inserted. From
        then on new keys can be found, with the rows of evicted keys in their slots.
     2. With a backing store, the rows of evicted keys are copied out of their slots, and rows from
-       the store are written to theirs (`BackingTier.place`). No row of a slot changes before all
-       copies are stored here: on the CPU one native call makes both.
+       the store are written to theirs (`BackingTier.place`). Per table, the copies are stored here
+       before a later call changes rows. On the CPU one native call copies out and writes in, and
+       its results are stored at once.
     3. The tier records which rows move between the store and the slots, and new rows get their
        initial values. From then on lookups see the module as after the batch, even if the store has
        not been called yet.
@@ -282,14 +283,14 @@ class BatchInsertion:
     def is_optional(self) -> bool:
         """Return whether the insertion may be abandoned.
 
-        It may before the index has new keys, and after their rows are written. In between, slots
-        of new keys have the rows of other keys.
+        It may be abandoned before the index has new keys, and after their rows are written. In
+        between, slots of new keys have the rows of other keys.
         """
         return self._is_written or not self._effects.has_made(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
         """Insert the batch, or the rest of it after an interruption."""
-        if self._has_begun:  # the caller may have overwritten its tensor since
+        if self._has_begun:  # a third run may come after the caller has overwritten its tensor
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True
         state, keys = self._state, self._keys
@@ -468,15 +469,16 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 def clear(state: DynamicState) -> None:
     """Remove all keys, in both tiers; tables have their initial capacity again.
 
-    Counts of admission and statistics and the times of use are forgotten, and fallback rows have
-    their initial values. The count of training steps restarts, unless evictions are tracked.
+    Counts of admission, the statistics with their counters and the times of use are forgotten, and
+    fallback rows have their initial values. The count of training steps restarts, unless evictions
+    are tracked. Scores of `Eviction.STEP` restart at 1; those of `Eviction.CUSTOM` stay.
     """
     tick = 0
     if state.eviction_log is not None:
         tick = state.index.tick
         for t in range(len(state.specs)):
             state.record_evictions(t, table_entries(state, t).keys)
-    # Not `state.complete`: moves to the store are cancelled, so that clearing works without it.
+    # Not `state.complete`: moves to the store are cancelled, also if it cannot take them.
     state.lock.complete(lambda: _clear(state, tick), lambda: True)
 
 
@@ -554,7 +556,7 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
 
 
 def track_optimizer_state(state: DynamicState, optimizer: torch.optim.Optimizer) -> None:
-    """Have the states of `optimizer` for the weights reset in the rows of new keys.
+    """Reset the optimizer's state of a row whenever a new key gets the row.
 
     Raises:
         ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
@@ -607,7 +609,7 @@ def check_stored(specs: Sequence[DynamicSpec]) -> None:
             )
 
 
-def check_keeps_keys(fn: Callable[[Tensor], Tensor]) -> None:
+def refuse_to_empty(fn: Callable[[Tensor], Tensor]) -> None:
     """Raise RuntimeError for a function of `nn.Module._apply` that does not keep values."""
     if loses_values(fn):
         raise RuntimeError("to_empty would lose the keys: use reset_parameters() instead")
@@ -642,13 +644,14 @@ def check_optimizer(
 def check_batch(
     ids: Tensor, sample_weights: Tensor | None, counts: Tensor | None, pooling: Pooling
 ) -> None:
-    """Check the arguments of a lookup as the kernels would, and that counts are >= 0.
+    """Check the shape of ids, and the shape, dtype and device of sample weights and counts.
 
-    Counts on CUDA are not read.
+    Counts on the CPU must be >= 0. The dtype of ids is not checked.
 
     Raises:
         RuntimeError: wrong shape, dtype or device.
         ValueError: negative counts; weights without pooling.
+        NotImplementedError: weights with a tangent of forward-mode derivatives.
     """
     refuse_tangents("per_sample_weights", sample_weights)
     if ids.dim() != 1:

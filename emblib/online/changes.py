@@ -28,7 +28,7 @@ from emblib.optim import EnsembleRowwiseAdagrad, External, Optimizer, descriptio
 from emblib.reference.tbe import repair_offsets
 from emblib.tables import TableBatchedEmbeddingBags
 from emblib.tables.base import append_last_offset
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.optimizer_hooks import global_decay
 
 ChangesByName = dict[str, list[TableChange]]  # by name of the table, one per shard on this rank
@@ -69,7 +69,7 @@ class LookupHook:
         self._rows: dict[Identity, Tensor] = {}
         self.num_forwards = 0
 
-    @graph_break
+    @run_uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:

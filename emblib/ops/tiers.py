@@ -26,7 +26,8 @@ packed matrix, and from the matrix into the other tier.
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. Where both buckets of a key are
-  full, the lowest of their rows by `order` is evicted. Returns entries and rows that were dropped
+  full, the row that `order` ranks lowest among those that the same call did not put is evicted; if
+  there is none, the new row is dropped. Returns entries and rows that were evicted or dropped
 - `tier_read(records, slots, row_bytes)` reads records of a store, uint8 `[S, stride]`: some words
   of 8 bytes, then the bytes of a row; either may be missing. Returns the positions of slots that
   are not -1, their words, int64 `[words, m]`, and rows, uint8 `[m, row_bytes]`

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class LazyAwaitable(Awaitable[T]):
     _result: Any
     _callbacks: list[Callable[[Any], Any]]
 
-    @graph_break
+    @run_uncompiled
     def wait(self) -> T:
         """Return the result, like `Awaitable.wait`, outside of any compiled graph."""
         return super().wait()

@@ -49,7 +49,7 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 
 
 class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
@@ -140,7 +140,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Return whether lookups are weighted."""
         return self._is_weighted
 
-    @graph_break
+    @run_uncompiled
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]:
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables.
 

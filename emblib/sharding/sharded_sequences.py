@@ -58,7 +58,7 @@ from emblib.sharding.sharded_tables import (
 )
 from emblib.sharding.sharding_types import ParameterSharding, Rule
 from emblib.sharding.shared_shards import Shared
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 
 # Vectors that this rank looked up for all ranks, in the order of the received ids; and vectors of
 # replicated tables for its own batch, `[n, dim]`, None without such tables.
@@ -580,7 +580,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ]
         return Outputs(steps, join)
 
-    @graph_break
+    @run_uncompiled
     def forward(self, features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables.
 

@@ -1,4 +1,4 @@
-"""The call that breaks a compiled graph; importing it loads torch's compiler, see `graph_break`.
+"""The call that breaks a compiled graph; importing it loads torch's compiler, see `run_uncompiled`.
 
 A file of its own, since the decorator runs at import.
 """

@@ -1,4 +1,4 @@
-"""Graph breaks for torch.compile that do not load the compiler unless it is in use."""
+"""Graph breaks for torch.compile that do not import torch's compiler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def graph_break(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a method uncompiled, as `torch.compiler.disable`, without loading the compiler.
+def run_uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a function so that it runs uncompiled, without importing the compiler.
 
-    `disable` imports the compiler, which takes longer than all other imports of emblib together. A
-    program that has not imported it compiles nothing, so nothing needs to be disabled.
+    It is like `torch.compiler.disable`: in a function compiled with fullgraph=True the call raises.
+    But `disable` imports the compiler, which takes longer than all other imports of emblib
+    together. A program that has not imported it compiles nothing, so nothing needs to be disabled.
     """
 
     @functools.wraps(function)

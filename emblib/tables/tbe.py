@@ -28,7 +28,7 @@ from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, st
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, Prefetcher
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
 from emblib.tables.parameters import IncompleteParameter
@@ -329,7 +329,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             joint=None if reading is None else reading.joint,
         )
 
-    @graph_break
+    @run_uncompiled
     def look_up_as(
         self,
         reading: TableReading,
@@ -449,7 +449,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         is_sparse = self.optimizer.leaves_gradient is Gradient.SPARSE
         return self._prefetcher is not None or self._is_periodic or is_sparse
 
-    @graph_break
+    @run_uncompiled
     def _look_up_eagerly(
         self,
         batch_id: BatchId,
@@ -524,7 +524,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._prefetcher is not None:
             self._prefetch(self._prefetcher, reading, batch_id, batch_sizes)
 
-    @graph_break
+    @run_uncompiled
     @without_gradients
     def _prefetch(
         self,

@@ -21,7 +21,7 @@ from emblib.tables import (
     TableBatchedTTEmbeddingBags,
     TTEmbeddingBag,
 )
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.locks import ModuleLock
 from emblib.tables.recomputation import is_repeated
 from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
@@ -368,7 +368,7 @@ class _Hook:
         self.name, self.read, self.recorded, self.lock = name, read, recorded, lock
         self.calls_left = calls or math.inf
 
-    @graph_break
+    @run_uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.calls_left <= 0 or is_repeated():
             return

@@ -56,6 +56,41 @@ def test_the_least_rows_leave_a_full_bucket(eviction: Eviction) -> None:
     assert contents(store, 0) == kept | as_dict(second)
 
 
+def test_rows_of_one_put_do_not_evict_each_other() -> None:
+    store = HostRows(32)
+    store.open([StoredTable("a", 8)])
+    store.put(0, random_rows(range(32), 8, seed=1))
+    new = random_rows(range(100, 140), 8, seed=2)
+    dropped = as_dict(store.put(0, new))
+    kept = contents(store, 0)
+    assert set(range(32)) < set(dropped)
+    assert len(kept) == 32
+    assert set(dropped) | set(kept) == {*range(32), *range(100, 140)}
+
+
+def test_a_store_without_tables_says_so() -> None:
+    store, keys = HostRows(32), torch.tensor([1])
+    for method in (store.read, store.lift, store.erase):
+        with pytest.raises(RuntimeError, match="call open"):
+            method(0, keys)
+    with pytest.raises(RuntimeError, match="call open"):
+        store.put(0, random_rows([1], 8, seed=1))
+    with pytest.raises(RuntimeError, match="call open"):
+        store.size(0)
+
+
+def test_rows_stay_after_close() -> None:
+    store, table = HostRows(32), StoredTable("a", 8)
+    store.open([table])
+    rows = random_rows(range(5), 8, seed=1)
+    store.put(0, rows)
+    store.close()
+    store.open([table])
+    assert contents(store, 0) == as_dict(rows)
+    with pytest.raises(ValueError, match="make one for each module"):
+        store.open([StoredTable("b", 8)])
+
+
 def test_an_open_that_failed_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_error(*arguments: object) -> torch.Tensor:
         raise MemoryError

@@ -69,13 +69,13 @@ def test_equals_the_ops_one_by_one(
 ) -> None:
     served: list[bool] = []
 
-    def insert_at_once(*arguments: object) -> training.BatchAtOnce | None:
+    def insert_in_one_op(*arguments: object) -> training.OneOpInsertion | None:
         inserted = at_once(*arguments)  # type: ignore[arg-type]
         served.append(inserted is not None)
         return inserted
 
-    at_once = training.insert_at_once
-    monkeypatch.setattr(training, "insert_at_once", insert_at_once)
+    at_once = training.insert_in_one_op
+    monkeypatch.setattr(training, "insert_in_one_op", insert_in_one_op)
     module, other = (_module(eviction, mode, store_rows) for _ in range(2))
     for step in range(60):
         ids, offsets = batch(step, 40 if step % 3 else 110)

@@ -85,4 +85,4 @@ def test_a_stage_waits_for_the_one_before_it_alone() -> None:
 
 def test_on_the_cpu_a_lane_is_a_call() -> None:
     staged = Lane(torch.device("cpu")).run(lambda given: given + 1, Staged(1))
-    assert (staged.take(), staged.ready) == (2, None)
+    assert (staged.take(), staged.ready_event) == (2, None)

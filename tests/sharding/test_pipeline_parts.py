@@ -20,8 +20,8 @@ from emblib.sharding.pipelines import (
 )
 from emblib.sharding.pipelines.batches import (
     empty_batch,
-    examples_of,
     follow,
+    num_examples,
     path_to,
     same_input,
     to_device,
@@ -99,17 +99,17 @@ def test_any_nest_is_a_batch(name: str) -> None:
     ids = follow(batch, path)
     assert path_to(batch, ids) == path
     assert path_to(batch, keyed()) is None
-    assert examples_of(batch) == 2
+    assert num_examples(batch) == 2
     assert to_device(batch, torch.device("cpu")) is batch  # nothing to copy
 
     empty = empty_batch(batch)
     assert type(empty) is type(batch)
-    assert examples_of(empty) == 0
+    assert num_examples(empty) == 0
     emptied = follow(empty, path)
     assert emptied.keys() == ["f", "g"]
     assert (emptied.stride(), emptied.values().numel(), emptied.weights().numel()) == (0, 0, 0)
     assert emptied.values().dtype == ids.values().dtype
-    assert examples_of(batch) == 2  # the batch itself is as it was
+    assert num_examples(batch) == 2  # the batch itself is as it was
 
 
 def test_what_an_empty_batch_keeps() -> None:
@@ -121,7 +121,14 @@ def test_what_an_empty_batch_keeps() -> None:
     assert empty.note == "kept"
     jagged = empty_batch(JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2])))
     assert (jagged.values().numel(), jagged.lengths().numel()) == (0, 0)
-    assert examples_of("nothing") == 0
+    assert num_examples("nothing") == 0
+
+
+def test_examples_of_a_jagged_tensor_are_its_bags() -> None:
+    jagged = JaggedTensor(torch.arange(3), lengths=torch.tensor([1, 2]))
+    assert num_examples((torch.tensor(3.0), jagged)) == 2
+    assert num_examples((jagged, torch.ones(5, 1))) == 2
+    assert num_examples((jagged, keyed(), torch.ones(5, 1))) == keyed().stride()
 
 
 def test_an_empty_batch_of_features_of_different_size() -> None:
@@ -133,7 +140,7 @@ def test_an_empty_batch_of_features_of_different_size() -> None:
         stride_per_key_per_rank=[[2], [1]],
         inverse_indices=inverse,
     )
-    assert examples_of(kjt) == 3
+    assert num_examples(kjt) == 3
     empty = empty_batch(kjt)
     assert empty.stride_per_key() == [0, 0]
     assert empty.inverse_indices_or_none()[1].shape == (2, 0)

@@ -304,7 +304,7 @@ class BackingTier:
         self.generation += 1
         store = self.store.behind
         assert isinstance(store, HostRows)
-        return *store.tensors(), [spec.rows for spec in self.fast.specs]
+        return *store.op_arguments(), [spec.rows for spec in self.fast.specs]
 
     def placement_of(
         self, results: Sequence[Tensor], batch_scores: Tensor | None

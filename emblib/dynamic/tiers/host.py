@@ -21,15 +21,16 @@ from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import memory
 
-_HEAD_BYTES = 16  # stamp and score of a record
+RECORD_HEAD_BYTES = 16  # stamp and score of a record
 
 
 class HostRows:
     """A `RowStore` in memory, e.g. `HostRows(1_000_000)`; its rows do not outlive the process.
 
-    A key has two buckets of 32 rows, in one of which its row is. If both are full, a new row evicts
-    the lowest of their rows by `eviction`, and the store drops it. Call `open` before any other
-    method that names a table; `RowStore` defines the methods and which threads may call them.
+    The row of a key is in one of two buckets of 32 rows. If both are full, a new row evicts the row
+    that `eviction` ranks lowest among those that the same call did not put, and the store drops it;
+    if there is none, it drops the new row. Call `open` before any other method that names a table;
+    `RowStore` defines the methods and which threads may call them.
 
     Args:
         capacity: number of rows per table, one int for all tables or one per table; rounded up to
@@ -70,17 +71,16 @@ class HostRows:
                 "that only grow choose a larger capacity, or DiskRows or SqliteRows"
             )
         self.note = ""
-        # By table, from `open` on: the keys, and uint8 `[S, 16 + row_bytes]`, stamp, score and row
-        # by slot of that index.
+        # By table, from `open` on.
         self._tables: list[StoredTable] = []
-        self._indices: list[HashIndex] = []
-        self._records: list[Tensor] = []
+        self._indices: list[HashIndex] = []  # of the keys
+        self._records: list[Tensor] = []  # uint8 `[S, 16 + row_bytes]`: stamp, score, row by slot
 
     def __repr__(self) -> str:
         return f"HostRows({self.capacity}, {self.eviction.value!r})"
 
     def for_shard(self, shard: StoreShard) -> "HostRows":
-        """Return a store with a shard's part of the capacity.
+        """Return a store with a shard's part of the capacity, rounded up.
 
         Raises:
             ValueError: the store has one capacity per table.
@@ -98,7 +98,7 @@ class HostRows:
 
         Raises:
             ValueError: the store has other tables, or another number of capacities than tables.
-            MemoryError: the address space for the rows is lacking; the store stays closed.
+            MemoryError: there is not enough address space for the rows; the store stays closed.
         """
         if self._tables:
             if list(tables) != self._tables:
@@ -123,12 +123,18 @@ class HostRows:
         ]
         records = []
         for spec, table in zip(specs, tables, strict=True):
-            stride = _HEAD_BYTES + table.row_bytes
+            stride = RECORD_HEAD_BYTES + table.row_bytes
             nbytes = spec.rows * stride
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
             memory.advise_growth(buffer, 0, 0, nbytes)
             records.append(buffer.view(spec.rows, stride))
         self._tables, self._indices, self._records = list(tables), indices, records
+
+    def _index(self, table: int) -> HashIndex:
+        """Return the index of a table's keys; raise RuntimeError before `open`."""
+        if not self._tables:
+            raise RuntimeError("this HostRows has no tables yet: call open(tables) first")
+        return self._indices[table]
 
     def _read(self, table: int, keys: Tensor, slots: Tensor) -> FoundRows:
         """Return the rows in slots, int64 `[n]`, -1 for none, whose keys are `keys`."""
@@ -140,20 +146,23 @@ class HostRows:
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64).contiguous()
-        return self._read(table, keys, self._indices[table].find(Keys.of(keys)))
+        return self._read(table, keys, self._index(table).find(Keys.of(keys)))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
-        self._indices[table].erase(Keys.of(keys))
+        self._index(table).erase(Keys.of(keys))
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
+        self._index(table)  # raises before `open`
         rows = check_rows(self._tables[table], rows)
         entries = torch.stack(rows[:3], dim=1)
         return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
 
     def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
         """Do `lift`, then `put`, in one call; return the keys of the dropped rows, int64 `[k]`.
+
+        Rows that are put are dropped themselves where they find no row to evict, see `HostRows`.
 
         Tensors must be contiguous and on the CPU. The keys of each argument must be distinct; that
         is not checked.
@@ -170,7 +179,7 @@ class HostRows:
         self, table: int, lifted: Tensor, entries: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Remove `lifted`, then put rows; return entries and values of the dropped rows."""
-        index = self._indices[table]
+        index = self._index(table)
         index.versions.advance()  # since the op changes the index without its methods
         order = codes.HASH_ORDER[index.order]
         dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
@@ -178,39 +187,39 @@ class HostRows:
         )
         return dropped
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+    def op_arguments(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return `store_indices` and `records`, arguments of `emblib.ops.tiers.tier_insert_batch_`.
 
-        They are the memory of the store: the op reads it, and no other thread may change it then.
+        They are views of the store. No other thread may change the store while the op runs.
         """
         return [tensor for index in self._indices for tensor in index.tensors()], self._records
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        return self._indices[table].erase(Keys.of(keys)) >= 0
+        return self._index(table).erase(Keys.of(keys)) >= 0
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        return self._indices[table].expire(0, before)
+        return self._index(table).expire(0, before)
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
-        entries = self._indices[table].export(0)
+        entries = self._index(table).export(0)
         for keys, slots in zip(entries.keys.split(batch), entries.slots.split(batch), strict=True):
             if slots.numel():
                 yield self._read(table, keys, slots).rows
 
     def size(self, table: int) -> int:
         """See `RowStore`."""
-        return self._indices[table].size(0)
+        return self._index(table).size(0)
 
     def clear(self, table: int) -> None:
         """See `RowStore`."""
-        self._indices[table].clear()
+        self._index(table).clear()
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`; only the note is stored."""
         self.note = note
 
     def close(self) -> None:
-        """See `RowStore`; the rows stay."""
+        """Do nothing: the rows stay, and the store can be opened again with the same tables."""

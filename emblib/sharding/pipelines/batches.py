@@ -1,7 +1,8 @@
 """Batches of pipelines: nested tensors that are copied to a device, or emptied.
 
 A batch may be a tensor, a `KeyedJaggedTensor`, a tuple, list or dict of batches, a dataclass, or
-any other object that has them as attributes.
+any other object that has them as attributes. Items of sets and attributes whose names begin with
+`__` are not found. Batches must not contain themselves.
 """
 
 import copy
@@ -15,12 +16,12 @@ from torch import Tensor
 
 
 def is_keyed(value: Any) -> bool:
-    """Return whether a value is a `KeyedJaggedTensor`, or has its methods."""
+    """Return whether a value has the methods of a `KeyedJaggedTensor` that tell it apart."""
     return hasattr(value, "stride_per_key") and hasattr(value, "lengths")
 
 
 def is_jagged(value: Any) -> bool:
-    """Return whether a value is a `JaggedTensor`, or has its methods."""
+    """Return whether a value has the methods of a `JaggedTensor` that tell it apart."""
     return not is_keyed(value) and all(hasattr(value, n) for n in ("lengths", "weights_or_none"))
 
 
@@ -96,10 +97,10 @@ def device_of(leaf: Any) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device, without waiting for the copy; leaves on the device are not copied.
+    """Copy a batch to a device; leaves on the device are not copied.
 
-    A batch with a method `to` is copied by this method, which may wait if it takes no
-    `non_blocking`.
+    Copies from pinned memory are not waited for. A batch with a method `to` is copied by it, which
+    may wait if it takes no `non_blocking`.
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
@@ -148,27 +149,28 @@ def _empty_like(leaf: Any) -> Any:
     )
 
 
-def examples_of(batch: Any) -> int:
-    """Return the number of examples: of the first keyed jagged tensor, else of the first tensor.
+def num_examples(batch: Any) -> int:
+    """Return the number of examples: of the first keyed jagged tensor, else of the first leaf.
 
-    It is 0 for a batch with neither.
+    Scalar tensors are skipped. It is 0 for a batch without other leaves.
     """
     length = None
     for leaf in leaves(batch):
         if is_keyed(leaf):
             inverse = leaf.inverse_indices_or_none()
             return int(leaf.stride() if inverse is None else inverse[1].shape[-1])
-        if length is None and isinstance(leaf, Tensor) and leaf.dim():
-            length = int(leaf.shape[0])
+        sizes = leaf if isinstance(leaf, Tensor) else leaf.lengths()
+        if length is None and sizes.dim():
+            length = int(sizes.shape[0])
     return length or 0
 
 
-Path = tuple[Any, ...]
+ItemPath = tuple[Any, ...]
 """The path of an item in a batch: indices, keys and attribute names, outermost first."""
 
 
-def path_to(batch: Any, target: Any) -> Path | None:
-    """Return the path of the object `target` in a batch; None if the batch does not have it."""
+def path_to(batch: Any, target: Any) -> ItemPath | None:
+    """Return the path of the first item that is `target`, see `same_input`; None without one."""
     if same_input(batch, target):
         return ()
     for step, inner in items_of(batch):
@@ -178,7 +180,7 @@ def path_to(batch: Any, target: Any) -> Path | None:
     return None
 
 
-def follow(batch: Any, path: Path) -> Any:
+def follow(batch: Any, path: ItemPath) -> Any:
     """Return the item at a path.
 
     Raises:
@@ -214,13 +216,13 @@ class Staged(NamedTuple, Generic[T]):
     """A value, and the event after which it may be used; None if it is ready."""
 
     value: T
-    ready: torch.cuda.Event | None = None
+    ready_event: torch.cuda.Event | None = None
 
     def take(self) -> T:
         """Return the value, for use on the current stream."""
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.ready.device)
-            stream.wait_event(self.ready)
+        if self.ready_event is not None:
+            stream = torch.cuda.current_stream(self.ready_event.device)
+            stream.wait_event(self.ready_event)
             _record_use(self.value, stream)
         return self.value
 
@@ -236,10 +238,7 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, work: Callable[[S], T], staged: Staged[S]) -> Staged[T]:
-        """Return `work(value)`, enqueued on the lane's stream once the value is ready.
-
-        On the CPU the work is done when this returns.
-        """
+        """Call `work` now, on the lane's stream, which waits for the value; stage its result."""
         if self._stream is None:
             return Staged(work(staged.value))
         with torch.cuda.stream(self._stream):

@@ -28,8 +28,8 @@ from emblib.sharding.lookup import (
     start_joint_input_dist,
     start_joint_output_dist,
 )
-from emblib.sharding.pipelines.batches import Lane, Path, Staged, follow, path_to, same_input
-from emblib.tables.graph_break import graph_break
+from emblib.sharding.pipelines.batches import ItemPath, Lane, Staged, follow, path_to, same_input
+from emblib.tables.graph_break import run_uncompiled
 
 Inputs = Callable[[Any], Mapping[Any, Any]]
 """Returns the inputs of a batch: {path of the module in the model, or the module: jagged tensor}.
@@ -59,7 +59,7 @@ class LearnedInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in sharded_modules(model).items()}
-        self._paths: list[tuple[Any, Path]] | None = None
+        self._paths: list[tuple[Any, ItemPath]] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -335,7 +335,7 @@ def _replaced_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[N
     """Replace the `forward` of modules in a block; their hooks still run."""
     previous = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
-        module.__dict__["forward"] = graph_break(forward)
+        module.__dict__["forward"] = run_uncompiled(forward)
     try:
         yield
     finally:

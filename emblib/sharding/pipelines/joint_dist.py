@@ -32,7 +32,7 @@ from emblib.sharding.lookup import (
     start_joint_output_dist,
 )
 from emblib.sharding.pipelines.batches import (
-    Path,
+    ItemPath,
     follow,
     is_jagged,
     is_keyed,
@@ -42,7 +42,7 @@ from emblib.sharding.pipelines.batches import (
 )
 from emblib.sharding.pipelines.inputs import sharded_modules
 from emblib.sharding.ranks import RankGroup
-from emblib.tables.graph_break import graph_break
+from emblib.tables.graph_break import run_uncompiled
 
 _LOG = logging.getLogger(__name__)
 _MAX_SEARCHES = 4
@@ -63,7 +63,7 @@ class _CallPath(NamedTuple):
     """
 
     module: Any
-    path: Path
+    path: ItemPath
     kind: type
     is_alone: bool
 
@@ -163,7 +163,7 @@ class JointDist:
         """Return {path: reason} of collections that exchange separately, if called so far."""
         return dict(self._reasons)
 
-    @graph_break
+    @run_uncompiled
     def start(self, arguments: Arguments) -> None:
         """Send the ids of a forward with these arguments, or start to search it.
 
@@ -270,7 +270,7 @@ class JointDist:
             running.outputs = dict(zip(joint_calls, outputs, strict=True))
         return running.outputs.pop(index)()
 
-    @graph_break
+    @run_uncompiled
     def end(self) -> None:
         """End a forward; after a searched forward, all ranks compare their findings (a collective).
 

@@ -22,8 +22,8 @@ from emblib.sharding.pipelines.batches import (
     Staged,
     device_of,
     empty_batch,
-    examples_of,
     leaves,
+    num_examples,
     to_device,
 )
 from emblib.sharding.ranks import RankGroup, sends_from_hosts, subgroup
@@ -261,7 +261,7 @@ class Loader:
         try:
             batch = self._next()
             if batch is not None:
-                examples, staged = examples_of(batch), self._copy(batch)
+                examples, staged = num_examples(batch), self._copy(batch)
         except Exception as raised:
             if self._agreement is None:
                 raise
