@@ -214,7 +214,7 @@ def module(dim, weights, output):
     bags = TableBatchedEmbeddingBags(tables, optim.SGD(lr), precision=Precision(weights, output))
     return bags, bags.table_weights()[0].detach()
 
-for dim in range(1, 36):
+for dim in (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 18, 31, 33):  # a register has 4, 8 or 16
     bits = torch.randint(-(2**31), 2**31, (rows, dim))
     values = bits.to(torch.int32).view(torch.float32)  # NaN, infinities and subnormals among them
     values[::2] = torch.randn(rows // 2, dim) * 2.0 ** torch.randint(-26, 17, (rows // 2, dim))
