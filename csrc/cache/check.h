@@ -1,8 +1,9 @@
 // Argument checks that the cache ops share. `op` and `name` are the names of the op and of the
-// argument, for the message of the error. On a GPU only shapes, dtypes and devices are checked;
-// contents are trusted.
+// argument, for the message of the error. On a GPU contents are trusted: only shapes and dtypes are
+// checked, and devices unless a function says that it does not.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "cache/args.h"
@@ -11,7 +12,8 @@
 
 namespace emb {
 
-// Check that a tensor is contiguous, has the dtype, and is on the device of `like`.
+// Check that a tensor is contiguous, has the dtype `type`, Int or Long, and is on the device of
+// `like`.
 inline void check_cache_tensor(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, const Tensor& like) {
   check_dtype(op, name, tensor, type, type == ScalarType::Int ? "int32" : "int64");
@@ -38,8 +40,8 @@ inline void check_cache_vector(const char* op, const char* name, const Tensor& t
 }
 
 // Check dtypes, sizes and devices of the distinct rows of a batch, as tbe_group returns them:
-// `rows` int64 [L], of which the first `count`, int32 [1], exist. `like` is a tensor on the cache's
-// device.
+// `rows` int64 with L entries, of which the first `count`, int32 [1], exist. `like` is a tensor on
+// the cache's device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most ", kMaxLookups,
@@ -67,13 +69,14 @@ struct PlanCall {
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
   int64_t n = 0;
 
-  // Check all but the rows. `words`, the argument `stamps`, are usage words (see usage_word).
-  PlanCall(const char* op, const Tensor& tags, const Tensor& words, const Tensor& counts,
+  // Check all but the rows, and but the length of `counts`, which follows from contents: HostPlan
+  // checks it, and nothing does on a GPU. `usage_words` (see usage_word) is the argument `stamps`.
+  PlanCall(const char* op, const Tensor& tags, const Tensor& usage_words, const Tensor& counts,
            const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
       : op(op), tags(tags), tables(tables) {
     cache.policy = parse_choice<CachePolicy>(op, "policy", policy, kCachePolicies);
     cache.sets = check_tags(op, tags);
-    check_cache_vector(op, "stamps", words, ScalarType::Long, tags.numel(), tags);
+    check_cache_vector(op, "stamps", usage_words, ScalarType::Long, tags.numel(), tags);
     check_features(op, tables);
     check_same_device(op, "tables", tables, tags);
     check_cache_vector(op, "counters", counters_in, ScalarType::Long,
@@ -81,7 +84,7 @@ struct PlanCall {
     check_cache_vector(op, "clock", clock_in, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
-    cache.usage_words = words.mutable_data_ptr<int64_t>();
+    cache.usage_words = usage_words.mutable_data_ptr<int64_t>();
     cache.counts = counts.mutable_data_ptr<int32_t>();
     cache.first_row = 0;
     num_counts = counts.numel();
@@ -126,8 +129,8 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   check_bounds_arguments(op, check_mode, violations);
 }
 
-// Check the contents of `tables`, on the CPU only: they must ascend by row and not overlap, and the
-// cached ones must be the last, without gaps between their rows, and have one stride.
+// Check the contents of `tables`, on the CPU only: they must ascend by row_base and not overlap,
+// the cached ones must be the last, without gaps between their rows, and have one stride.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* table = feature_array(tables);
@@ -136,9 +139,11 @@ inline void check_tables(const char* op, const Tensor& tables) {
   for (int t = 0; t < num_tables; ++t) {
     const Feature& x = table[t];
     STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kUnlimited &&
-                        x.rows <= kUnlimited - x.row_base &&
-                        (t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows),
-                    op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
+                        x.rows <= kUnlimited - x.row_base,
+                    op, ": tables must have dim >= 1, and rows in [0, 2^62]; table ", t,
+                    " does not");
+    STD_TORCH_CHECK(t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows, op,
+                    ": tables must ascend by row_base and not overlap; table ", t, " does not");
     if (x.cache_stride == 0 && stride == 0) continue;
     STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= INT32_MAX &&
                         (stride == 0 || x.cache_stride == stride) && (end < 0 || x.row_base == end),
@@ -151,10 +156,11 @@ inline void check_tables(const char* op, const Tensor& tables) {
 }
 
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
-// rows, and return them. `states` are tier-major: all states of tier 0, then all of tier 1, and so
-// on. A state has one entry per row or one per element: the kind follows from its size in the cache
-// tier, whose rows have at least four elements. On a GPU `hyper` may be empty, which makes
-// memory.hyper null. Neither devices are checked, nor that tables lie inside the tensors.
+// rows, and return pointers to them, which are valid as long as the tensors. `states` are
+// tier-major: all states of tier 0, then all of tier 1, and so on. A state that has fewer entries
+// in the cache tier than the weights has one per row, else one per element: a cached row has at
+// least four elements. On a GPU `hyper` may be empty, which makes memory.hyper null. Checks neither
+// devices nor that the tables lie inside the tensors (host_memory does the latter).
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {
@@ -165,9 +171,9 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                   ": states must be a list of ", kTiers, " times at most ", kMaxCacheTensors - 1,
                   " tensors, all of one tier after the other, got ", states.size());
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
-  const bool rounds_nothing = hyper.is_cuda() && hyper.numel() == 0;  // no value is rounded
+  const bool has_no_rounding = hyper.is_cuda() && hyper.numel() == 0;
   STD_TORCH_CHECK(
-      hyper.is_contiguous() && (rounds_nothing || hyper.numel() >= Hyper::kOptimizerArgs), op,
+      hyper.is_contiguous() && (has_no_rounding || hyper.numel() >= Hyper::kOptimizerArgs), op,
       ": hyper must have at least ", static_cast<int>(Hyper::kOptimizerArgs),
       " entries (see emblib.optim), got ", hyper.numel());
   check_features(op, tables);
@@ -177,7 +183,7 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
   memory.num_tensors = 1 + num_states;
   memory.cache_elements = weights[kCacheTier].numel();
   memory.cache_rows = INT64_MAX;
-  memory.hyper = rounds_nothing ? nullptr : hyper.const_data_ptr<double>();
+  memory.hyper = has_no_rounding ? nullptr : hyper.const_data_ptr<double>();
   for (int tier = 0; tier < kTiers; ++tier) {
     for (int k = 0; k <= num_states; ++k) {
       Tensor& tensor = k == 0 ? weights[tier] : states[tier * num_states + k - 1];

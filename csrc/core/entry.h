@@ -1,9 +1,9 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
 // function emb::tbe_lookup, inside the wrapper, as the op of that name. Before the call the wrapper
-// rejects tensors whose storage is smaller than their size. If the function throws because an
-// allocation failed, the wrapper throws an error that names the op instead. It does the same if a
-// call into torch failed, which it recognises by "API call failed" in the message, and adds torch's
-// message if torch offers it. All other errors pass unchanged.
+// rejects tensors of which elements lie outside their storage. If the function throws because an
+// allocation or a call into torch failed, the wrapper throws an error that names the op instead,
+// with torch's message if torch offers it (from 2.13 on). It recognises calls into torch by "API
+// call failed" in the message. All other errors pass unchanged.
 #pragma once
 
 #include <dlfcn.h>
@@ -37,9 +37,10 @@ struct AllocationError : std::runtime_error {
 };
 
 // Return a contiguous, uninitialised tensor of at most 4 dimensions on the device of `like`, of
-// dtype `type`, or of the dtype of `like` without a `type`. Throws AllocationError with the reason
-// that torch gives. On a GPU the memory is freed in the order of torch's current stream. torch's
-// `new_empty` is not used because it looks the operator up by name at every call.
+// dtype `type`, or of the dtype of `like` without a `type`. Throws AllocationError, with the reason
+// if torch gives one. On a GPU the memory may be reused for work that is enqueued later on torch's
+// current stream. torch's `new_empty` is not used because it looks the operator up by name at every
+// call.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -111,8 +112,8 @@ inline void check_storage(const char* op, int argument,
 template <class Value>
 void check_storage(const char*, int, const Value&) {}
 
-// Entry<function, Name>::call is `function` with the checks and errors of the wrapper; Name::get()
-// returns the op's name. It throws std::runtime_error or what `function` throws.
+// Entry<function, Name>::call is `function` with the checks and errors of the wrapper: it throws
+// std::runtime_error, or what `function` throws. Name::get() returns the op's name.
 template <auto function, class Name>
 struct Entry;
 
@@ -128,8 +129,9 @@ struct Entry<function, Name> {
       throw std::runtime_error(std::string(op) + ": " + error.what());
     } catch (const std::runtime_error& error) {
       const std::string text = error.what(), message = torch_error_message();
-      if (text.find("API call failed") == std::string::npos || message.empty()) throw;
-      throw std::runtime_error(std::string(op) + ": " + message + " (" + text + ")");
+      if (text.find("API call failed") == std::string::npos) throw;
+      throw std::runtime_error(std::string(op) + ": " +
+                               (message.empty() ? text : message + " (" + text + ")"));
     } catch (const std::bad_alloc&) {
       throw std::runtime_error(std::string(op) +
                                ": can't allocate memory for its work (std::bad_alloc)");

@@ -1,8 +1,11 @@
 // Selects the CPU kernels for the instruction set of this processor. Every `*_kernels.cpp` is
-// compiled once per instruction set, each time into a namespace of that name, and defines a table
-// of function pointers there. This header detects the best instruction set and selects its table.
-// EMBLIB_ISA=baseline|avx2|avx512 in the environment lowers the choice; tests use it. Only
-// `*_cpu.cpp` may include this header.
+// compiled once per instruction set (on x86 three times, elsewhere once), each time into a
+// namespace of that name, and defines tables of function pointers there. This header detects the
+// best instruction set and selects its tables. On x86, EMBLIB_ISA=baseline|avx2|avx512 in the
+// environment lowers the choice; tests use it. Only `*_cpu.cpp` files, and headers that only they
+// include, may include this header.
+//
+// CMakeLists.txt defines EMB_X86 for targets that link the kernels for AVX2 and AVX-512.
 #pragma once
 
 #include <cstdlib>
@@ -14,8 +17,9 @@ namespace emb {
 
 enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// Return the best instruction set that the processor has and EMBLIB_ISA allows; kBaseline on
-// processors other than x86. Throws std::runtime_error for an unknown value of EMBLIB_ISA.
+// Return the best instruction set that the processor has and EMBLIB_ISA allows. The extensions that
+// it looks for are those of the compiler's flags in CMakeLists.txt. On x86, throws
+// std::runtime_error for an unknown value of EMBLIB_ISA; elsewhere returns kBaseline.
 inline Isa detect_isa() {
 #if defined(EMB_X86)
   Isa isa = Isa::kBaseline;
@@ -50,7 +54,7 @@ inline Isa cpu_isa() {
 // Return the instance, among three, that was compiled for cpu_isa(). `Table` is a struct of
 // function pointers.
 template <class Table>
-const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
+const Table& select_table(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (cpu_isa()) {
     case Isa::kAvx512:
       return avx512;
@@ -64,26 +68,26 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
 }  // namespace emb
 
 // Declare the instances of struct `Table` that are named `instance`, one per instruction set, and
-// define the function `getter()`, which returns the one for this processor. Use it in namespace
+// define the function `function()`, which returns the one for this processor. Use it in namespace
 // emb.
 #if defined(EMB_X86)
-#define EMB_SELECT_KERNELS(Table, instance, getter)                        \
-  namespace baseline {                                                     \
-  extern const Table instance;                                             \
-  }                                                                        \
-  namespace avx2 {                                                         \
-  extern const Table instance;                                             \
-  }                                                                        \
-  namespace avx512 {                                                       \
-  extern const Table instance;                                             \
-  }                                                                        \
-  [[maybe_unused]] static const Table& getter() {                          \
-    return pick_isa(baseline::instance, avx2::instance, avx512::instance); \
+#define EMB_SELECT_KERNELS(Table, instance, function)                          \
+  namespace baseline {                                                         \
+  extern const Table instance;                                                 \
+  }                                                                            \
+  namespace avx2 {                                                             \
+  extern const Table instance;                                                 \
+  }                                                                            \
+  namespace avx512 {                                                           \
+  extern const Table instance;                                                 \
+  }                                                                            \
+  [[maybe_unused]] static const Table& function() {                            \
+    return select_table(baseline::instance, avx2::instance, avx512::instance); \
   }
 #else
-#define EMB_SELECT_KERNELS(Table, instance, getter) \
-  namespace baseline {                              \
-  extern const Table instance;                      \
-  }                                                 \
-  [[maybe_unused]] static const Table& getter() { return baseline::instance; }
+#define EMB_SELECT_KERNELS(Table, instance, function) \
+  namespace baseline {                                \
+  extern const Table instance;                        \
+  }                                                   \
+  [[maybe_unused]] static const Table& function() { return baseline::instance; }
 #endif

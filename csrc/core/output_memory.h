@@ -106,13 +106,24 @@ inline FromBlob from_blob_with_deleter() {
   return function;
 }
 
-// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits; other
-// types are not checked.
+// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits. Throws
+// std::logic_error for other types.
 constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
-  if (type == ScalarType::Byte) return 1;
-  if (type == ScalarType::Long) return 8;
-  return type == ScalarType::Int || type == ScalarType::Float ? 4 : 2;
+  switch (type) {
+    case ScalarType::Byte:
+      return 1;
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return 2;
+    case ScalarType::Int:
+    case ScalarType::Float:
+      return 4;
+    case ScalarType::Long:
+      return 8;
+    default:
+      throw std::logic_error("allocate_output: no outputs of this dtype");
+  }
 }
 
 // Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is uint8, int32,
@@ -124,6 +135,9 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
   for (const int64_t size : sizes) numel *= size;
   const int64_t needed = numel * element_bytes(type);
   if (needed < kMinOutputBlockBytes) return allocate(like, sizes, type);
+  // Before the block is taken, which an error would lose.
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
   int64_t bytes = needed;  // of the block
   const FromBlob from_blob = from_blob_with_deleter();
   void* const data = from_blob == nullptr ? nullptr : FreeOutputBlocks::of_process().take(&bytes);
@@ -132,8 +146,6 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
     if (needed >= kHugePageBytes) advise_huge_pages(tensor.mutable_data_ptr(), needed);
     return tensor;
   }
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
   const auto give = [](void* block, void* size) {
     FreeOutputBlocks::of_process().give(block, reinterpret_cast<int64_t>(size));
   };

@@ -55,7 +55,8 @@ struct HashEntry {
   enum Column : int { kKey, kStamp, kScore };
 };
 
-// Columns of the tensor `counters`, int64 [T, 8]: totals since the table was created.
+// Columns of the tensor `counters`, int64 [T, 8]: totals since the table was created or cleared, or
+// its statistics were reset.
 enum class HashCounter : int {
   kLookups,      // positions of training batches
   kHits,         // positions whose key was in the table
@@ -71,9 +72,11 @@ inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;
 
 // The result of an insertion for a miss, or for the key of a position.
 enum class InsertStatus : uint8_t {
-  kMiss,        // not decided yet; in arrays by miss, also the value after the last miss
-  kHit,         // of a position only: the key had a slot before the insertion
-  kNew,         // the key got an empty slot
+  kMiss,  // not decided yet; in arrays by miss, also the value after the last miss
+  // Of a position: the key had a slot before the insertion. By miss, only after rows have moved
+  // from a store: the row came from there.
+  kHit,
+  kNew,         // the key got an empty slot, or an overflow row if the table has a store
   kEvicting,    // the key got the slot of an evicted key
   kRefused,     // the key got no slot
   kNotAdmitted  // the admission policy rejected the key
@@ -83,7 +86,8 @@ enum class InsertStatus : uint8_t {
 EMB_HD constexpr bool has_scores(HashOrder order) {
   return order != HashOrder::kNone && order != HashOrder::kLru;
 }
-// Return whether the score of an order is a count of uses; otherwise the caller assigns the score.
+// Return whether entries have a score that counts uses; scores of other orders are assigned by the
+// caller.
 EMB_HD constexpr bool order_counts_uses(HashOrder order) {
   return order == HashOrder::kLfu || order == HashOrder::kLruLfu;
 }
@@ -115,9 +119,9 @@ EMB_HD int64_t bucket_address(uint64_t hash, int64_t buckets, uint64_t mask) {
   return static_cast<int64_t>(hash & (mask >> is_beyond));
 }
 
-// Return the bits of `mixed` for the two bucket addresses of a key, and its tag, 1 to 255. Tables
-// have fewer than 2^31 buckets, so the first address (low bits) shares no bits with the tag (bits
-// 40 to 55).
+// Return, of `mixed`: its low 31 bits, for the first bucket address; 31 bits of another hash of it,
+// for the second; and the tag, 1 to 255, from bits 40 to 55. Tables have fewer than 2^31 buckets,
+// so the first address shares no bits with the tag.
 EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
 EMB_HD uint64_t second_hash(uint64_t mixed) { return (mixed * 0x9E3779B97F4A7C15u) >> 33; }
 EMB_HD uint8_t tag_of(uint64_t mixed) {
@@ -141,9 +145,9 @@ EMB_HD bool ranks_below(const EntryRank& a, const EntryRank& b) {
   return a.key < b.key;
 }
 
-// Return how many of the first misses of a table of `buckets` buckets may choose a bucket in round
-// `round`, from 0, of an insertion (hash_cpu.cpp, insert.cuh). All misses that choose in a round
-// see the table as it was at the beginning of the round.
+// Return n: in round `round`, from 0, of an insertion (hash_cpu.cpp, insert.cuh) only the first n
+// misses of a table of `buckets` buckets may choose a bucket. All misses that choose in a round see
+// the table as it was at the beginning of the round.
 EMB_HD int64_t max_choosers(int64_t buckets, int round) {
   constexpr int kMaxRound = 14;  // 2^31 keys or more may choose then; a larger shift may overflow
   return (kChoosersPerBucket * buckets)
@@ -252,12 +256,12 @@ struct HashTouch {
 struct HashInsertion {
   HashTable table;
   HashOrder order;
-  bool must_compete;    // whether a new key must rank as high as the entry that it evicts
+  bool must_compete;    // whether a new key must rank at least as high as the entry that it evicts
   int64_t stamp;        // the clock of the batch; entries with this stamp are not evicted
   int64_t batch_score;  // the score of new entries, if the caller assigns scores
-  const int64_t* ids;   // [n], the keys of the batch, by position
-  const int64_t* first_positions;  // the first position of the key
-  const int64_t* totals;           // uses of the key in the batch
+  const int64_t* ids;   // keys, the missing ones among them
+  const int64_t* first_positions;  // an index of the key in `ids`
+  const int64_t* totals;           // uses of the key, in the batch and before
   int64_t* slots;                  // output: the slot of the key; kNoSlot until it has one
   uint8_t* status;                 // output: InsertStatus
   // Output, three words each: key, stamp and score of the evicted entry, written if the status is
@@ -300,7 +304,7 @@ struct RowBuffer {
 struct HashFindKernels {
   // Write the slot of each of n keys to `slots` [n], -1 if the table does not have the key; return
   // the number of hits. If `touch` is not null, update the entries of hits, and empty the eviction
-  // queues of buckets that this may reorder. Several threads may do so at once.
+  // queues of buckets in which the rank of an entry falls. Several threads may do so at once.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
   // Correct `slots` [n] after entries have moved: find each key again that is no longer in its
@@ -317,20 +321,22 @@ struct HashInsertKernels {
                  Choice* choices);
   // Execute, in their order, the choices whose bucket is in [begin, end): write tags, entries and
   // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`
-  // are those of `choose`. A miss keeps kNoSlot and the status kMiss if the bucket has already
-  // assigned slots_per_round slots. Several threads may work on different buckets.
+  // are those of `choose`. A miss keeps kNoSlot and the status kMiss if its choice is kRefused, if
+  // the bucket has already assigned slots_per_round slots, or if it has no entry left to evict.
+  // Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
                  int64_t begin, int64_t end);
-  // Split buckets of a table that has grown from `old` buckets: move entries, and their rows in the
-  // `num_buffers` row buffers, to the new buckets [begin, end), which are empty. Several threads
+  // Split the old buckets whose first new bucket is in [begin, end), of a table that has grown from
+  // `old` buckets: move entries, and their rows in the `num_buffers` row buffers, to new buckets,
+  // also of other ranges. New buckets are empty before. Several threads
   // may work on different ranges.
   void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,
                 int64_t begin, int64_t end);
 };
 
-// Return the random number for the hashes of scratch tables. It is drawn once per process, so that
-// an adversary cannot choose keys that fall into the same cells. It affects where keys are in
-// scratch tables, but no result.
+// Return the random number for the hashes of the scratch tables that list misses. It is drawn once
+// per process, so that an adversary cannot choose keys that fall into the same cells. It affects
+// where keys are in scratch tables, but no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;

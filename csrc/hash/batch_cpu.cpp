@@ -7,8 +7,8 @@
 //   (4) Group the positions by key, for the backward pass. The sizes of groups are known from (1),
 //       so this is one pass, not a sort.
 // tier_insert_batch_ is for tables with backing stores in host memory. After the insertion it
-// copies the rows of evicted keys out of their slots, and the rows of keys that are in a store into
-// theirs.
+// copies the rows of evicted keys out of their slots, and rows of a store into the slots of their
+// keys.
 //
 // hash_insert_batch_ leaves the index and the rows as hash_touch_, hash_insert_ and
 // hash_initial_rows_ would. The ops *serve* only some batches, and change nothing for others: see
@@ -233,10 +233,11 @@ struct DistinctKeys {
     return (number & ~is_free) | (next & is_free);
   }
 
-  static constexpr int kCellShift = 16;  // keys of one bucket must not share a cell too
+  // A cell depends on other bits than a bucket address, so that keys of a bucket have many cells.
+  static constexpr int kCellShift = 16;
 };
 
-// Return whether no table has to grow if all keys of the batch are inserted.
+// Return whether no table has to grow even if it has none of the batch's keys yet.
 bool fit_without_growth(const HashIndex& index, const DistinctKeys& distinct) {
   for (int64_t t = 0; t < index.num_tables; ++t) {
     const int64_t keys = index.field(t, HashTableColumn::kSize) + distinct.first_keys[t + 1] -
@@ -269,50 +270,55 @@ void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t
 
 // The missing keys of a batch, and their insertion. All arrays are by miss.
 struct MissingKeys {
-  std::vector<int64_t> keys;    // index of the key in DistinctKeys
-  std::vector<int64_t> uses;    // number of positions of the key
-  std::vector<int64_t> slots;   // slot of the key after `insert`, kNoSlot if it was refused
-  std::vector<uint8_t> status;  // InsertStatus after `insert`
+  std::vector<int64_t> key_indices;  // index of the key in DistinctKeys
+  // Number of positions of the key; StoredMisses adds uses of the store.
+  std::vector<int64_t> uses;
+  // Slot of the key after `insert`, kNoSlot if it was refused, and InsertStatus. TableMoves::swap
+  // changes both.
+  std::vector<int64_t> slots;
+  std::vector<uint8_t> status;
 
   // Collect the keys without a slot in `key_slots`, and count lookups and hits in the index. Write
-  // `offsets` [T + 1], see Misses.
+  // `offsets` [1] to [T], see Misses; offsets[0] must be 0.
   MissingKeys(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
               const int64_t* key_slots, int64_t* offsets) {
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
       int64_t missing_positions = 0;
       for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
         if (key_slots[k] >= 0) continue;
-        keys.push_back(k);
+        key_indices.push_back(k);
         uses.push_back(distinct.uses[k]);
         missing_positions += distinct.uses[k];
       }
-      offsets[t + 1] = static_cast<int64_t>(keys.size());
+      offsets[t + 1] = static_cast<int64_t>(key_indices.size());
       const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
       call.index.counter(t, HashCounter::kLookups) += positions;
       call.index.counter(t, HashCounter::kHits) += positions - missing_positions;
     }
-    slots.resize(keys.size());
-    status.resize(keys.size());
+    slots.resize(key_indices.size());
+    status.resize(key_indices.size());
   }
 
   // Insert the missing keys. Write the evicted entries, three words per miss, unless `evicted` is
   // null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
               int64_t* evicted) {
-    insert_misses(
-        call.index, call.scoring, call.must_compete, Misses(call.index.num_tables, offsets),
-        {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), evicted});
+    insert_misses(call.index, call.scoring, call.must_compete,
+                  Misses(call.index.num_tables, offsets),
+                  {distinct.keys.get(), key_indices.data(), uses.data(), slots.data(),
+                   status.data(), evicted});
   }
 
   // Write the slots of the missing keys to `key_slots`, which has the slots of all distinct keys.
   void add_slots(int64_t* key_slots) const {
-    for (size_t miss = 0; miss < keys.size(); ++miss) key_slots[keys[miss]] = slots[miss];
+    for (size_t miss = 0; miss < key_indices.size(); ++miss)
+      key_slots[key_indices[miss]] = slots[miss];
   }
 };
 
 // The slots of positions, and the groups of positions by key. The groups are like the results of
-// tbe_group, but in the order of DistinctKeys. Positions of keys without a slot are in no group and
-// come last.
+// tbe_group, but in the order of DistinctKeys, and `rows` and `segments` are not set after the last
+// group. Positions of keys without a slot are in no group and come last.
 struct BatchGroups {
   Tensor slots;  // int64 [n], by position: the slot of the key
   Tensor rows, segments, lookups, bags, count;
@@ -389,8 +395,8 @@ struct BatchGroups {
 Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
                   const DistinctKeys& distinct, const MissingKeys& missing) {
   std::vector<uint8_t> key_statuses(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
-  for (size_t miss = 0; miss < missing.keys.size(); ++miss) {
-    key_statuses[missing.keys[miss]] = missing.status[miss];
+  for (size_t miss = 0; miss < missing.key_indices.size(); ++miss) {
+    key_statuses[missing.key_indices[miss]] = missing.status[miss];
   }
   Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
   auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
@@ -429,16 +435,16 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   touch_keys(call, distinct, key_slots.get());
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
-  if (!missing.keys.empty()) {
+  if (!missing.key_indices.empty()) {
     missing.insert(call, distinct, miss_offsets, nullptr);
-    call.rows.write(distinct.keys.get(), missing.keys.data(), miss_offsets, missing.slots.data(),
-                    seed);
+    call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets,
+                    missing.slots.data(), seed);
     missing.add_slots(key_slots.get());
   }
   groups.write(call, segments, distinct, key_slots.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
-  if (!missing.keys.empty()) {
+  if (!missing.key_indices.empty()) {
     results.push_back(key_status(ids, call, segments, distinct, missing));
   }
   return results;
@@ -510,10 +516,10 @@ struct StoredMisses {
   // of its miss in `missing`.
   StoredMisses(const HashBatchCall& call, const BatchStores& stores, const DistinctKeys& distinct,
                const int64_t* offsets, MissingKeys* missing)
-      : slots(missing->keys.size()) {
-    std::vector<int64_t> keys(missing->keys.size());
+      : slots(missing->key_indices.size()) {
+    std::vector<int64_t> keys(missing->key_indices.size());
     for (size_t miss = 0; miss < keys.size(); ++miss) {
-      keys[miss] = distinct.keys[missing->keys[miss]];
+      keys[miss] = distinct.keys[missing->key_indices[miss]];
     }
     for (int64_t t = 0; t < call.index.num_tables; ++t) {
       const BatchStores::Store& store = stores.stores[t];
@@ -541,7 +547,7 @@ struct StoredMisses {
 // results of TableMoves per table.
 constexpr int64_t kMissResults = 7, kMoveResults = 4;
 
-// The counts of the missing keys of a table in a batch.
+// The counts of a batch in one table; emblib/ops/tiers.py has the same columns.
 enum TierCount {
   kStored,       // keys that are in the store
   kNew,          // keys that are not
@@ -552,8 +558,8 @@ enum TierCount {
 };
 
 // The rows and keys that a batch moves between a table and its store. Their memory, and that of the
-// other results, must be allocated before the batch is inserted, because an error after that would
-// lose evicted rows.
+// other large results, must be allocated before the batch is inserted, because an error after that
+// would lose evicted rows. Only small vectors are allocated later.
 struct TableMoves {
   Tensor demoted;                        // [misses, 3], the evicted entries
   Tensor demoted_rows;                   // [misses, row_bytes], their rows
@@ -582,7 +588,7 @@ struct TableMoves {
     auto* const refused_words = refused.mutable_data_ptr<int64_t>();
     for (int64_t i = 0; i < n; ++i) {
       const int64_t miss = first_miss + i;
-      const int64_t key = distinct.keys[missing->keys[miss]];
+      const int64_t key = distinct.keys[missing->key_indices[miss]];
       const auto status = static_cast<InsertStatus>(missing->status[miss]);
       const bool is_stored = stored.slots[miss] != kNoSlot;
       ++counts[is_stored ? kStored : kNew];
@@ -644,12 +650,12 @@ struct MissPositions {
 
   MissPositions(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
                 const DistinctKeys& distinct, const MissingKeys& missing)
-      : first_positions(allocate_words(ids, {static_cast<int64_t>(missing.keys.size())})),
+      : first_positions(allocate_words(ids, {static_cast<int64_t>(missing.key_indices.size())})),
         groups(allocate_output(ids, {call.n}, ScalarType::Int)) {
-    const auto num_misses = static_cast<int32_t>(missing.keys.size());
+    const auto num_misses = static_cast<int32_t>(missing.key_indices.size());
     const Scratch<int32_t> miss_of = new_scratch<int32_t>(distinct.count());
     std::fill(miss_of.get(), miss_of.get() + distinct.count(), -1);
-    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of[missing.keys[miss]] = miss;
+    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of[missing.key_indices[miss]] = miss;
     int64_t* const positions = first_positions.mutable_data_ptr<int64_t>();
     int32_t* const group = groups.mutable_data_ptr<int32_t>();
     tables.for_tables([&](int64_t t) {
@@ -676,8 +682,8 @@ void copy_to(const std::vector<T>& values, Tensor tensor) {
 // not served if hash_insert_batch_ would not serve it, or if a table has fewer overflow rows than
 // the batch has keys of it: then return an empty list and change nothing. Otherwise return the
 // first eight results of hash_insert_batch_ and, if keys were missing, these:
-//   - by miss: first position, uses including the uses in the store, slot, and status as
-//     TableMoves::swap leaves it
+//   - by miss: first position, uses (with those of the store, if the order counts uses) and slot,
+//     int64, and status, uint8; the last two as TableMoves::swap leaves them
 //   - the miss of each position, int32 [n], and the misses of each table, int64 [T + 1]
 //   - the counts of each table, int64 [T, kTierCounts]
 //   - the tensors of TableMoves, kMoveResults per table
@@ -702,7 +708,7 @@ std::vector<Tensor> tier_insert_batch_(
   int64_t* miss_offsets = call.miss_offsets.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, key_slots.get(), miss_offsets);
   std::vector<Tensor> miss_results;
-  if (!missing.keys.empty()) {
+  if (!missing.key_indices.empty()) {
     const StoredMisses stored(call, stores, distinct, miss_offsets, &missing);
     const MissPositions positions(ids, call, segments, distinct, missing);
     const int64_t num_tables = call.index.num_tables;
@@ -712,12 +718,13 @@ std::vector<Tensor> tier_insert_batch_(
                          stores.stores[t].rows.row_bytes);
     }
     const Scratch<int64_t> evicted =
-        new_scratch<int64_t>(3 * static_cast<int64_t>(missing.keys.size()));
-    const auto num_misses = static_cast<int64_t>(missing.keys.size());
+        new_scratch<int64_t>(3 * static_cast<int64_t>(missing.key_indices.size()));
+    const auto num_misses = static_cast<int64_t>(missing.key_indices.size());
     Tensor uses = allocate_words(ids, {num_misses}), slots = allocate_words(ids, {num_misses});
     Tensor status = allocate(ids, {num_misses}, ScalarType::Byte);
     Tensor counts = allocate_words(ids, {num_tables, kTierCounts});
-    std::vector<int64_t> new_slots(missing.keys.size());  // by miss; kNoSlot for a key of the store
+    std::vector<int64_t> new_slots(
+        missing.key_indices.size());  // by miss; kNoSlot for a key of the store
     miss_results.reserve(kMissResults + kMoveResults * num_tables);
     missing.insert(call, distinct, miss_offsets, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
@@ -728,7 +735,8 @@ std::vector<Tensor> tier_insert_batch_(
     for (size_t miss = 0; miss < new_slots.size(); ++miss) {
       new_slots[miss] = stored.slots[miss] == kNoSlot ? missing.slots[miss] : kNoSlot;
     }
-    call.rows.write(distinct.keys.get(), missing.keys.data(), miss_offsets, new_slots.data(), seed);
+    call.rows.write(distinct.keys.get(), missing.key_indices.data(), miss_offsets, new_slots.data(),
+                    seed);
     missing.add_slots(key_slots.get());
     copy_to(missing.uses, uses);
     copy_to(missing.slots, slots);
