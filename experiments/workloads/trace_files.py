@@ -167,7 +167,7 @@ def _checksum(path: Path, size: int, modified_ns: int) -> str:
 def _chosen_columns(work: WorkloadConfig) -> list[TraceTable]:
     """Return the columns of the workload: the named ones, the first T, or all."""
     with converting_read_errors(_path(work)):
-        columns = _open(work).columns()
+        columns = _open(work).tables()
     names = [column.name for column in columns]
     if repeated_names := [name for name in names if names.count(name) > 1]:
         raise TraceError(

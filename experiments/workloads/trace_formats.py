@@ -31,15 +31,17 @@ from experiments.config.schema import Format
 
 
 class TraceError(ValueError):
-    """A trace file cannot be used; the message names the fault and the remedy."""
+    """A trace file cannot be used; the message names the fault."""
 
 
 @contextmanager
 def converting_read_errors(path: Path) -> Iterator[None]:
-    """Convert errors of libraries about a damaged file to TraceError."""
+    """Convert errors of libraries about a damaged or unreadable file to TraceError."""
     try:
         yield
     except (EOFError, OSError, UnicodeError, csv.Error, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the operating system
+            raise TraceError(f"{path.name} cannot be read ({error.strerror})") from error
         raise TraceError(
             f"{path.name} is damaged, or has another format than workload.format says ({error})"
         ) from error
@@ -53,7 +55,14 @@ def open_text(path: Path) -> IO[str]:
 
 
 def torch_load(path: Path) -> Any:
-    """Load a file of torch.save, mapped into memory; unpack a .gz to a temporary file first."""
+    """Load a file of torch.save, mapped into memory if its format allows it.
+
+    A .gz is unpacked to a temporary file first.
+
+    Raises:
+        TraceError: the file has another format.
+        OSError, EOFError, zlib.error: a .gz is damaged, or the disk is full.
+    """
     if path.suffix != ".gz":
         return _mapped(path, path.name)
     with tempfile.NamedTemporaryFile(suffix=".pt") as unpacked, gzip.open(path) as packed:
@@ -78,7 +87,7 @@ def _mapped(path: Path, name: str) -> Any:
 
 Integers = NDArray[Any]  # integers of any type; hashed ids may need uint64
 Lengths = NDArray[np.int64]
-CRITEO_DENSE, CRITEO_TABLES = 13, 26
+NUM_CRITEO_DENSE, NUM_CRITEO_TABLES = 13, 26
 SEPARATORS = re.compile(r"[\s,;|\[\]]+")
 HEXADECIMAL = re.compile(r"(0[xX])?[0-9a-fA-F]+")
 
@@ -101,16 +110,18 @@ class TraceTable:
 class Reader(ABC):
     """A trace file.
 
-    For a file of another layout `__init__`, `columns` or iterating `blocks` raises TraceError.
-    Damage within the layout may raise errors of libraries instead: callers wrap every use of a
-    Reader in `converting_read_errors`.
+    For a missing file `__init__` raises TraceError; for a file of another layout `__init__`,
+    `tables` or iterating `blocks` does. Damage within the layout may raise errors of libraries
+    instead: callers wrap every use of a Reader in `converting_read_errors`.
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise TraceError(f"there is no file '{path}'")
         self.path = path
 
     @abstractmethod
-    def columns(self) -> list[TraceTable]:
+    def tables(self) -> list[TraceTable]:
         """Return the file's tables, in the order of the file."""
 
     @abstractmethod
@@ -118,16 +129,17 @@ class Reader(ABC):
         """Yield blocks of about `size` samples, each with an entry per named table."""
 
     def positions(self, names: Sequence[str]) -> list[int]:
-        """Return the positions of the named tables among `columns()`."""
-        all_names = [column.name for column in self.columns()]
+        """Return the positions of the named tables among `tables()`."""
+        all_names = [table.name for table in self.tables()]
         return [all_names.index(name) for name in names]
 
 
 class MappedReader(Reader):
-    """A file of tensors that are mapped into memory.
+    """A file of tensors, of which at least the ids may be mapped into memory.
 
     Attributes:
-        samples: number of samples of each table; the shortest table ends the trace.
+        samples: number of samples of each table; the shortest of the requested tables ends the
+            trace.
     """
 
     samples: list[int]
@@ -197,7 +209,7 @@ class DlrmReader(MappedReader):
                 f"{ends[0]} to {ends[1]} and indices {list(self.indices.shape)}"
             )
 
-    def columns(self) -> list[TraceTable]:
+    def tables(self) -> list[TraceTable]:
         """Return t0, t1, ...; the file does not state their rows."""
         return [TraceTable(f"t{t}") for t in range(len(self.samples))]
 
@@ -229,7 +241,7 @@ class RecordedReader(MappedReader):
         ]
         self.samples = [len(starts) - 1 for starts in self.starts]
 
-    def columns(self) -> list[TraceTable]:
+    def tables(self) -> list[TraceTable]:
         return [TraceTable(f.name, f.rows) for f in self.trace.features]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
@@ -243,17 +255,17 @@ class CriteoReader(LineReader):
     Tabs separate the fields. An empty category is an empty bag. Lines of a test set have no label.
     """
 
-    def columns(self) -> list[TraceTable]:
-        """Return C1 to C26, whose ids are hashes of 32 bits."""
-        return [TraceTable(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
+    def tables(self) -> list[TraceTable]:
+        """Return C1 to C26; their ids should be hashes of 32 bits, which is not checked."""
+        return [TraceTable(f"C{c}") for c in range(1, NUM_CRITEO_TABLES + 1)]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         """Yield the bags of the tables, sample by sample: one id each, none where it is missing."""
         with open_text(self.path) as file:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
-                first = len(fields) - CRITEO_TABLES
-                if first not in (CRITEO_DENSE, CRITEO_DENSE + 1):
+                first = len(fields) - NUM_CRITEO_TABLES
+                if first not in (NUM_CRITEO_DENSE, NUM_CRITEO_DENSE + 1):
                     raise TraceError(
                         f"{self.path.name} line {number}: a line of Criteo's has 40 fields (39 "
                         f"without the label) separated by tabs, got {len(fields)}"
@@ -271,11 +283,12 @@ class CriteoReader(LineReader):
 class CsvReader(LineReader):
     """A file with a line of names, then a line per sample, plain or .gz.
 
-    A field has an id, ids separated by blanks, ';' or '|', or a list in brackets. An empty field is
-    an empty bag.
+    Commas separate the fields. A field has an id, ids separated by blanks, ';' or '|', or a list in
+    brackets; in quotes commas separate ids too. An empty field is an empty bag. An empty line is an
+    empty bag in a file of one column; in other files it is skipped.
     """
 
-    def columns(self) -> list[TraceTable]:
+    def tables(self) -> list[TraceTable]:
         with open_text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):
@@ -291,7 +304,7 @@ class CsvReader(LineReader):
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         """Yield the bags of the tables, sample by sample."""
-        width = len(self.columns())
+        width = len(self.tables())
         with open_text(self.path) as file:
             lines = csv.reader(file)
             next(lines)
@@ -330,7 +343,7 @@ class ParquetReader(Reader):
         except (OSError, pyarrow.lib.ArrowInvalid) as error:
             raise TraceError(f"{path.name} is not a parquet file ({error})") from error
 
-    def columns(self) -> list[TraceTable]:
+    def tables(self) -> list[TraceTable]:
         """Return the columns with ids."""
         from pyarrow import types
 
@@ -350,7 +363,7 @@ class ParquetReader(Reader):
         return columns
 
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-        """Yield the batches of pyarrow; a missing value is an empty bag."""
+        """Yield the batches of pyarrow; a null is an empty bag, and raises within a list."""
         import pyarrow.compute
         import pyarrow.parquet
         import pyarrow.types

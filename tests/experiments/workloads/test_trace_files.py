@@ -20,6 +20,7 @@ from experiments.config.schema import Config, Distribution, Format, Ids, UsageEr
 from experiments.kinds import expand
 from experiments.workloads import trace_files, workload
 from experiments.workloads.trace_files import TraceError
+from experiments.workloads.trace_formats import READERS, converting_read_errors
 
 # Three samples of two tables: the lookups every file here has, whatever its format.
 SAMPLES = [([1, 2], [7]), ([], [7]), ([3], [5])]
@@ -228,6 +229,24 @@ def test_damaged_files_say_so(kind: str, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TraceError, match=message):
         look_through(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_readers_say_that_a_file_is_missing(kind: Format, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"there is no file .*no\.csv"):
+        READERS[kind](tmp_path / "no.csv")
+
+
+def test_a_file_that_vanishes_is_not_called_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("a\n1\n")
+    reader = READERS[Format.csv](path)
+    path.unlink()
+    with (
+        pytest.raises(TraceError, match=r"a\.csv cannot be read \(No such file"),
+        converting_read_errors(path),
+    ):
+        reader.tables()
 
 
 @pytest.mark.parametrize(
