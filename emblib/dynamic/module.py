@@ -76,7 +76,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`.
         backing: store behind the tables, which must not be used by another module, or None.
-        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         seed: seed of the initial values of rows and of the hash of keys, in [0, 2^63). If untrusted

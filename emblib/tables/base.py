@@ -286,6 +286,7 @@ class FusedTables(nn.Module):
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
+            ValueError: no finite number >= 0.
         """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError(
@@ -443,14 +444,13 @@ class FusedTables(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a state dict; with `strict`, keys are checked before anything is written."""
-        expected = self._expected_keys(state_dict)
-        if strict and expected is not None:
-            state_dicts.check_keys(expected, state_dict)
+        if strict:
+            state_dicts.check_keys(self._expected_keys(state_dict), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str] | None:
-        """Return the keys that a strict load requires; None leaves the check to torch."""
-        return None
+    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
+        """Return the keys that a strict load of `state_dict` requires."""
+        raise NotImplementedError
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any

@@ -84,7 +84,7 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     """Change fields of the optimizer of a module, and notify its followers.
 
-    The step stays, and so does a learning rate that is not among the changes.
+    Step and seed stay, and so does a learning rate that is not among the changes.
 
     Raises:
         TypeError: no such field.
@@ -97,8 +97,10 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     values = module.initial_hyperparams()
     if isinstance(getattr(changed, "counter", None), Counter):
         values = values[:-1]  # the last one, the largest row count, is measured, not set
-    # The step is not written: another thread may be counting it.
-    for entries in (slice(Hyper.STEP), slice(Hyper.STEP + 1, len(values))):
+    # Neither the step, which another thread may be counting, nor the seed, which may be a
+    # checkpoint's.
+    fields_of_optimizer = slice(Hyper.OPTIMIZER_ARGS, len(values))
+    for entries in (slice(Hyper.STEP), slice(Hyper.L2, Hyper.SEED), fields_of_optimizer):
         module.hyperparams[entries].copy_(values[entries])
     notify_followers(module, changed.lr)
 
@@ -128,6 +130,11 @@ def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float
     """
     if values.is_meta or isinstance(values, FakeTensor) or isinstance(optimizer, External):
         return None
+    count = optimizer.hyperparams().numel()
+    if values.shape != (count,):
+        raise ValueError(
+            f"{type(optimizer).__name__} has {count} numbers, got shape {tuple(values.shape)}"
+        )
     numbers = values.tolist()
     check_learning_rate(numbers[Hyper.LEARNING_RATE])
     step = numbers[Hyper.STEP]
@@ -135,7 +142,7 @@ def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float
         raise ValueError(f"step must be an integer >= 0, got {step}")
     try:
         return optimizer.with_hyperparams(numbers), numbers[Hyper.LEARNING_RATE]
-    except IndexError as error:  # the code of a kind of decay, or the count of numbers
+    except IndexError as error:  # the code of a kind of decay
         raise ValueError(f"{numbers} are not of {type(optimizer).__name__}") from error
 
 

@@ -94,7 +94,7 @@ def decay_rows(
     float32 `[L]`; skipped lookups have 1. The host does not wait for a GPU.
     """
     if prev_iter.numel() == 0:  # tables without rows
-        return batch, torch.ones(batch.indices.numel(), device=prev_iter.device)
+        return batch, prev_iter.new_ones(batch.indices.numel())
     groups = autograd.groups_of(batch)
     inverse = primitives.group_inverse(groups.segments, groups.lookups, groups.count)
     scale = decay.scale(prev_iter[groups.rows], hyper[Hyper.STEP] + 1, hyper[Hyper.LEARNING_RATE])

@@ -133,7 +133,7 @@ class QuantizedEmbeddingBags(nn.Module):
     Args:
         tables: rows, dim and name of each table; their placement must be DEVICE.
         bits: bits per integer, 8, 4 or 2; None is 8 unless there are `formats`.
-        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
         output_dtype: float32, float16 or bfloat16.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
@@ -390,7 +390,9 @@ class QuantizedEmbeddingBags(nn.Module):
     def to_dense(self, table: int) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`."""
         rows, first_row = self._locations[table].rows, 0
-        out = torch.empty(rows, self._locations[table].dim, device=self.packed.device)
+        out = torch.empty(
+            rows, self._locations[table].dim, dtype=torch.float32, device=self.packed.device
+        )
         for block in self.dense_blocks(table):
             out[first_row : first_row + len(block)] = block
             first_row += len(block)

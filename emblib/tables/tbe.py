@@ -60,7 +60,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         tables: rows, dim, name and placement of each table.
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
-        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
@@ -133,7 +133,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
-        """Raise ValueError for options that contradict each other."""
+        """Raise TypeError for a wrong cache, ValueError for tables that the optimizer excludes."""
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(
                 f"cache must be a CacheConfig, e.g. CacheConfig(sets=1024), got {self.cache!r}"
@@ -223,8 +223,9 @@ class TableBatchedEmbeddingBags(FusedTables):
                 vector: rank by rank, feature by feature, bag by bag.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
-            ValueError: `batch_sizes` that do not fit; weights without pooling.
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
+                weights without pooling.
+            ValueError: `batch_sizes` that do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
         if not torch.compiler.is_compiling():

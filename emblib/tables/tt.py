@@ -94,7 +94,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         tables: rows, dim, ranks, factors and name of each table.
         optimizer: optimizer of `emblib.optim`; its "row" is the row of a core. None leaves dense
             gradients for an optimizer of `torch.optim`.
-        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
+        pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
             rows the standard deviation 1/sqrt(3 * rows), which a dense table's initial rows have.
@@ -275,6 +275,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             # The shapes of the cores identify the layout.
             missing_names.remove(f"{prefix}{layout_entry.NAME}")
 
+    def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
+        optional = {layout_entry.NAME} - state_dict.keys()  # older state dicts have none
+        return self.state_dict().keys() - optional
+
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the module in a state dict."""
         problem = layout_entry.describe_mismatch(state_dict, prefix, self.tables, self.cores)
@@ -350,7 +354,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                some cores of a table frozen.
+                weights without pooling; some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
         """
         cores = self._all_cores()
@@ -633,7 +637,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             optimizer: optimizer, as the constructor takes it.
             spec: factors of rows and dim; with none of the next three its ranks as well.
             ranks: the inner ranks.
-            error: the largest relative error; the smallest ranks that keep it are chosen.
+            error: the largest relative error of the cuts, see `decompose`.
             nbytes: maximum bytes of the cores; the largest ranks that fit are chosen.
             counts: number of accesses of each row `[rows]`, which weights the errors of rows.
             options: further arguments of the constructor; by default `device` is `weight.device`.
@@ -688,7 +692,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 if it requires one.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
+                weights without pooling; some cores frozen.
             ValueError: offsets missing, or given for 2-dimensional indices.
         """
         if indices.dim() == 2:
@@ -717,7 +722,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
     """Copy blocks of rows into one float32 matrix `[rows, dim]`, block by block."""
-    dense, first_row = torch.empty(rows, dim, device=device), 0
+    dense, first_row = torch.empty(rows, dim, dtype=torch.float32, device=device), 0
     for block in blocks:
         dense[first_row : first_row + len(block)] = block
         first_row += len(block)

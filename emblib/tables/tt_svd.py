@@ -6,8 +6,7 @@ there (Oseledets, 2011). The squared errors of the cuts add up, so the error is 
 `sqrt(cores - 1)` times the error of the best tensor train of these ranks.
 
 Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the first cut has the
-size of the table, which it reads in chunks; the remainder is smaller by a factor of
-`rank / (p[0] * q[0])`. So there is never a second copy of the table.
+size of the table, which it reads in chunks; the remainder has `rank / (p[0] * q[0])` of its size.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def decompose(
         spec: factors of rows and dim, by default as `TTSpec` chooses them for 3 cores.
         ranks: the inner ranks, one per cut between two cores, each at least 1; ranks that the
             cores cannot use are lowered.
-        error: relative error that all cuts together may cause; the smallest such ranks are chosen.
-            Rounding the cores to 16 bits adds to it.
+        error: relative error that all cuts together may cause, an equal share each, for which the
+            smallest ranks are chosen. Rounding the cores to 16 bits adds to it.
         nbytes: maximum bytes of the cores in `dtype`; the largest equal ranks that fit are chosen.
         counts: accesses of each row `[rows]`. With them the first and the last core are fitted to
             minimise the sum of squared errors of rows, weighted by the counts.
@@ -328,7 +327,7 @@ def _core_products(
     """
     full_ranks, q = spec.full_ranks, spec.dim_factors
     products = (
-        torch.eye(full_ranks[first_core], device=rows.device)
+        torch.eye(full_ranks[first_core], dtype=torch.float32, device=rows.device)
         .expand(rows.numel(), -1, -1)
         .unsqueeze(2)
     )
@@ -429,7 +428,7 @@ def _with_errors(
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
     """Multiply these last cores for all their digits: `[R, rows, columns]`."""
     full_ranks, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
-    product = torch.ones(1, 1, 1, device=cores[0].device)
+    product = torch.ones(1, 1, 1, dtype=torch.float32, device=cores[0].device)
     for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):
         core = cores[k - len(p)].view(p[k], full_ranks[k], q[k], full_ranks[k + 1])
         product = torch.einsum("pacr,rnd->apncd", core, product).flatten(1, 2).flatten(2, 3)

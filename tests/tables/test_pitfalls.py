@@ -16,6 +16,7 @@ from emblib import (
     DynamicSpec,
     Pooling,
     Precision,
+    QuantizedEmbeddingBags,
     StochasticRounding,
     TableBatchedEmbeddingBags,
     TableSpec,
@@ -23,6 +24,7 @@ from emblib import (
     TTSpec,
     optim,
 )
+from emblib.columns import Hyper
 
 INDICES = torch.tensor([0, 2, 1, 4, 4])
 OFFSETS = torch.tensor([0, 1, 3, 3, 5])
@@ -231,6 +233,26 @@ def test_the_warning_points_at_the_caller() -> None:
     assert warning.filename == __file__
 
 
+def test_hyperparameters_of_another_length_are_refused_before_any_change() -> None:
+    module = small(optim.SGD(0.1, weight_decay=optim.L2(0.5)))
+    before = module.hyperparams.clone()
+    for other in (before[:0], before[:1], before[None], torch.cat([before, before]) / 2):
+        with pytest.raises(ValueError, match="SGD has 5 numbers"):
+            module.load_hyperparams(other)
+        assert module.optimizer == optim.SGD(0.1, weight_decay=optim.L2(0.5))
+        assert torch.equal(module.hyperparams, before)
+
+
+def test_new_hyperparameters_keep_the_seed_of_a_checkpoint() -> None:
+    saved, module = (
+        small(optim.Adam(0.1), precision=Precision(torch.float16, stochastic_rounding=rounding))
+        for rounding in (StochasticRounding(seed=7), StochasticRounding(seed=3))
+    )
+    module.load_state_dict(saved.state_dict())
+    module.set_hyperparameters(eps=1e-5)
+    assert module.hyperparams[Hyper.SEED] == 7
+
+
 def test_default_dtype_does_not_matter() -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -239,6 +261,12 @@ def test_default_dtype_does_not_matter() -> None:
             offsets = OFFSETS if isinstance(module, TableBatchedEmbeddingBags) else OFFSETS[:3]
             module(INDICES[: int(offsets[-1])], offsets).sum().backward()
             assert module.step == 1
+        assert train.to_dense(0).dtype is torch.float32
+        trained = torch.rand(60, 8, dtype=torch.float32)
+        counts = torch.ones(60, dtype=torch.int64)
+        table = TTEmbeddingBag.from_dense(trained, ranks=(8, 8), counts=counts)
+        assert torch.allclose(table.to_dense(), trained, atol=1e-3)
+        assert QuantizedEmbeddingBags([TableSpec(3, 4)]).to_dense(0).dtype is torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
