@@ -44,6 +44,7 @@ NOTES = (
 )
 NEGLIGIBLE_LOSS = 0.001  # of AUC; a smaller loss counts as none
 TENSOR_TRAINS = ("tt_permuted", "tt_as_given", "tt_from_plain")
+EXCESS = 0.01  # of the bytes of a share; less is not stated
 _MARKERS = "osDv^P*XhpdH<>o"  # of methods, in the order of TRAINED
 HEIGHT = 4.2  # inches of a panel
 METHOD_SHIFT = 0.022  # between methods of one size, in powers of two, so that marks differ
@@ -209,12 +210,24 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
         f"{command}:",
         "",
         f"Change of AUC with large tables of {_share_words(share)} of their bytes, mean of {seeds} "
-        "with its 95 % interval, and the time of a step ÷ plain on each.",
+        "with its 95 % interval, and the time of a step ÷ plain on each."
+        + excess_sentence(at_share),
         "",
         *markdown_table(["tables", *names, "step"], lines).splitlines(),
         "",
         link,
     ]
+
+
+def excess_sentence(at_share: pd.DataFrame) -> str:
+    """Return a sentence about the methods that had more than their share of bytes; "" if none."""
+    factors = 1 / (at_share["times_smaller"] * at_share["share"])
+    factors = factors[factors > 1 + EXCESS]
+    parts = []
+    for method, group in factors.groupby(at_share["contender"], sort=False):
+        ends = dict.fromkeys(f"{100 * (end - 1):.0f} %" for end in (group.min(), group.max()))
+        parts.append(f"{TRAINED[str(method)]}, by {' to '.join(ends)}")
+    return f" More than these bytes had: {'; '.join(parts)}." if parts else ""
 
 
 def tables(run: Run) -> Sequence[TitledTable]:

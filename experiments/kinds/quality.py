@@ -152,7 +152,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean
     difference to plain tables, paired by seed, with `_lo` and `_hi`, its 95 % t-interval (nan for
     one seed). `excess_log_loss` is the loss above that of the true probabilities, where known.
-    `bytes` are those of large and small tables in training, `served_bytes` when served;
+    `bytes` are those of the large tables in training, `served_bytes` when served;
     `times_smaller` compares with the plain large tables. `step_s` is seconds; `ratio` is the time
     of a step ÷ plain's.
     """

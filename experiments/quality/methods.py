@@ -1,12 +1,14 @@
 """Methods that compress the large tables of a model to a share of their bytes.
 
-A method is a module that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and trains itself.
-Most methods are collections of emblib with another storage: a function that returns the
-configuration of a table. Others are classes. A new method is either, and a line in METHODS.
+A method is a module that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and that backward
+updates. Most methods are a `StoredTables` of tables that a function `configure_*` returns. Others
+are a class, or a function that builds a `StoredTables`. A new method is one of these, and a line in
+METHODS.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +24,7 @@ from experiments.contenders.registry import Unsupported
 FLOAT_BYTES = 4  # bytes of a float32
 QUANTISED = storage.Quantized(8)  # storage of dense rows when they are served
 PERMUTED = "permuted"  # order of ids of tensor trains
+LOOKUPS_PER_CHOICE = 50  # training lookups between two choices of the rows in a cache
 NETWORK_RATE = 1e-3  # learning rate of Adam for all parameters outside tables
 
 
@@ -33,34 +36,46 @@ class MethodTask:
         rows: number of rows of each table.
         dim: dim of a row.
         share: permitted bytes ÷ bytes of the plain table, for each table.
-        rate: learning rate of Adagrad.
-        counts: number of training samples with each id, per table.
+        learning_rate: learning rate of Adagrad.
+        counts: number of training samples with each id, per table. `HotRows` and `build_from_plain`
+            need them.
         trained: function that returns the rows of the plain tables after training.
     """
 
     rows: tuple[int, ...]
     dim: int
     share: float
-    rate: float
+    learning_rate: float
     counts: Sequence[Tensor] = ()
     trained: Callable[[], Sequence[Tensor]] | None = None
 
-    @property
-    def permitted_rows(self) -> list[int]:
-        """Return the number of rows per table that fit into the permitted bytes."""
-        return [max(1, int(self.share * rows)) for rows in self.rows]
+    def permitted_rows(self, table: int) -> int:
+        """Return the number of float32 rows that fit into the permitted bytes of a table.
 
-    def nbytes(self, table: int) -> int:
+        Raises:
+            Unsupported: not one row fits.
+        """
+        rows = int(self.share * self.rows[table])
+        if not rows:
+            raise Unsupported(f"{self.share:g} of {self.rows[table]} rows is less than one")
+        return rows
+
+    def permitted_bytes(self, table: int) -> int:
         """Return the permitted bytes of a table."""
         return int(self.share * self.rows[table] * self.dim * FLOAT_BYTES)
 
-    def scaled(self, share: float) -> MethodTask:
+    def check_counts(self) -> None:
+        """Raise Unsupported for a task without `counts`."""
+        if not self.counts:
+            raise Unsupported("the method needs the counts of ids")
+
+    def with_share(self, share: float) -> MethodTask:
         """Return the task with `share` of its permitted bytes."""
         return replace(self, share=share * self.share)
 
     def optimizer(self) -> emblib.optim.Adagrad:
         """Return the optimizer of tables."""
-        return emblib.optim.Adagrad(self.rate)
+        return emblib.optim.Adagrad(self.learning_rate)
 
 
 class Method(nn.Module):
@@ -68,16 +83,14 @@ class Method(nn.Module):
 
     Attributes:
         task: tables to compress.
-        optimizers: optimizers of the parameters that backward does not update.
-        trained_bytes: bytes of the parameters, without optimizer states.
-        served_bytes: bytes of the parameters with dense rows quantised to 8 bits.
+        trained_bytes: bytes of parameters and indices, without optimizer states.
+        served_bytes: the same with tables of `storage.Dense` quantised to 8 bits.
         ranks: rank of each table's tensor train; [] for methods without trains.
     """
 
     def __init__(self, task: MethodTask) -> None:
         super().__init__()
         self.task = task
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.trained_bytes = 0
         self.served_bytes = 0
         self.ranks: list[int] = []
@@ -85,11 +98,6 @@ class Method(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows `[B, K, dim]` of ids `[B, K]`."""
         raise NotImplementedError
-
-    def count_bytes(self, nbytes: int) -> None:
-        """Add bytes of parameters that are served as they are trained."""
-        self.trained_bytes += nbytes
-        self.served_bytes += nbytes
 
 
 class StoredTables(Method):
@@ -100,21 +108,18 @@ class StoredTables(Method):
         self.bags = emblib.EmbeddingBagCollection(tables, optimizer=task.optimizer())
         self.names = [config.name for config in tables]
         for config in tables:
-            self._count_table(config)
+            nbytes = _table_bytes(config)
+            is_dense = isinstance(config.storage, storage.Dense)
+            self.trained_bytes += nbytes
+            self.served_bytes += _table_bytes(config, QUANTISED) if is_dense else nbytes
         trains = [config.storage for config in tables]
         self.ranks = [kind.ranks[0] for kind in trains if isinstance(kind, storage.TensorTrain)]
 
-    def _count_table(self, config: EmbeddingBagConfig) -> None:
-        """Count the bytes of a table, without optimizer states."""
-        table_slice = storage.TableSlice.whole(config)
-        nbytes = int(config.storage.nbytes(table_slice, _NO_STATES, "cpu").device)
-        self.count_bytes(nbytes)
-        if isinstance(config.storage, storage.Dense):
-            served = int(QUANTISED.nbytes(table_slice, None, "cpu").device)
-            self.served_bytes += served - nbytes
-
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up the ids; id -1 gives zeros. Training inserts keys into hash tables."""
+        """Look up the ids; id -1 gives zeros, but in hash tables it is a key.
+
+        Training inserts keys into hash tables.
+        """
         flat = ids.t().reshape(-1)
         batch = emblib.KeyedJaggedTensor(self.names, flat, lengths=torch.ones_like(flat))
         rows: Tensor = self.bags(batch).values()
@@ -128,38 +133,63 @@ class StoredTables(Method):
 
 _NO_STATES = emblib.optim.SGD(1.0)  # an optimizer without states, for counting bytes
 
+
+def _table_bytes(config: EmbeddingBagConfig, kind: storage.Storage | None = None) -> int:
+    """Return the bytes of a table and its index, as configured or in another storage."""
+    table_slice, kind = storage.TableSlice.whole(config), kind or config.storage
+    return int(kind.nbytes(table_slice, _NO_STATES, "cpu").device)
+
+
+def _max_rows(task: MethodTask, table: int, configure: Callable[[int], EmbeddingBagConfig]) -> int:
+    """Return the maximum number of rows with which a table fits into its permitted bytes.
+
+    Args:
+        task: the tables.
+        table: number of the table, whose rows are the upper bound.
+        configure: function of a number of rows that returns the configuration with them.
+
+    Raises:
+        Unsupported: not one row fits, with its index.
+    """
+    counts, permitted = range(1, task.rows[table] + 1), task.permitted_bytes(table)
+    rows = bisect_right(counts, permitted, key=lambda count: _table_bytes(configure(count)))
+    if not rows:
+        raise Unsupported(f"rows by key and their index need more than {permitted} bytes")
+    return rows
+
+
 ConfigureTable = Callable[[MethodTask, int], EmbeddingBagConfig]
 """Function of a task and the number of a table that returns the table's configuration."""
 
 
-def build_stored(choose: ConfigureTable, task: MethodTask) -> StoredTables:
-    """Return a collection with the tables that `choose` configures."""
-    return StoredTables(task, [choose(task, t) for t in range(len(task.rows))])
+def build_stored(configure: ConfigureTable, task: MethodTask) -> StoredTables:
+    """Return a collection with the tables that `configure` returns."""
+    return StoredTables(task, [configure(task, t) for t in range(len(task.rows))])
 
 
-def plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
+def configure_plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
     """Store every row; `changes` are further arguments of the configuration."""
     return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
 
 
-def half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
+def configure_half_precision(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store every row in bfloat16, with stochastic rounding."""
     if task.share < 0.5:
         raise Unsupported("16-bit rows are half of the bytes")
     rounding = emblib.StochasticRounding(seed=1)
-    return plain(task, table, data_type=torch.bfloat16, rounding=rounding)
+    return configure_plain(task, table, data_type=torch.bfloat16, rounding=rounding)
 
 
-def narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
+def configure_narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store narrower rows, padded with zeros."""
     width = _width(task)
     kind = storage.Narrow(width) if width < task.dim else storage.Dense()
-    return plain(task, table, storage=kind)
+    return configure_plain(task, table, storage=kind)
 
 
-def projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
+def configure_projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store narrower rows, and per table a learned matrix that projects them to `dim`."""
-    return plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
+    return configure_plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
 
 
 def _width(task: MethodTask) -> int:
@@ -169,12 +199,14 @@ def _width(task: MethodTask) -> int:
     return width
 
 
-def hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
+def configure_hashed(task: MethodTask, table: int, **choices: Any) -> EmbeddingBagConfig:
     """Hash ids to fewer rows; `choices` are further arguments of `storage.Hashed`."""
-    return plain(task, table, storage=storage.Hashed(task.permitted_rows[table], **choices))
+    return configure_plain(
+        task, table, storage=storage.Hashed(task.permitted_rows(table), **choices)
+    )
 
 
-def quotient_remainder(
+def configure_quotient_remainder(
     task: MethodTask, table: int, combine: storage.Combine
 ) -> EmbeddingBagConfig:
     """Combine two rows, one by the quotient and one by the remainder of the id."""
@@ -182,41 +214,67 @@ def quotient_remainder(
         kind = storage.QuotientRemainder.for_share(task.rows[table], task.share, combine)
     except ValueError as error:
         raise Unsupported(str(error)) from error
-    return plain(task, table, storage=kind)
+    return configure_plain(task, table, storage=kind)
 
 
-def train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
+def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     """Return the tensor train of the largest ranks that fit into the permitted bytes."""
     rows = task.rows[table]
     one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
     try:
-        return emblib.TTSpec.for_bytes(rows, task.dim, task.nbytes(table), like=one_rank_spec)
+        return emblib.TTSpec.for_bytes(
+            rows, task.dim, task.permitted_bytes(table), like=one_rank_spec
+        )
     except ValueError as error:
         raise Unsupported(str(error)) from error
 
 
-def tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
+def configure_tensor_train(task: MethodTask, table: int, ids: Any = PERMUTED) -> EmbeddingBagConfig:
     """Store a tensor train; by default in a random order of ids."""
-    spec = train_spec(task, table, ids)
+    spec = tensor_train_spec(task, table, ids)
     kind = storage.TensorTrain(spec.ranks, ids=spec.ids, seed=spec.seed)
-    return plain(task, table, storage=kind)
+    return configure_plain(task, table, storage=kind)
 
 
-def evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
+def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     """Store rows by key in a hash table that evicts the least frequently used ids."""
     kind = storage.Hash(eviction=emblib.Eviction.LFU)
-    return EmbeddingBagConfig(task.permitted_rows[table], task.dim, f"t{table}", storage=kind)
+
+    def configure(rows: int) -> EmbeddingBagConfig:
+        return EmbeddingBagConfig(rows, task.dim, f"t{table}", storage=kind)
+
+    return configure(_max_rows(task, table, configure))
 
 
-def train_from_plain(task: MethodTask) -> StoredTables:
+def configure_cached_train(
+    task: MethodTask, table: int, eviction: emblib.RowEviction
+) -> EmbeddingBagConfig:
+    """Store a tensor train in half of the permitted bytes, and a cache of rows in the rest.
+
+    The rest has the most used rows, their index and the counts of ids. Rows that leave the cache
+    change the train by `eviction`; DROP loses their updates, as in FBTT.
+    """
+    train = configure_tensor_train(task.with_share(0.5), table)
+    kind = train.storage
+    assert isinstance(kind, storage.TensorTrain)
+
+    def configure(rows: int) -> EmbeddingBagConfig:
+        cache = emblib.TTCache(rows, eviction, every=LOOKUPS_PER_CHOICE)
+        return replace(train, storage=replace(kind, cache=cache))
+
+    return configure(_max_rows(task, table, configure))
+
+
+def build_from_plain(task: MethodTask) -> StoredTables:
     """Return tensor trains that start from the trained plain tables."""
+    task.check_counts()
     if task.trained is None:
         raise Unsupported("plain tables were not trained: add plain to contenders")
-    trains = build_stored(tensor_train, task)
+    trains = build_stored(configure_tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
         cores = emblib.TTEmbeddingBag.from_dense(
-            weight, spec=train_spec(task, t, PERMUTED), counts=task.counts[t].clamp(min=1)
+            weight, spec=tensor_train_spec(task, t, PERMUTED), counts=task.counts[t].clamp(min=1)
         )
         with torch.no_grad():
             for core, value in zip(handles[f"t{t}"].cores, cores.cores, strict=True):
@@ -224,9 +282,9 @@ def train_from_plain(task: MethodTask) -> StoredTables:
     return trains
 
 
-def planned(task: MethodTask) -> StoredTables:
+def build_planned(task: MethodTask) -> StoredTables:
     """Return tables stored as `emblib.plan_memory` plans, within the permitted bytes of all."""
-    tables = [plain(task, t) for t in range(len(task.rows))]
+    tables = [configure_plain(task, t) for t in range(len(task.rows))]
     nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
     try:
         plan = emblib.plan_memory(
@@ -241,7 +299,14 @@ def planned(task: MethodTask) -> StoredTables:
 
 
 class HotRows(Method):
-    """Plain tables of the most frequent ids in half of the bytes, another method for the rest.
+    """Plain tables of the most frequent ids, and tables of another method for the other ids.
+
+    Half of the permitted bytes store the plain rows, the other half the other tables. `hot_rows` is
+    not counted: there is none where ids are numbered in order of frequency.
+
+    Args:
+        task: the tables.
+        rest: function that configures the other tables, not as hash tables, where -1 is a key.
 
     Attributes:
         hot: tables of the frequent ids.
@@ -255,12 +320,14 @@ class HotRows(Method):
 
     def __init__(self, task: MethodTask, rest: ConfigureTable) -> None:
         super().__init__(task)
-        half = task.scaled(0.5)
-        sizes = half.permitted_rows
+        task.check_counts()
+        half = task.with_share(0.5)
+        sizes = [half.permitted_rows(t) for t in range(len(task.rows))]
         tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(sizes)]
         self.hot, self.others = StoredTables(half, tables), build_stored(rest, half)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
+        self.ranks = self.others.ranks
         hot_rows = []
         for rows, hot, count in zip(task.rows, sizes, task.counts, strict=True):
             hot_row = torch.full((rows,), -1)
@@ -270,42 +337,10 @@ class HotRows(Method):
         self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up each id in the collection that has it; the other one gets -1: zeros."""
+        """Look up each id in one of the two collections; the other gets -1, which reads zeros."""
         hot_rows = self.hot_rows[ids + self.starts]
         rows: Tensor = self.hot(hot_rows) + self.others(torch.where(hot_rows < 0, ids, -1))
         return rows
-
-
-class CachedTensorTrain(Method):
-    """Tensor trains with a cache of the most used rows, in half of the permitted bytes.
-
-    Attributes:
-        eviction: fate of a row that leaves the cache.
-        every: number of training lookups between two choices of the cached rows.
-    """
-
-    eviction = emblib.RowEviction.PROJECT
-    every = 50
-
-    def __init__(self, task: MethodTask) -> None:
-        super().__init__(task)
-        half = task.scaled(0.5)
-        specs = [train_spec(half, t, PERMUTED) for t in range(len(task.rows))]
-        cache = emblib.TTCache(half.permitted_rows, self.eviction, every=self.every)
-        self.bags = emblib.CachedTTEmbeddingBags(specs, cache, task.optimizer())
-        sizes = self.bags.nbytes()
-        self.count_bytes(sizes["weights"] + sizes["cache"])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        flat = ids.t().reshape(-1)  # table by table, a bag of one id per sample
-        rows: Tensor = self.bags(flat, torch.arange(len(flat) + 1, device=ids.device))
-        return rows.view(*ids.shape, -1)
-
-
-class DroppingTensorTrain(CachedTensorTrain):
-    """Cached tensor trains whose rows lose their updates when they leave the cache, as in FBTT."""
-
-    eviction = emblib.RowEviction.DROP
 
 
 def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace | None:
@@ -323,24 +358,30 @@ def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace
 
 
 METHODS: dict[str, Callable[[MethodTask], Method]] = {
-    "plain": partial(build_stored, plain),
-    "bf16": partial(build_stored, half_precision),
-    "narrow": partial(build_stored, narrow),
-    "projected": partial(build_stored, projected),
-    "hashed": partial(build_stored, hashed),
-    "modulo": partial(build_stored, partial(hashed, hash=storage.RowHash.REMAINDER)),
-    "hashed_twice": partial(build_stored, partial(hashed, functions=2)),
-    "qr_sum": partial(build_stored, partial(quotient_remainder, combine=storage.Combine.ADD)),
-    "qr_product": partial(
-        build_stored, partial(quotient_remainder, combine=storage.Combine.MULTIPLY)
+    "plain": partial(build_stored, configure_plain),
+    "bf16": partial(build_stored, configure_half_precision),
+    "narrow": partial(build_stored, configure_narrow),
+    "projected": partial(build_stored, configure_projected),
+    "hashed": partial(build_stored, configure_hashed),
+    "modulo": partial(build_stored, partial(configure_hashed, hash=storage.RowHash.REMAINDER)),
+    "hashed_twice": partial(build_stored, partial(configure_hashed, functions=2)),
+    "qr_sum": partial(
+        build_stored, partial(configure_quotient_remainder, combine=storage.Combine.ADD)
     ),
-    "tt_permuted": partial(build_stored, tensor_train),
-    "tt_as_given": partial(build_stored, partial(tensor_train, ids="as_given")),
-    "tt_from_plain": train_from_plain,
-    "tt_hot": partial(HotRows, rest=tensor_train),
-    "tt_cached": CachedTensorTrain,
-    "tt_cached_drop": DroppingTensorTrain,
-    "hashed_hot": partial(HotRows, rest=hashed),
-    "evicting": partial(build_stored, evicting),
-    "planned": planned,
+    "qr_product": partial(
+        build_stored, partial(configure_quotient_remainder, combine=storage.Combine.MULTIPLY)
+    ),
+    "tt_permuted": partial(build_stored, configure_tensor_train),
+    "tt_as_given": partial(build_stored, partial(configure_tensor_train, ids="as_given")),
+    "tt_from_plain": build_from_plain,
+    "tt_hot": partial(HotRows, rest=configure_tensor_train),
+    "tt_cached": partial(
+        build_stored, partial(configure_cached_train, eviction=emblib.RowEviction.PROJECT)
+    ),
+    "tt_cached_drop": partial(
+        build_stored, partial(configure_cached_train, eviction=emblib.RowEviction.DROP)
+    ),
+    "hashed_hot": partial(HotRows, rest=configure_hashed),
+    "evicting": partial(build_stored, configure_evicting),
+    "planned": build_planned,
 }

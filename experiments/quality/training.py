@@ -80,7 +80,7 @@ class Model(nn.Module):
         self.large = data.large(plan.large)
         self.small = [f for f in range(len(data.rows)) if f not in self.large]
         plain_task = MethodTask(
-            tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate
+            tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.learning_rate
         )
         self.others = METHODS[PLAIN](plain_task) if self.small else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
@@ -89,7 +89,7 @@ class Model(nn.Module):
         inputs = plan.dim + count * (count - 1) // 2
         self.top = nn.Sequential(nn.Linear(inputs, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
         network = [*self.numbers.parameters(), *self.top.parameters()]
-        self.optimizers = [torch.optim.Adam(network, NETWORK_RATE), *rows.optimizers]
+        self.optimizers = [torch.optim.Adam(network, NETWORK_RATE)]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
         """Return the log-odds `[B]` of ids `[B, F]` and numbers `[B, C]`."""

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments import cli
+from experiments.kind_reports.quality import excess_sentence
 from experiments.kinds.quality import frame, t_interval
 from experiments.report.data import Run
 from experiments.results.store import read_records
@@ -79,6 +80,19 @@ def test_lines_of_the_readme(run: Path) -> None:
     (hashed,) = [line for line in lines if line.startswith("| hashed |")]
     assert hashed.count("|") == 4
     assert "[" in hashed
+
+
+def test_the_readme_names_methods_with_more_than_their_share() -> None:
+    rows = pd.DataFrame(
+        {
+            "contender": ["plain", "hashed", "evicting", "evicting"],
+            "share": [1.0, 0.25, 0.25, 0.25],
+            "times_smaller": [1.0, 3.99, 4 / 1.4, 4 / 1.5],
+        }
+    )
+    expected = " More than these bytes had: dynamic, evicting, by 40 % to 50 %."
+    assert excess_sentence(rows) == expected
+    assert excess_sentence(rows[:2]) == ""
 
 
 def test_a_case_of_another_experiment(smoke_runs: Mapping[str, Path]) -> None:
