@@ -320,8 +320,9 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
 // Remove the keys `lifted`, int64 [m], from a store, and put rows into it. `entries`, int64 [n, 3],
 // has the keys, stamps and scores of the rows, `rows` is uint8 [n, row_bytes]. The keys of
 // `entries` must be distinct; not checked. A row replaces the stored row of its key. A new key
-// whose buckets are full evicts the row of the lowest rank in them. If n > 0, the clock of the
-// store advances. Return the dropped entries and rows, see copy_dropped.
+// whose buckets are full evicts the row of the lowest rank in them that the same call did not put;
+// if there is none, the new row is dropped. If n > 0, the clock of the store advances. Return the
+// evicted and dropped entries and rows, see copy_dropped.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {
