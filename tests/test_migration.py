@@ -345,6 +345,22 @@ def test_optimizers_in_backward_move_or_leave_the_table() -> None:
     assert "several optimizers train it" in emblib.migrate(model, both).left[0].reason
 
 
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_a_state_that_cannot_be_moved_changes_nothing(name: str) -> None:
+    model = Model()
+    kept, moved = (
+        OPTIMIZERS[name](list(model.bags.parameters())),
+        torch.optim.Adagrad(model.items.parameters(), 0.1),
+    )
+    moved.state[model.items.weight]["step"] = torch.tensor(-1.0)
+    modules = model.bags, model.items
+    with pytest.raises(ValueError, match="step must be >= 0"):
+        emblib.migrate(model, [kept, moved])
+    assert all(map(operator.is_, modules, (model.bags, model.items)))
+    for optimizer, module in zip((kept, moved), modules, strict=True):
+        assert optimizer.param_groups[0]["params"][0] is module.weight
+
+
 def test_migrating_draws_no_random_numbers() -> None:
     rows = nn.Embedding(ROWS, DIM)
     torch.manual_seed(3)

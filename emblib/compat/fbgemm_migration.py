@@ -351,8 +351,12 @@ class ReplacedDenseTBE(_ReplacedTBE):
         return self.weight.trained is not None and self.old.weights.requires_grad
 
     def carry_over(self) -> None:
-        """Copy the rows, and put the new parameter into the group of the optimizer."""
+        """Copy the rows."""
         self.weight.carry_over(self._table)
+
+    def leave_optimizers(self) -> None:
+        """Put the new parameter into the group of the optimizer."""
+        self.weight.leave_optimizer(self._table)
 
     def carry_back(self) -> None:
         """Copy the rows back, and put the old parameter into the group of the optimizer."""

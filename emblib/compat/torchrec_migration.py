@@ -231,9 +231,14 @@ class ReplacedCollection(Replaced):
         return f"{len(self.new.configs)} tables, {sum(len(t.rows) for t in self._tables)} rows"
 
     def carry_over(self) -> None:
-        """Copy rows and states into the tables; the groups of the optimizers follow."""
+        """Copy rows and states into the tables."""
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.carry_over(table)
+
+    def leave_optimizers(self) -> None:
+        """Change the groups of the optimizers."""
+        for weight, table in zip(self.weights, self._tables, strict=True):
+            weight.leave_optimizer(table)
             if weight.trained is not None and not table.is_fused:
                 self.new.trained_by = type(weight.trained.optimizer).__name__
 

@@ -271,24 +271,28 @@ class TorchWeight:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
 
     def carry_over(self, table: MigratedTable) -> None:
-        """Copy rows and states into a table, and replace the weight in the optimizer's group."""
+        """Copy rows and states into a table; the optimizer of torch does not change."""
         weight, trained = self.weight, self.trained
         table.rows.copy_(weight)
         if not table.is_fused:
             table.parameter.requires_grad_(weight.requires_grad)
-            if trained is not None:
-                trained.replace(weight, [table.parameter])
-                if trained.state:
-                    trained.optimizer.state[table.parameter] = trained.state
             return
         if trained is not None:
             states = self._states(trained.state)
             for name in table.states.keys() & states.keys():
                 table.states[name].copy_(_in_shape(states[name], table.states[name].shape))
             table.module.set_step(int(trained.state.get("step", 0)))
-            trained.replace(weight, [])
         if not weight.requires_grad:
             table.parameter.requires_grad_(False)
+
+    def leave_optimizer(self, table: MigratedTable) -> None:
+        """Replace the weight in the optimizer's group by the table, unless that is fused."""
+        trained = self.trained
+        if trained is None:
+            return
+        trained.replace(self.weight, [] if table.is_fused else [table.parameter])
+        if trained.state and not table.is_fused:
+            trained.optimizer.state[table.parameter] = trained.state
 
     def carry_back(self, table: MigratedTable) -> None:
         """Copy rows and states back, and restore the weight in the optimizer's group."""
@@ -409,10 +413,13 @@ class Replaced(ABC):
 
     @abstractmethod
     def carry_over(self) -> None:
-        """Copy rows and states into the new module, and change the groups of optimizers.
+        """Copy rows and states into the new module; nothing else changes.
 
         The caller must disable gradients, here and for `carry_back`.
         """
+
+    def leave_optimizers(self) -> None:  # noqa: B027  # most libraries train their own rows
+        """Change the groups of the optimizers of torch that train the old module, if any do."""
 
     @abstractmethod
     def carry_back(self) -> None:

@@ -3,8 +3,8 @@
 First `migrate` decides on each module: *fused*, if backward can make exactly the updates that were
 made before; *parameter replaced*, if the optimizer of torch stays and gets another parameter with
 the same values and states; or *left*, with the reason. Nothing is changed until all decisions are
-made. Then it swaps each module for one that takes the same calls, and changes the groups of the
-optimizer.
+made, and all rows and states are copied. Then it swaps each module for one that takes the same
+calls, and changes the groups of the optimizer.
 """
 
 from __future__ import annotations
@@ -324,8 +324,10 @@ def migrate(
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
                 left_modules.append(Left(paths[0], str(reason)))
-    for swapped in replaced:
+    for swapped in replaced:  # may raise, so before the first change of model or optimizers
         in_grad_mode(swapped.carry_over, enabled=False)()
+    for swapped in replaced:
+        swapped.leave_optimizers()
         _set_module(model, swapped.paths, swapped.new)
     return Migration(model, replaced, left_modules, optimizers, tables)
 

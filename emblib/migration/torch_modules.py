@@ -218,8 +218,12 @@ class ReplacedEmbedding(Replaced):
         return sum(self.new.table.nbytes().values())
 
     def carry_over(self) -> None:
-        """Copy rows and optimizer states, and replace the weight in torch's parameter group."""
+        """Copy rows and optimizer states."""
         self.weight.carry_over(self._table)
+
+    def leave_optimizers(self) -> None:
+        """Replace the weight in torch's parameter group."""
+        self.weight.leave_optimizer(self._table)
 
     def carry_back(self) -> None:
         """Copy rows and optimizer states back, and restore the weight in torch's group."""
