@@ -6,12 +6,11 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 
-@runtime_checkable
 class StatsReporter(Protocol):
     """Receives measurements of a table at the steps it selects.
 
@@ -43,11 +42,16 @@ class StatsReporter(Protocol):
         """Report an amount: bytes or a count, depending on the event."""
 
 
+_METHODS = ("should_report", "report_duration", "report_data_amount")  # of StatsReporter
+
+
 class Reporting:
     """A module's reporter, with its name in reports and its step, which the module counts."""
 
     def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
-        if not isinstance(reporter, StatsReporter):
+        # Not `isinstance`, which does not find methods of `__getattr__` from Python 3.12 on.
+        methods = (getattr(reporter, name, None) for name in _METHODS)
+        if not all(callable(method) for method in methods):
             raise TypeError(
                 "a statistics reporter must have should_report, report_duration and "
                 f"report_data_amount, got {reporter!r}"
