@@ -276,6 +276,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             missing_names.remove(f"{prefix}{layout_entry.NAME}")
 
     def _expected_keys(self, state_dict: Mapping[str, Any]) -> Iterable[str]:
+        if layout_entry.describe_mismatch(state_dict, "", self.tables, self.cores):
+            return state_dict.keys()  # of other tensor trains: the load says so, and writes nothing
         optional = {layout_entry.NAME} - state_dict.keys()  # older state dicts have none
         return self.state_dict().keys() - optional
 

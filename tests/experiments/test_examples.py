@@ -51,6 +51,7 @@ ELSEWHERE = {
     "+experiment=micro": "asks a pytest of its own: kinds/test_micro.py",
     "+experiment=": "the start of a message",
     "WORDS": "a name for what was typed",
+    "--help": "prints the help",
 }
 
 COMMANDS = {command: examples.words_of(command) for command in examples.commands()}
