@@ -84,7 +84,7 @@ inline constexpr int64_t kChunkLookups = 1024;
 struct GradArgs {
   const void* grad;         // [B, columns]; [columns] of a variable batch; [L, D] without pooling
   int64_t grad_stride;      // elements between rows of `grad`
-  int64_t element_size;     // bytes per element of `grad`
+  Dtype type;               // of `grad`
   const Feature* features;  // [F]
   const BagLayout* bag_layout;  // [bags] of a variable batch; null for a fixed one
   Divisor batch;                // bags per feature of a fixed batch, at least 1
@@ -95,6 +95,8 @@ struct GradArgs {
   const float* sample_weights;  // [L] by lookup, or null
   bool is_unpooled;             // no pooling: row i of `grad` belongs to lookup i
   bool prefetches_grads;        // prefetch gradients: `grad` is too large for the caches
+
+  EMB_HD int64_t element_size() const { return size_of(type); }
 };
 
 // The groups longer than kChunkLookups. The chunk sums of groups[i] are rows [first_chunks[i],

@@ -109,8 +109,8 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t begin = args.segments[group], end = args.segments[group + 1];
   const int64_t stop = end - begin < kGradsAhead ? end : begin + kGradsAhead;
   for (int64_t j = begin; j < stop; ++j) {
-    const int64_t offset = grad_offset(args, j) * args.element_size;
-    prefetch_row<false>(static_cast<const char*>(args.grad) + offset, dim * args.element_size);
+    const int64_t offset = grad_offset(args, j) * args.element_size();
+    prefetch_row<false>(static_cast<const char*>(args.grad) + offset, dim * args.element_size());
   }
 }
 
@@ -285,36 +285,34 @@ struct TableUpdate {
   // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
   int64_t stride, first_bag;
-  Dtype grad_type;
   bool is_unscaled;     // gradients have no factors
   bool reads_in_place;  // the gradient of a group of one lookup is read where it is, not copied
 
   // Groups from end_group on are not prefetched.
-  TableUpdate(const UpdateArgs& all, const TableSpan& span, Dtype type_of_grads, int64_t end_group)
+  TableUpdate(const UpdateArgs& all, const TableSpan& span, int64_t end_group)
       : args(all),
         table(span),
         tier(all.tiers[span.tier]),
         opt(all.hyper),
         decay(all.hyper),
         rounding(all.hyper),
-        end(end_group),
-        grad_type(type_of_grads) {
+        end(end_group) {
     const GradArgs& grads = args.grads;
     constexpr int64_t kMinGroupsAhead = 4, kMinGradsAhead = 2;
     int64_t lines = lines_of(tier.weight_type);  // of weights and states
     for (int s = 0; s < Opt::kSteppedStates; ++s) lines += lines_of(tier.state_types[s]);
-    const int64_t groups = kLinesAhead / lines, lookups = kGradLinesAhead / lines_of(grad_type);
+    const int64_t groups = kLinesAhead / lines, lookups = kGradLinesAhead / lines_of(grads.type);
     distance = groups < kMinGroupsAhead ? kMinGroupsAhead : groups;
     grads_ahead = lookups < kMinGradsAhead ? kMinGradsAhead : lookups;
     last_lookup = grads.segments[end] - 1;
     is_unscaled = grads.bag_scale == nullptr && grads.sample_weights == nullptr;
-    reads_in_place = is_unscaled && grad_type == Dtype::kFloat && decay.l2 == 0.0f;
+    reads_in_place = is_unscaled && grads.type == Dtype::kFloat && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
       first_bag = table.feature * grads.batch.value();
-      stride = grads.grad_stride * grads.element_size;
+      stride = grads.grad_stride * grads.element_size();
       grad = static_cast<const char*>(grads.grad) +
-             grads.features[table.feature].column * grads.element_size;
+             grads.features[table.feature].column * grads.element_size();
     }
   }
 
@@ -342,7 +340,7 @@ struct TableUpdate {
       return grad + (is_of_feature ? bag : 0) * stride;
     }
     const int64_t offset = grad_offset(args.grads, j);
-    return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
+    return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size();
   }
 
   // Prefetch weights and states of the row of a group for writing; nothing for a group from `end`
@@ -366,7 +364,7 @@ struct TableUpdate {
   // last_lookup.
   EMB_HD void prefetch_grad(int64_t j) const {
     if (args.grads.prefetches_grads && j <= last_lookup) {
-      prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
+      prefetch_row<false>(grad_of(j), dim() * args.grads.element_size());
     }
   }
 
@@ -393,11 +391,12 @@ struct TableUpdate {
       prefetch_grad(begin + grads_ahead);
       views.gradient = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      if (kDim > 0 && is_unscaled && grad_type == Dtype::kFloat && stop - begin <= kChunkLookups) {
+      const Dtype type = args.grads.type;
+      if (kDim > 0 && is_unscaled && type == Dtype::kFloat && stop - begin <= kChunkLookups) {
         sum_unscaled(begin, stop, scratch);
-      } else if (is_unscaled && grad_type != Dtype::kFloat && stop - begin == 1) {
+      } else if (is_unscaled && type != Dtype::kFloat && stop - begin == 1) {
         prefetch_grad(begin + grads_ahead);
-        widen_row(grad_of(begin), grad_type, 0, dim(), scratch);
+        widen_row(grad_of(begin), type, 0, dim(), scratch);
       } else {
         for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
           prefetch_grad(j + grads_ahead);
@@ -471,27 +470,27 @@ struct TableUpdate {
 
 // Update groups [begin, end), all of one table, with the TableUpdate for its dim and dtypes.
 template <class Opt>
-void update_table(const UpdateArgs& args, const TableSpan& table, Dtype grad_type, SumFn sum_fn,
-                  float* scratch, int64_t begin, int64_t end) {
+void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, float* scratch,
+                  int64_t begin, int64_t end) {
   const TierMemory& tier = args.tiers[table.tier];
   bool narrow = tier.weight_type != Dtype::kFloat;
   for (int s = 0; s < Opt::kSteppedStates; ++s) {
     narrow = narrow || tier.state_types[s] != Dtype::kFloat;
   }
   if (narrow) {
-    return TableUpdate<Opt, 0, true>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+    return TableUpdate<Opt, 0, true>(args, table, end).run(sum_fn, scratch, begin);
   }
   switch (table.dim) {
     case 16:
-      return TableUpdate<Opt, 16, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 16, false>(args, table, end).run(sum_fn, scratch, begin);
     case 32:
-      return TableUpdate<Opt, 32, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 32, false>(args, table, end).run(sum_fn, scratch, begin);
     case 64:
-      return TableUpdate<Opt, 64, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 64, false>(args, table, end).run(sum_fn, scratch, begin);
     case 128:
-      return TableUpdate<Opt, 128, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 128, false>(args, table, end).run(sum_fn, scratch, begin);
     default:
-      return TableUpdate<Opt, 0, false>(args, table, grad_type, end).run(sum_fn, scratch, begin);
+      return TableUpdate<Opt, 0, false>(args, table, end).run(sum_fn, scratch, begin);
   }
 }
 
@@ -500,9 +499,6 @@ void update_table(const UpdateArgs& args, const TableSpan& table, Dtype grad_typ
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
-  Dtype grad_type = Dtype::kFloat;
-  if (sum_fn == static_cast<SumFn>(sum_lookups<half16>)) grad_type = Dtype::kHalf;
-  if (sum_fn == static_cast<SumFn>(sum_lookups<bfloat16>)) grad_type = Dtype::kBfloat16;
   while (begin < end) {
     const int64_t row = args.rows[begin];
     int64_t t = 0;  // the last table that does not begin after the row
@@ -519,7 +515,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
         high = middle;
       }
     }
-    update_table<Opt>(args, table, grad_type, sum_fn, scratch, begin, low);
+    update_table<Opt>(args, table, sum_fn, scratch, begin, low);
     begin = low;
   }
 }

@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
   const int chunks = tiles_of(width, kDepth);
   const bool uses_vectors = halves.has_vectors(value_grads);
   const float* row = halves.inner + group.inner * halves.half.inner_size();
-  const int64_t first_line = int64_t{1} * (group.begin - halves.range[0]) * halves.half.q_outer;
+  const int64_t first_line = int64_t{group.begin - halves.range[0]} * halves.half.q_outer;
   const bool has_pairs = uses_vectors && is_aligned(pair.outer_values, 8);
   PairSums sums;
   run_steps(

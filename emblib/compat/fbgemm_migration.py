@@ -354,9 +354,9 @@ class ReplacedDenseTBE(_ReplacedTBE):
         """Copy the rows."""
         self.weight.carry_over(self._table)
 
-    def leave_optimizers(self) -> None:
+    def replace_in_optimizers(self) -> None:
         """Put the new parameter into the group of the optimizer."""
-        self.weight.leave_optimizer(self._table)
+        self.weight.replace_in_optimizer(self._table)
 
     def carry_back(self) -> None:
         """Copy the rows back, and put the old parameter into the group of the optimizer."""

@@ -235,10 +235,10 @@ class ReplacedCollection(Replaced):
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.carry_over(table)
 
-    def leave_optimizers(self) -> None:
+    def replace_in_optimizers(self) -> None:
         """Change the groups of the optimizers."""
         for weight, table in zip(self.weights, self._tables, strict=True):
-            weight.leave_optimizer(table)
+            weight.replace_in_optimizer(table)
             if weight.trained is not None and not table.is_fused:
                 self.new.trained_by = type(weight.trained.optimizer).__name__
 

@@ -70,8 +70,8 @@ class HashTable(SentAsCopy, nn.Module):
     Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
     for LFU and LRU_LFU they are numbers of uses, which are added up (None: 1 each); for CUSTOM the
     score itself, of which a key's last one is stored. LRU and NONE take none; STEP scores with the
-    number of the batch. Only CUSTOM takes scores below 0; a GPU checks those that are there by a
-    device assert. Threads may share a table: every method but `export` is atomic (docs/threads.md).
+    number of the batch. Only CUSTOM takes scores below 0, which a device assert checks on a GPU.
+    Threads may share a table: every method but `export` is atomic (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods

@@ -285,7 +285,7 @@ class TorchWeight:
         if not weight.requires_grad:
             table.parameter.requires_grad_(False)
 
-    def leave_optimizer(self, table: MigratedTable) -> None:
+    def replace_in_optimizer(self, table: MigratedTable) -> None:
         """Replace the weight in the optimizer's group by the table, unless that is fused."""
         trained = self.trained
         if trained is None:
@@ -418,8 +418,11 @@ class Replaced(ABC):
         The caller must disable gradients, here and for `carry_back`.
         """
 
-    def leave_optimizers(self) -> None:  # noqa: B027  # most libraries train their own rows
-        """Change the groups of the optimizers of torch that train the old module, if any do."""
+    def replace_in_optimizers(self) -> None:  # noqa: B027
+        """Put the new parameters into the groups of torch's optimizers in place of the old ones.
+
+        The base class has none: most modules to migrate update their own rows.
+        """
 
     @abstractmethod
     def carry_back(self) -> None:

@@ -327,7 +327,7 @@ def migrate(
     for swapped in replaced:  # may raise, so before the first change of model or optimizers
         in_grad_mode(swapped.carry_over, enabled=False)()
     for swapped in replaced:
-        swapped.leave_optimizers()
+        swapped.replace_in_optimizers()
         _set_module(model, swapped.paths, swapped.new)
     return Migration(model, replaced, left_modules, optimizers, tables)
 

@@ -221,9 +221,9 @@ class ReplacedEmbedding(Replaced):
         """Copy rows and optimizer states."""
         self.weight.carry_over(self._table)
 
-    def leave_optimizers(self) -> None:
+    def replace_in_optimizers(self) -> None:
         """Replace the weight in torch's parameter group."""
-        self.weight.leave_optimizer(self._table)
+        self.weight.replace_in_optimizer(self._table)
 
     def carry_back(self) -> None:
         """Copy rows and optimizer states back, and restore the weight in torch's group."""

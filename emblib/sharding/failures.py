@@ -465,7 +465,7 @@ def _init_process_group(backend: str | None, timeout: timedelta) -> None:
     except dist.DistError as error:
         if "timed out" not in str(error).lower():
             raise
-        raise _late("rank 0, or another rank, has not started", timeout) from error
+        raise _timeout_error("rank 0, or another rank, has not started", timeout) from error
     store.set_timeout(timeout)
     store = rendezvous(store, rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -510,11 +510,11 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
 
 def _check_time(deadline_s: float, problem: str, timeout: timedelta) -> None:
     if time.monotonic() > deadline_s:
-        raise _late(problem, timeout)
+        raise _timeout_error(problem, timeout)
     time.sleep(_MEET_POLL_SECONDS)
 
 
-def _late(problem: str, timeout: timedelta) -> TimeoutError:
+def _timeout_error(problem: str, timeout: timedelta) -> TimeoutError:
     return TimeoutError(
         f"{problem} within {timeout.total_seconds():.0f} s: look at the output of these "
         "processes, or give a larger timeout_seconds"

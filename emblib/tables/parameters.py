@@ -607,11 +607,11 @@ class UnsteppedGradients:
 class FixedBuffers:
     """The exact values of buffers that depend only on the arguments of a module.
 
-    Averages of models write all tensors of a model, and round integers: of
+    Averages of models write all tensors of a model and round integers: in an
     `AveragedModel(use_buffers=True)` lookups would read other rows.
 
     Args:
-        buffers: the buffers. Whoever writes one is expected to write the first one, too.
+        buffers: the buffers. Only the first is watched: code that writes others must write it, too.
     """
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
