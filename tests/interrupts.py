@@ -9,7 +9,6 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -41,12 +40,25 @@ def _exits(code: CodeType) -> frozenset[int]:
     return frozenset(offsets)
 
 
-class Injection:
-    """The interrupt of one block: `where` is the file and line at which it was raised, or None."""
+class interrupt_at_line:
+    """Raise, and catch, an exception at the n-th line (from 1) that emblib executes in a block.
 
-    def __init__(self, line: int, exception: type[BaseException]) -> None:
+    `where` is the file and line at which it was raised, or None. A class, because with Python
+    3.13 the frame of a generator keeps the exception, and with it what the interrupted frames hold.
+    """
+
+    def __init__(self, line: int, exception: type[BaseException] = KeyboardInterrupt) -> None:
         self.where: str | None = None
         self._left, self._exception = line, exception
+
+    def __enter__(self) -> "interrupt_at_line":
+        self._before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> bool:
+        sys.settrace(self._before)
+        return kind is not None and issubclass(kind, self._exception)
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         """Be the trace function of a thread."""
@@ -62,23 +74,9 @@ class Injection:
         return self.trace
 
 
-@contextmanager
-def interrupt_at_line(
-    line: int, exception: type[BaseException] = KeyboardInterrupt
-) -> Iterator[Injection]:
-    """Raise, and catch, an exception at the n-th line (from 1) that emblib executes inside."""
-    injection, before = Injection(line, exception), sys.gettrace()
-    sys.settrace(injection.trace)
-    try:
-        with suppress(exception):
-            yield injection
-    finally:
-        sys.settrace(before)
-
-
 def each_line(
     exception: type[BaseException] = KeyboardInterrupt, *, first: int = 1, step: int = 1
-) -> Iterator["_Attempt"]:
+) -> Iterator[interrupt_at_line]:
     """Yield attempts to interrupt a block, each at a later line, until one is not reached.
 
     Example:
@@ -90,27 +88,11 @@ def each_line(
     """
     line = first
     while True:
-        attempt = _Attempt(line, exception)
+        attempt = interrupt_at_line(line, exception)
         yield attempt
         if attempt.where is None:
             return
         line += step
-
-
-class _Attempt:
-    """A context manager that interrupts its block at a line."""
-
-    def __init__(self, line: int, exception: type[BaseException]) -> None:
-        self._block = interrupt_at_line(line, exception)
-        self.where: str | None = None
-
-    def __enter__(self) -> None:
-        self._injection = self._block.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        suppressed = self._block.__exit__(*error)
-        self.where = self._injection.where
-        return suppressed
 
 
 def interrupting(seconds: float, work: Callable[[], None]) -> bool:
