@@ -79,6 +79,15 @@ def _rates(stages: list[WarmupStage], steps: int) -> list[float]:
     return rates
 
 
+def test_no_optimizer_takes_groups_that_it_would_not_step() -> None:
+    keyed = KeyedOptimizerWrapper(dict(nn.Linear(1, 1).named_parameters()), torch.optim.Adam)
+    warm = WarmupOptimizer(keyed, [WarmupStage(max_iters=2)])
+    for optimizer in (keyed, warm, CombinedOptimizer([keyed]), copy.deepcopy(keyed)):
+        with pytest.raises(RuntimeError, match="KeyedOptimizerWrapper of their own"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        assert optimizer.group_names() == [["weight", "bias"]]
+
+
 @pytest.mark.parametrize(
     ("stage", "wanted"),
     [

@@ -121,7 +121,6 @@ class FusedOptimizer(KeyedOptimizer):
         super().__init__(params, groups)
         for number in range(len(groups)):
             self._connect(number)
-        self._is_complete = True
         self.defaults = cycled_defaults(self.param_groups)
 
     @staticmethod
@@ -134,15 +133,6 @@ class FusedOptimizer(KeyedOptimizer):
             elif isinstance(submodule, FusedTables) and is_fused(submodule.optimizer):
                 modules[path] = _BareTables(submodule)
         return FusedOptimizer(modules)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of tables at construction; raise RuntimeError later."""
-        if hasattr(self, "_is_complete"):
-            raise RuntimeError(
-                "FusedOptimizer steps tables only: give other parameters an optimizer of "
-                "torch.optim, and use CombinedOptimizer to step both"
-            )
-        super().add_param_group(param_group)
 
     def gradient_peers(self) -> Peers | None:
         """Return the ranks over which the tables are sharded; None for one."""

@@ -37,6 +37,15 @@ class KeyedOptimizer(TorchOptimizer):
         super().__init__(list(groups) or [{"params": []}], {})
         self.params = dict(params)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group at construction; raise RuntimeError later: its parameters have no names."""
+        if hasattr(self, "params"):
+            raise RuntimeError(
+                f"{type(self).__name__} has the parameters that it was constructed with: give "
+                "others a KeyedOptimizerWrapper of their own, and use CombinedOptimizer to step all"
+            )
+        super().add_param_group(param_group)
+
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
         names = {id(parameter): name for name, parameter in self.params.items()}
