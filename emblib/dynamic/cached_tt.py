@@ -56,12 +56,12 @@ from emblib.tables import (
     parameters,
     state_dicts,
 )
-from emblib.tables.base import (
+from emblib.tables.base import warn_of_dtype
+from emblib.tables.batches import (
     append_last_offset,
     bags_of_equal_length,
     check_bounds,
     variable_batch,
-    warn_of_dtype,
 )
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.recomputation import running_forward

@@ -37,7 +37,8 @@ from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_count
 from emblib.tables import recomputation, state_dicts
-from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
+from emblib.tables.base import FusedTables, SpecKind
+from emblib.tables.batches import append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
 from emblib.tables.graph_break import run_uncompiled

@@ -58,7 +58,7 @@ class KeyedCalls:
         self._code = codes.OPTIMIZER.get(self.rule.name)  # None if no op has the optimizer
         self._updates = self.rule.gradient is None
         self._features, self._num_features = module.features, module.features.shape[0]
-        self._pooling = codes.POOLING[module.pooling.value]
+        self._pooling, self._pooling_code = module.pooling, codes.POOLING[module.pooling.value]
         self._total_rows, self._output_dim = module.total_rows, module.output_dim
         self.insertion, self.grad_anchor = insertion, module.grad_anchor
 
@@ -69,6 +69,7 @@ class KeyedCalls:
         """Return whether a module still has the tensors and the optimizer of these calls."""
         return (
             self._optimizer is module.optimizer
+            and self._pooling is module.pooling
             and module._parameters.get("weights") is self._weights
             and self._weights.data_ptr() == self._address
             and len(module._buffers) == len(self._buffers)
@@ -128,7 +129,7 @@ class KeyedCalls:
             reads.slots,
             None,  # bag layout
             sample_weights,
-            self._pooling,
+            self._pooling_code,
             self._output_dim,
             output_dtype,
         )
@@ -164,7 +165,7 @@ class KeyedCalls:
             slots,
             offsets,
             sample_weights,
-            self._pooling,
+            self._pooling_code,
             self._total_rows,
             are_repaired,
             is_finite,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from emblib.inference.indexed import InferenceEmbeddingBags, prune
 from emblib.ops import quant
 from emblib.tables import QuantizedEmbeddingBags
-from emblib.tables.base import append_last_offset, variable_batch, warn_of_dtype
+from emblib.tables.base import warn_of_dtype
+from emblib.tables.batches import append_last_offset, variable_batch
 from emblib.tables.mapped_memory import map_pinned
 
 

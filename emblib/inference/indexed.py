@@ -19,7 +19,7 @@ from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
 from emblib.ops.hash import Keys, tables_of
 from emblib.tables import QuantizedEmbeddingBags
-from emblib.tables.base import append_last_offset, variable_batch
+from emblib.tables.batches import append_last_offset, variable_batch
 
 _MAX_ARRAY_ROWS = 1 << 31
 

@@ -27,7 +27,7 @@ from emblib.online.tables import ModelTables, PlainTable
 from emblib.optim import EnsembleRowwiseAdagrad, External, Optimizer, description
 from emblib.reference.tbe import repair_offsets
 from emblib.tables import TableBatchedEmbeddingBags
-from emblib.tables.base import append_last_offset
+from emblib.tables.batches import append_last_offset
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.optimizer_hooks import global_decay
 

@@ -365,7 +365,7 @@ def _make_step(
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
-    if _may_move(tiers.hyperparams):  # before the update, so that no interrupt can omit it
+    if may_move_rows(tiers.hyperparams):  # before the update, so that no interrupt can omit it
         torch.autograd.graph.increment_version(tiers.weights)
     count_step(step, step_increment, update)
 
@@ -719,7 +719,7 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
     return optimizer.leaves_gradient is None
 
 
-def _may_move(hyper: Tensor) -> bool:
+def may_move_rows(hyper: Tensor) -> bool:
     """Return whether an update may change weights; at rate 0 it does not, as `gradcheck` needs."""
     if hyper.is_cuda:
         return True

@@ -18,7 +18,7 @@ from emblib.columns import FeatureColumn
 from emblib.ops import autograd
 from emblib.ops.route import is_captured, take_or_fill
 from emblib.specs import BoundsCheck, Choice, Pooling
-from emblib.tables.base import check_bounds, variable_batch
+from emblib.tables.batches import check_bounds, layout_of_bags
 from emblib.tables.bounds_report import is_padded
 
 
@@ -161,10 +161,7 @@ class ComposedLookup(nn.Module):
 
         `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None.
         """
-        layout = None
-        if batch_sizes is not None:
-            num_bags = max(offsets.numel() - 1, 0)
-            layout = variable_batch(batch_sizes, self._dims, num_bags, ids.device).bag_layout
+        layout, _ = layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
         offsets = check_bounds(self, ids, offsets, self.features, layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
         count = self._rows_per_id

@@ -70,11 +70,13 @@ def first_violation(
 
     Args:
         module: module whose features and tables are named in the message.
-        indices: `[L]`; if none is invalid, the phrase is empty.
+        indices: `[L]`; if none is invalid, the phrase is empty, as it is without features.
         offsets: `[bags + 1]`, repaired.
         features: `[F, columns]`, see `FeatureColumn`.
         bag_layout: `[bags, 2]` with the feature of each bag, if batch sizes differ.
     """
+    if not len(features):
+        return ""
     if bag_layout is None:
         feature_of_bag = torch.arange(len(features)).repeat_interleave(
             (len(offsets) - 1) // len(features)
@@ -132,7 +134,7 @@ def negative_length(module: Any, offsets: Tensor, bag_layout: Tensor | None) -> 
     """
     steps = offsets.diff()
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)
-    if labels is None or not bool((steps < 0).any()):
+    if not labels or not bool((steps < 0).any()):
         return None
     bag = int((steps < 0).nonzero()[0])
     bags_per_feature = max(len(steps) // len(labels), 1)

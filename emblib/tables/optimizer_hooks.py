@@ -69,20 +69,20 @@ def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -
 
 
 def before_forward(
-    optimizer: Optimizer, number: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
+    optimizer: Optimizer, step: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Update moving averages and the largest row count at training forward `number` (from 1).
+    """Update moving averages and the largest row count before the first forward of `step`, from 1.
 
     Call it only if `is_periodic`. `views` has the weight and states of each table, `tiers` their
     memory; both are updated in place.
     """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         weights = [tensors["weight"] for tensors in views]
-        ensemble_(optimizer, number, weights, [tensors["sparse_ema"] for tensors in views])
+        ensemble_(optimizer, step, weights, [tensors["sparse_ema"] for tensors in views])
     elif isinstance(optimizer, RowwiseAdagrad):
         names = [state.name for state in optimizer.states]
         counters = tiers.states[names.index("row_counter") :: len(names)]
-        count_largest_(optimizer, number, tiers.hyperparams, counters)
+        count_largest_(optimizer, step, tiers.hyperparams, counters)
 
 
 def decay_rows(
@@ -90,8 +90,9 @@ def decay_rows(
 ) -> tuple[autograd.Lookup, Tensor]:
     """Group the rows of a batch and return the decay factor of each lookup.
 
-    `prev_iter` is float32 `[R]`, by linear row, `hyper` the hyperparameters (`Hyper`). Factors are
-    float32 `[L]`; skipped lookups have 1. The host does not wait for a GPU.
+    `prev_iter` is float32 `[R]`, the last step that updated each linear row, `hyper` the
+    hyperparameters (`Hyper`). The returned batch has hooks that keep the groups for its update.
+    Factors are float32 `[L]`; skipped lookups have 1. The host does not wait for a GPU.
     """
     if prev_iter.numel() == 0:  # tables without rows
         return batch, prev_iter.new_ones(batch.indices.numel())

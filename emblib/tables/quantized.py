@@ -18,8 +18,8 @@ from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.one_call import native
 from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
-from emblib.tables import base, state_dicts
-from emblib.tables.base import check_features, variable_batch, warn_of_dtype
+from emblib.tables import base, batches, state_dicts
+from emblib.tables.base import check_features, warn_of_dtype
 from emblib.tables.parameters import refuse_averages
 from emblib.tables.short_calls import LookupBoundsCheck, is_plain_call
 from emblib.tables.tbe import TableBatchedEmbeddingBags
@@ -186,7 +186,6 @@ class QuantizedEmbeddingBags(nn.Module):
         self.feature_tables = tuple(
             range(len(self.tables)) if feature_tables is None else feature_tables
         )
-        self._pooling_code = codes.POOLING[self.pooling.value]
         self.output_dtype = output_dtype
         self.bounds_check = BoundsCheck(bounds_check)
         check_float_dtype("output_dtype", output_dtype)
@@ -452,19 +451,17 @@ class QuantizedEmbeddingBags(nn.Module):
                 )
             per_sample_weights = per_sample_weights.detach()
         if not self.include_last_offset:
-            offsets = base.append_last_offset(indices, offsets)
+            offsets = batches.append_last_offset(indices, offsets)
         if batch_sizes is None and not torch.compiler.is_compiling():
             device = self.features.device
             if is_plain_call(device, indices, offsets, per_sample_weights):
                 out = self._look_up_at_once(indices, offsets, per_sample_weights)
                 if out is not None:
                     return out
-        bag_layout, output_dim = None, self.output_dim
-        if batch_sizes is not None:
-            num_bags = max(offsets.numel() - 1, 0)
-            bag_layout, elements = variable_batch(batch_sizes, self._dims, num_bags, indices.device)
-            output_dim = output_dim if self.pooling is Pooling.NONE else elements
-        offsets = base.check_bounds(self, indices, offsets, self.features, bag_layout)
+        bag_layout, output_dim = batches.layout_of_bags(
+            self.pooling, self._dims, offsets, batch_sizes, indices.device
+        )
+        offsets = batches.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
             self.packed,
             self.features,
@@ -472,7 +469,7 @@ class QuantizedEmbeddingBags(nn.Module):
             offsets,
             bag_layout,
             per_sample_weights,
-            self._pooling_code,
+            codes.POOLING[self.pooling.value],
             self.bits,
             output_dim,
             self.output_dtype,
@@ -495,7 +492,7 @@ class QuantizedEmbeddingBags(nn.Module):
             indices,
             offsets,
             sample_weights,
-            self._pooling_code,
+            codes.POOLING[self.pooling.value],
             self.bits,
             self.output_dim,
             self.output_dtype,

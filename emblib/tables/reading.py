@@ -11,7 +11,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn
 from emblib.ops.joint_step import GradientSum
 from emblib.specs import Pooling
-from emblib.tables.base import ChecksBounds, variable_batch
+from emblib.tables.batches import ChecksBounds, layout_of_bags
 from emblib.tables.memory import TableOffset
 
 
@@ -19,7 +19,7 @@ class TableReading(NamedTuple):
     """Reading of the only table of a module by some features, with their pooling.
 
     Attributes:
-        features: `[F, columns]`, see `emblib.columns.FeatureColumn`.
+        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
         dim: columns of the table.
         pooling: pooling of the features.
         joint: sum of the gradients of all readings; None if backward does not update the table.
@@ -34,24 +34,19 @@ class TableReading(NamedTuple):
 
     @staticmethod
     def features_of(
-        table: TableOffset, count: int, pooling: Pooling, device: torch.device
+        table: TableOffset, num_features: int, pooling: Pooling, device: torch.device
     ) -> Tensor:
-        """Return `features` int64 `[count, 8]` of features whose outputs are neighbours."""
+        """Return `features` int64 `[num_features, 8]` of features that all read `table`.
+
+        Their outputs are side by side; for pooling NONE an output has only the columns of one.
+        """
         width = 0 if pooling is Pooling.NONE else table.dim
-        rows = [table.feature(number * width) for number in range(count)]
+        rows = [table.feature(feature * width) for feature in range(num_features)]
         return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, len(FeatureColumn))
 
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal.
-
-        `offsets` is `[bags + 1]`, `batch_sizes` `[F][ranks]` as in forward.
-        """
-        unpooled = self.pooling is Pooling.NONE
-        output_dim = self.dim if unpooled else self.dim * len(self.features)
-        if batch_sizes is None:
-            return None, output_dim
+        """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
         dims = [self.dim] * len(self.features)
-        layout, elements = variable_batch(batch_sizes, dims, max(len(offsets) - 1, 0), device)
-        return layout, output_dim if unpooled else elements
+        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, device)

@@ -12,14 +12,18 @@ import torch
 
 
 class StatsReporter(Protocol):
-    """Receives measurements of a table at the steps it selects.
+    """Receives measurements of a module at the steps it selects.
 
     The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
-    FBGEMM fits.
+    FBGEMM fits. `iteration_step` counts the forwards of the module from 0, `tbe_id` is the name of
+    the module in `set_stats_reporter`, and `embedding_id` is "".
     """
 
     def should_report(self, iteration_step: int) -> bool:
-        """Return whether to report this step; on other steps nothing is measured."""
+        """Return whether to report this step; on other steps nothing is measured.
+
+        It may be called several times per step.
+        """
 
     def report_duration(
         self,
@@ -46,7 +50,15 @@ _METHODS = ("should_report", "report_duration", "report_data_amount")  # of Stat
 
 
 class Reporting:
-    """A module's reporter, with its name in reports and its step, which the module counts."""
+    """A module's reporter, with the name and the step of the module.
+
+    Args:
+        reporter: receiver; TypeError if it lacks a method of `StatsReporter`.
+        tbe_id: name of the module in reports.
+
+    Attributes:
+        step: number of reported forwards, which the module increments.
+    """
 
     def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:
         # Not `isinstance`, which does not find methods of `__getattr__` from Python 3.12 on.
@@ -67,9 +79,10 @@ class Reporting:
 
     @contextmanager
     def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Time the context and report its duration; on CUDA the host waits before and after.
+        """Time the context and report its duration, if this step is reported.
 
-        A context that raises is not reported.
+        The host then waits for a CUDA device before and after. A context that raises is not
+        reported.
         """
         if not self.is_active:
             yield
@@ -83,8 +96,6 @@ class Reporting:
         duration_ms = 1e3 * (time.perf_counter() - start)
         self.reporter.report_duration(self.step, event, duration_ms, tbe_id=self.tbe_id)
 
-    def amount(self, event: str, amount: int, table: str = "") -> None:
-        """Report an amount of the module or of one table."""
-        self.reporter.report_data_amount(
-            self.step, event, amount, embedding_id=table, tbe_id=self.tbe_id
-        )
+    def report_amount(self, event: str, amount: int) -> None:
+        """Report an amount of the module, whether or not this step is selected."""
+        self.reporter.report_data_amount(self.step, event, amount, tbe_id=self.tbe_id)

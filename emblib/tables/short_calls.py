@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.columns import Hyper, Tier
+from emblib.columns import Tier
 from emblib.ops import autograd, codes, tbe
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
 from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
-from emblib.tables import base, optimizer_hooks
+from emblib.tables import batches, optimizer_hooks
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, BatchCheck, report_of
 from emblib.tables.cache import BatchId, InFlight, Prefetcher
 from emblib.tables.memory import Memory
@@ -74,9 +74,10 @@ class ShortCallTables(Protocol):
 def is_plain_call(
     device: torch.device, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> bool:
-    """Return whether one op may serve a call of plain tensors.
+    """Return whether one op may serve a call: its tensors are plain and on `device`.
 
     False if a mode or transform of torch must see every op, or if sample weights need a gradient.
+    The device of the sample weights and the compiler are not checked.
     """
     return (
         type(indices) is Tensor
@@ -100,10 +101,11 @@ class LookupBoundsCheck:
         check: arguments of an op that checks and counts.
         counts: whether the op counts violations, on a GPU in mode WARNING: then call `begin` before
             the op, which takes its result, and `end` after it. Otherwise the op takes `check`.
-        repairs: whether the op returns repaired offsets, on a GPU unless in mode NONE.
+        repairs: whether the op repairs offsets itself, on a GPU unless in mode NONE. On the CPU it
+            returns [] for an invalid batch.
     """
 
-    def __init__(self, module: base.ChecksBounds) -> None:
+    def __init__(self, module: batches.ChecksBounds) -> None:
         self._mode, is_cuda = module.bounds_check, module.features.is_cuda
         mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self.check = BatchCheck(mode, module.bounds_violations)
@@ -114,7 +116,7 @@ class LookupBoundsCheck:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the copy of a module makes its own
 
-    def matches(self, module: base.ChecksBounds) -> bool:
+    def matches(self, module: batches.ChecksBounds) -> bool:
         """Return whether a module still has the options of this check."""
         is_same = self.check.violations is module.bounds_violations
         return is_same and self._mode is module.bounds_check
@@ -127,8 +129,8 @@ class LookupBoundsCheck:
         """Return the check that counts nothing."""
         return self.check._replace(mode=_IGNORE) if self.counts else self.check
 
-    def end(self, module: base.ChecksBounds, check: BatchCheck) -> None:
-        """Report the violations that a check counted, at once or later."""
+    def end(self, module: batches.ChecksBounds, check: BatchCheck) -> None:
+        """Have later checks report the violations that `check` counted: the host does not wait."""
         if check.mode != _IGNORE:
             self._report.add_check(module, BOUNDS_MESSAGE)
 
@@ -142,12 +144,9 @@ def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
 
     The versions of the weights increase, on the CPU only if the learning rate is not zero.
     """
-    is_cuda = tiers.hyperparams.is_cuda
-    if is_cuda:  # first: an interrupt must not omit it
+    if autograd.may_move_rows(tiers.hyperparams):  # first: an interrupt must not omit it
         torch.autograd.graph.increment_version(tiers.weights)
     _backward_(tiers.weights, tiers.states, tiers.hyperparams, *arguments)
-    if not is_cuda and tiers.hyperparams.tolist()[Hyper.LEARNING_RATE] != 0:
-        torch.autograd.graph.increment_version(tiers.weights)  # otherwise nothing moved
 
 
 class ShortCalls:
@@ -157,6 +156,8 @@ class ShortCalls:
     or pickle of this object is None: the copy of a module makes its own. A module makes new calls
     where `matches` is false; threads may share the calls.
 
+    `tiers` is a function that returns the memory of the module.
+
     In all methods `indices` is int32 or int64 `[L]`, `offsets` `[F * B + 1]`, `sample_weights`
     float32 `[L]` or None, and outputs and their gradients are `[B, output_dim]`, or `[L, dim]` for
     NONE.
@@ -165,7 +166,7 @@ class ShortCalls:
     def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
         self._optimizer = module.optimizer
         self._has_all_offsets = module.include_last_offset
-        self._bounds_check = module.bounds_check
+        self._bounds_check, self._pooling = module.bounds_check, module.pooling
         self._tensors = module.call_tensors()
         weights = self._tensors[0]
         self.is_short = weights is not None and _is_plain(module)
@@ -195,6 +196,7 @@ class ShortCalls:
             self._optimizer is module.optimizer
             and self._has_all_offsets is module.include_last_offset
             and self._bounds_check is module.bounds_check
+            and self._pooling is module.pooling
             and len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
             and (not self.is_short or self._weights.data_ptr() == self._address)
@@ -210,7 +212,7 @@ class ShortCalls:
         """Return whether a call with these arguments can take this path.
 
         False if `is_short` or `is_plain_call` is false, calls are reported, tables are frozen one
-        by one or replicated, or the lookup is made only for its backward.
+        by one, `DistributedDataParallel` runs a forward, or the lookup is only for its backward.
         """
         return (
             self.is_short
@@ -227,7 +229,7 @@ class ShortCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> Tensor:
-        """Pool each bag; if the module trains, backward applies the optimizer."""
+        """Pool each bag; with gradients enabled, backward updates tables that are not frozen."""
         if torch.is_grad_enabled() and not module.is_frozen:
             return _apply(self._anchor, self, module, indices, offsets, sample_weights)
         in_order = torch.is_grad_enabled()
@@ -249,8 +251,8 @@ class ShortCalls:
     ) -> LookedUp:
         """Look up a batch, and report invalid indices and offsets.
 
-        An invalid batch on the CPU is repaired and looked up again. `in_order` matters for cached
-        tables only, see `CachedCalls.look_up`.
+        An invalid batch on the CPU is repaired and looked up again; in mode FATAL it raises
+        RuntimeError. `in_order` matters for cached tables only, see `CachedCalls.look_up`.
         """
         check = self._check.begin() if self._check.counts else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)
@@ -258,7 +260,7 @@ class ShortCalls:
             self._check.end(module, check)
         if results:
             return results[0], results[1] if len(results) == 2 else offsets, None
-        offsets = base.check_bounds(module, indices, offsets, self.batch.features)
+        offsets = batches.check_bounds(module, indices, offsets, self.batch.features)
         return self._read_repaired(module, indices, offsets, sample_weights), offsets, None
 
     def _read(
@@ -270,7 +272,7 @@ class ShortCalls:
         check: BatchCheck,
         slots: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return `[output]` or `[output, repaired offsets]`; an empty list for an invalid batch."""
+        """Return `[output]`, on a GPU that repairs `[output, offsets]`; [] if a CPU must repair."""
         results: list[Tensor] = _lookup_checked(
             self.tiers.weights,
             self.batch.features,
@@ -310,7 +312,8 @@ class ShortCalls:
     ) -> None:
         """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
 
-        `is_finite` is a bool scalar on the device; None if the gradient is known to be finite.
+        `is_finite` is a bool scalar on the device; None if no `GradScaler` has scaled the gradient.
+        `flight` is None without a cache.
         """
         self._update(grad, indices, offsets, sample_weights, None, is_finite)
 
@@ -346,7 +349,7 @@ class ShortCalls:
 
 
 class CachedCalls(ShortCalls):
-    """The calls of a module whose tables in host memory have a row cache; not for disk."""
+    """The calls of a module with a row cache; not short for DISK tables or fetches in passes."""
 
     def __init__(
         self,
@@ -368,19 +371,22 @@ class CachedCalls(ShortCalls):
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call can take this path; False if backward repeats it."""
+        """Return whether a call can take this path; False in activation checkpointing."""
         return (
             super().can_serve(module, indices, offsets, sample_weights)
             and running_forward(training=module.training) is None
         )
 
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
-        """Fetch the rows of a batch before its forward, which reports invalid input."""
+        """Fetch the rows of a batch before its forward, which counts and reports invalid ids.
+
+        In mode FATAL a CPU raises RuntimeError here.
+        """
         check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
         if self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, check):
             return
-        offsets = base.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
+        offsets = batches.check_bounds(module, *batch_id, batch.features, is_prefetch=True)
         batch = batch._replace(offsets=offsets)
         self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, self._no_check)
 
@@ -395,7 +401,8 @@ class CachedCalls(ShortCalls):
     ) -> LookedUp:
         """Look up a batch, which is in flight from now on, and report invalid input.
 
-        With `in_order` it must be the next prefetched batch, if any is prefetched.
+        With `in_order` it must be the next prefetched batch, if any is prefetched; another raises
+        RuntimeError.
         """
         batch_id = BatchId(indices, offsets)
         with self._prefetcher.lock:
@@ -412,8 +419,8 @@ class CachedCalls(ShortCalls):
     ) -> LookedUp:
         """Fetch the rows of a batch unless they are prefetched, then read them at their slots.
 
-        An invalid batch is repaired and fetched again. If the lookup fails, the batch is no longer
-        in flight.
+        An invalid batch on the CPU is repaired and fetched again. If the lookup fails, a prefetched
+        batch stays the next of the queue, and another is dropped.
         """
         indices, offsets = batch_id
         prefetcher = self._prefetcher
@@ -422,7 +429,7 @@ class CachedCalls(ShortCalls):
         tiers = self._moved_tiers
         flight = prefetcher.start(batch, tiers, batch_id, check, is_next=is_prefetched)
         if flight is None:  # an invalid batch on the CPU
-            offsets = base.check_bounds(module, indices, offsets, batch.features)
+            offsets = batches.check_bounds(module, indices, offsets, batch.features)
             batch = batch._replace(offsets=offsets)
             flight = prefetcher.start(batch, tiers, batch_id, self._no_check, is_next=False)
             assert flight is not None
@@ -438,7 +445,7 @@ class CachedCalls(ShortCalls):
                 offsets = results[1]
             elif not results:
                 if is_prefetched:
-                    offsets = base.check_bounds(module, indices, offsets, batch.features)
+                    offsets = batches.check_bounds(module, indices, offsets, batch.features)
                 results = [self._read_repaired(module, indices, offsets, sample_weights, slots)]
         except BaseException:
             prefetcher.drop(flight)
@@ -483,7 +490,7 @@ class ShortLookup(torch.autograd.Function):
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
         ctx.calls = calls
-        # Gradients are disabled here: only calls with gradients come here.
+        # In order, as all calls with gradients: autograd has disabled them in this function.
         output, offsets, ctx.flight = calls.look_up(
             module, indices, offsets, sample_weights, in_order=True
         )

@@ -36,9 +36,10 @@ def refuses(
     """Return whether a module must load nothing; called first in `_load_from_state_dict`.
 
     If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
-    all entries from `state_dict`, from which torch loads the descendants next.
+    the entries of them all from `state_dict`, from which torch loads the descendants next. Those
+    that check their entries get a mark instead, other ones the values that they have.
 
-    If the caller passes `problems_found`, these are reported, and the entries are not checked.
+    Non-empty `problems_found` are reported instead, and the entries are not checked.
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
@@ -58,7 +59,10 @@ def refuses(
 
 
 def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield one message per entry that cannot be copied to `targets` of the same key."""
+    """Yield one message per entry that cannot be copied to the target of its key.
+
+    The numbers of an optimizer, an entry named `hyper`, must also be in range.
+    """
     for key, expected in targets.items():
         if key in state_dict:
             is_hyper = key.rpartition(".")[2] == "hyper"
@@ -113,7 +117,10 @@ def copy_problem(value: Any, expected: Tensor) -> str:
 
 
 def hyper_problem(value: Any, expected: Tensor) -> str:
-    """Return why a value cannot be the hyperparameters of an optimizer; "" if it can."""
+    """Return why a value cannot replace the hyperparameters `expected`; "" if it can.
+
+    Both are `[n]` with the entries of `Hyper`; a number that `expected` has is valid.
+    """
     problem = copy_problem(value, expected)
     if problem or value.is_meta or expected.is_meta:
         return problem
@@ -132,7 +139,7 @@ def hyper_problem(value: Any, expected: Tensor) -> str:
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield one message per invalid entry of counts, which must not be negative."""
+    """Yield one message per invalid entry of counts: they are finite and not negative."""
     entry_errors = dict.fromkeys(entry_problems(state_dict, targets))
     yield from entry_errors
     for key in targets:
@@ -158,7 +165,10 @@ def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iter
 
 
 def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
-    """Return why `keys` are not distinct ids below `limit` (or -1 for none); "" if they are."""
+    """Return why `keys` are not distinct ids below `limit` (or -1 for none); "" if they are.
+
+    They must be int64 `[size]`, of any length if `size` is None.
+    """
     problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
     if problem:
         return problem
@@ -180,8 +190,8 @@ def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
 
 
 def _modules_by_prefix(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_modules():
-        yield (f"{prefix}{name}." if name else prefix), part
+    for name, submodule in module.named_modules():
+        yield (f"{prefix}{name}." if name else prefix), submodule
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -189,7 +199,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return the parameters and buffers that torch loads into a module."""
+    """Return the parameters and buffers that torch loads into a module, without its children.
+
+    They are detached, by `prefix` and name.
+    """
     buffers = {
         k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set
     }
@@ -220,7 +233,8 @@ def select_entries(
 ) -> dict[str, Tensor]:
     """Return the entries of a state dict that `targets` names, without `prefix`.
 
-    Missing keys and unexpected keys are appended to the lists, as `_load_from_state_dict` does.
+    Missing keys and unexpected keys are appended to the lists, as `_load_from_state_dict` does; the
+    module has no children, whose keys would be unexpected.
     """
     names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
     entries = {key: state_dict[prefix + key] for key in names if key in targets}

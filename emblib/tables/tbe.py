@@ -24,7 +24,14 @@ from emblib.ops import autograd, joint_step, tbe
 from emblib.ops.derivatives import refuse_transforms
 from emblib.optim import Gradient, Optimizer, description
 from emblib.specs import BoundsCheck, CacheConfig, Placement, Pooling, Precision, TableSpec, brief
-from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, state_dicts
+from emblib.tables import (
+    base,
+    batches,
+    hyperparameters,
+    optimizer_hooks,
+    parameters,
+    state_dicts,
+)
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, Prefetcher
@@ -310,12 +317,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         Arguments are those of `forward`.
         """
         if not self.include_last_offset:
-            offsets = base.append_last_offset(indices, offsets)
+            offsets = batches.append_last_offset(indices, offsets)
         source = self if reading is None else reading
-        checked: base.ChecksBounds = self if reading is None else reading.reader
+        checked: batches.ChecksBounds = self if reading is None else reading.reader
         lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
-        offsets = base.check_bounds(
+        offsets = batches.check_bounds(
             checked, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
         )
         return autograd.Lookup(
@@ -634,13 +641,13 @@ class TableBatchedEmbeddingBags(FusedTables):
         reporting = self._reporting
         assert reporting is not None
         if reporting.is_active:
-            reporting.amount("tbe.lookups", indices.numel())
+            reporting.report_amount("tbe.lookups", indices.numel())
             for name, nbytes in self.nbytes().items():
-                reporting.amount(f"tbe.{name}_bytes", nbytes)
+                reporting.report_amount(f"tbe.{name}_bytes", nbytes)
             if self.row_cache is not None:
                 stats = self.cache_stats()
                 for event, value in stats.events():
-                    reporting.amount(f"tbe.cache.{event}", value)
+                    reporting.report_amount(f"tbe.cache.{event}", value)
         reporting.step += 1
 
     def _tiers(self) -> autograd.Tiers:

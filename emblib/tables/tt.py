@@ -33,14 +33,9 @@ from emblib.specs import (
     brief,
 )
 from emblib.tables import optimizer_hooks, state_dicts
-from emblib.tables.base import (
-    FusedTables,
-    SpecKind,
-    append_last_offset,
-    bags_of_equal_length,
-    check_bounds,
-)
-from emblib.tables.tt_calls import ShortTrainCalls
+from emblib.tables.base import FusedTables, SpecKind
+from emblib.tables.batches import append_last_offset, bags_of_equal_length, check_bounds
+from emblib.tables.tt_calls import ShortTTCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
 from emblib.tt.initializers import CoreLayout, find_initializer, row_std
@@ -133,7 +128,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     table_ids: Tensor  # int64 `[T, 10]`, see `TTTableColumn`
     feature_table_ids: Tensor  # int64 `[F, 10]`, the same by feature
     frozen_cores: frozenset[int] = frozenset()  # indices in `cores`
-    _calls: ShortTrainCalls | None = None
+    _calls: ShortTTCalls | None = None
 
     def __init__(
         self,
@@ -403,11 +398,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             self.frozen_cores,
         )
 
-    def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
+    def _prepare_calls(self, cores: list[Any]) -> ShortTTCalls:
         """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
             self._check_in_place(cores)
-        self._calls = ShortTrainCalls(self, cores)
+        self._calls = ShortTTCalls(self, cores)
         return self._calls
 
     def _apply_gradients(self) -> None:

@@ -21,7 +21,7 @@ from emblib.ops.derivatives import once_differentiable
 from emblib.ops.one_call import native
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
 from emblib.specs import BoundsCheck
-from emblib.tables import base
+from emblib.tables import batches
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, report_of
 from emblib.tables.recomputation import is_repeated
 
@@ -36,8 +36,8 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 _SAVE_NOTHING = -1  # as `num_saved` of `tt_lookup_checked_`
 
 
-class TrainBatch(NamedTuple):
-    """A batch of `ShortTrainCalls`.
+class TTBatch(NamedTuple):
+    """A batch of `ShortTTCalls`.
 
     Attributes:
         indices: int32 or int64 `[L]`.
@@ -54,7 +54,7 @@ class TrainBatch(NamedTuple):
     output_dim: int
 
 
-class ShortTrainCalls:
+class ShortTTCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
     `is_short` tells whether the module allows short calls: backward updates the cores. A copied or
@@ -64,6 +64,7 @@ class ShortTrainCalls:
 
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
         self._optimizer, self._bounds_check = module.optimizer, module.bounds_check
+        self._pooling = module.pooling
         self._buffers = tuple(module._buffers.values())
         self._cores = cores
         # With gradients, `_prepare_calls` has checked that no wrapper has replaced the cores.
@@ -101,6 +102,7 @@ class ShortTrainCalls:
         return (
             self._optimizer is module.optimizer
             and self._bounds_check is module.bounds_check
+            and self._pooling is module.pooling
             and len(buffers) == len(self._buffers)
             and all(map(operator.is_, buffers.values(), self._buffers))
             and len(cores) == len(self._cores)
@@ -117,14 +119,15 @@ class ShortTrainCalls:
     ) -> bool:
         """Return whether a call with these arguments can take this path.
 
-        False if a mode or transform of torch must see every op, sample weights need a gradient,
-        tables are frozen or share cores, or the CPU looks the batch up in chunks.
+        False if `is_short` is, a mode or transform of torch must see every op, sample weights need
+        a gradient, tables are frozen or share cores, `DistributedDataParallel` runs a forward, or
+        the CPU looks the batch up in chunks.
 
         `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
         """
         return (
             self.is_short
-            and base.is_eager(indices)
+            and batches.is_eager(indices)
             and type(offsets) is Tensor
             and indices.device == self._device
             and offsets.device == self._device
@@ -146,19 +149,22 @@ class ShortTrainCalls:
         sample_weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Pool each bag; if the module trains, backward applies the optimizer."""
+        """Pool each bag; with gradients enabled, backward applies the optimizer."""
         bag_layout, output_dim = None, module.output_dim
         if batch_sizes is not None:
             bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes, self._device)
-        batch = TrainBatch(indices, offsets, sample_weights, bag_layout, output_dim)
+        batch = TTBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
             return _apply(self._anchor, self, module, batch)
         return self.look_up(module, batch, _SAVE_NOTHING)[0]
 
     def look_up(
-        self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
+        self, module: TableBatchedTTEmbeddingBags, batch: TTBatch, num_saved: int
     ) -> list[Tensor]:
         """Return the output, what `tt_lookup_checked_` saves for backward, and repaired offsets.
+
+        In mode NONE the offsets are those of the batch. Out of bounds in mode FATAL raises
+        RuntimeError on the CPU.
 
         `num_saved` is the number of left halves whose values are saved, or `_SAVE_NOTHING`.
         """
@@ -172,7 +178,7 @@ class ShortTrainCalls:
         if not results:  # an invalid batch on the CPU
             indices, offsets, _, bag_layout, _ = batch
             features = module.id_features()
-            offsets = base.check_bounds(module, indices, offsets, features, bag_layout)
+            offsets = batches.check_bounds(module, indices, offsets, features, bag_layout)
             batch = batch._replace(offsets=offsets)
             results = self._call(module, batch, num_saved, None)
         if mode is None or not self._is_cuda:
@@ -182,11 +188,11 @@ class ShortTrainCalls:
     def _call(
         self,
         module: TableBatchedTTEmbeddingBags,
-        batch: TrainBatch,
+        batch: TTBatch,
         num_saved: int,
         mode: int | None,
     ) -> list[Tensor]:
-        """Look up a training batch with one op; return its results."""
+        """Look up a batch with one op; return its results, [] if a CPU must repair the batch."""
         indices, offsets, sample_weights, bag_layout, output_dim = batch
         results: list[Tensor] = _lookup_checked(
             self._cores,
@@ -217,7 +223,7 @@ class ShortTrainCalls:
     def update(
         self,
         grad: Tensor,
-        batch: TrainBatch,
+        batch: TTBatch,
         saved: list[Tensor],
         is_finite: Tensor | None,
         *,
@@ -229,7 +235,7 @@ class ShortTrainCalls:
             grad: gradient in the shape of the output.
             batch: the batch, with repaired offsets.
             saved: tensors that `look_up` returned between the output and the offsets.
-            is_finite: bool scalar on the device; None if the gradient is known to be finite.
+            is_finite: bool scalar on the device; None if no `GradScaler` has scaled the gradient.
             is_stale: whether the cores have changed since the lookup; then values that it saved
                 are computed again.
         """
@@ -261,9 +267,9 @@ class ShortTTLookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         grad_anchor: Tensor,
-        calls: ShortTrainCalls,
+        calls: ShortTTCalls,
         module: TableBatchedTTEmbeddingBags,
-        batch: TrainBatch,
+        batch: TTBatch,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
         out, *saved, offsets = calls.look_up(module, batch, calls.num_saved_of(batch.indices))
@@ -276,10 +282,10 @@ class ShortTTLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply the optimizer to every core."""
-        calls: ShortTrainCalls = ctx.calls
+        """Apply the optimizer to every core row that contributed."""
+        calls: ShortTTCalls = ctx.calls
         indices, offsets, sample_weights, bag_layout, *saved = ctx.saved_tensors
-        batch = TrainBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
+        batch = TTBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
             grad, is_finite = unscaled_gradient = unscaled(grad, scale)

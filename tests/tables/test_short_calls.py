@@ -16,16 +16,20 @@ from emblib import (
     BoundsCheck,
     CacheConfig,
     CachePolicy,
+    DynamicEmbeddingBags,
+    DynamicSpec,
     Placement,
     Pooling,
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableSpec,
+    TTEmbeddingBag,
+    TTSpec,
     optim,
     report_bounds_violations,
 )
 from emblib.ops import autograd
-from emblib.tables import optimizer_hooks, quantized
+from emblib.tables import optimizer_hooks, quantized, short_calls
 from emblib.tables.short_calls import ShortCalls
 from tests.optimizer_cases import CASES as OPTIMIZER_CASES
 from tests.tbe_cases import CASES, Case
@@ -547,3 +551,35 @@ def test_a_step_without_lookups_counts(device: torch.device) -> None:
     offsets = torch.zeros(5, dtype=torch.int64, device=device)
     module(offsets[:0], offsets).sum().backward()
     assert module.step == 1
+
+
+@pytest.mark.parametrize("kind", ["dense", "quantised", "tensor train", "dynamic"])
+def test_a_pooling_that_changes_after_a_call(kind: str) -> None:
+    tables = [TableSpec(9, 4)]
+    modules: dict[str, Callable[[], Any]] = {
+        "dense": lambda: TableBatchedEmbeddingBags(tables, optim.SGD(0.1)),
+        "quantised": lambda: QuantizedEmbeddingBags.from_float(torch.randn(9, 4)),
+        "tensor train": lambda: TTEmbeddingBag(TTSpec(9, 4, (2, 2)), optim.SGD(0.1)),
+        "dynamic": lambda: DynamicEmbeddingBags([DynamicSpec(9, 4)], optim.SGD(0.1)),
+    }
+    module, batch = modules[kind](), (BATCH[0], torch.tensor([0, 4]))
+    pooled = module(*batch)
+    module.pooling = Pooling.MEAN
+    assert torch.equal(module(*batch), pooled / 4)
+
+
+def test_an_interrupt_behind_an_update_leaves_a_new_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd notices by the version that the weights have changed."""
+    module = _module()
+    out, version, update = module(*BATCH), module.weights._version, short_calls._backward_
+
+    def interrupted(*arguments: Any) -> None:
+        update(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(short_calls, "_backward_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        out.sum().backward()
+    assert module.weights._version > version

@@ -128,6 +128,12 @@ def test_bounds_checks_of_a_table_without_rows(pooling: Pooling) -> None:
         assert make(BoundsCheck.FATAL)(INDICES[:0], torch.tensor([0, 0])).numel() in (0, 4)
 
 
+def test_invalid_offsets_of_a_module_without_features() -> None:
+    tables = TableBatchedEmbeddingBags([], optim.SGD(0.1))
+    with pytest.warns(UserWarning, match="0 indices and 1 offsets"):
+        assert tables(INDICES[:0], torch.tensor([3])).shape == (0, 0)
+
+
 def test_quantized_tables_without_rows() -> None:
     plain = module((10, 0, 12), optim.SGD(0.1), Placement.DEVICE)
     tables = QuantizedEmbeddingBags.from_float(plain)

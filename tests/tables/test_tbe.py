@@ -24,7 +24,7 @@ from emblib import (
 )
 from emblib.ops import autograd
 from emblib.reference import tbe
-from emblib.tables.base import variable_batch
+from emblib.tables.batches import variable_batch
 from tests.tbe_cases import OPTIMIZERS
 
 INDICES = torch.tensor([0, 2, 1, 4, 4])

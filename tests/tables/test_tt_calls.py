@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from emblib import BoundsCheck, Pooling, TableBatchedTTEmbeddingBags, TTSpec, optim
-from emblib.tables.tt_calls import ShortTrainCalls
+from emblib.tables.tt_calls import ShortTTCalls
 
 SPECS = (
     TTSpec(110, 16, (4, 4), (4, 5, 6), (2, 2, 4)),
@@ -48,7 +48,7 @@ def trained(module: TableBatchedTTEmbeddingBags, path: str, **arguments: Any) ->
 
 
 def without_short_calls(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShortTrainCalls, "can_serve", lambda *_: False)
+    patch.setattr(ShortTTCalls, "can_serve", lambda *_: False)
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
