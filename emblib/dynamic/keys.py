@@ -19,6 +19,7 @@ from emblib.ops.hash import InsertedBatch, Keys
 from emblib.ops.primitives import new_seed
 from emblib.reference.random import mix, unmix
 from emblib.specs import check_count
+from emblib.tables.parameters import version_of
 
 _INT64_RANGE = (-(2**63), 2**63 - 1)
 
@@ -153,7 +154,7 @@ class LastBatch(NamedTuple):
     Attributes:
         inserted: result of its insertion.
         keys: the batch; the tensor of ids is the caller's.
-        version: version of this tensor then (`Tensor._version`).
+        version: its number of in-place writes then, see `parameters.version_of`.
     """
 
     inserted: InsertedBatch
@@ -166,7 +167,7 @@ class LastBatch(NamedTuple):
         Raises:
             RuntimeError: the ids of the batch were overwritten.
         """
-        if self.keys.ids._version != self.version:
+        if version_of(self.keys.ids) != self.version:
             raise RuntimeError(
                 "the ids of the last training batch were changed in place since, so it is not "
                 "known which keys they were; ask before, or pass the batch a copy"

@@ -45,7 +45,12 @@ from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
-from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
+from emblib.tables.parameters import (
+    caller_level,
+    is_updated_in_backward,
+    loses_values,
+    version_of,
+)
 from emblib.tables.recomputation import RunningForward
 
 
@@ -236,7 +241,7 @@ def insert_in_one_op(
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)
-        state.last_batch = LastBatch(inserted, keys, ids._version)
+        state.last_batch = LastBatch(inserted, keys, version_of(ids))
         if results_of_misses and backing is not None:
             backing.start_moves()
         return OneOpInsertion(keys, offsets32, slots, groups)
@@ -308,7 +313,7 @@ class BatchInsertion:
                 self._write_rows(inserted)
             if state.last_uses is not None:
                 state.last_uses.note(state.index, keys, inserted)
-            state.last_batch = LastBatch(inserted, keys, keys.ids._version)
+            state.last_batch = LastBatch(inserted, keys, version_of(keys.ids))
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
             state.backing.start_moves()

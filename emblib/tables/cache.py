@@ -1,16 +1,16 @@
 """Prefetching for the row cache: the batches in flight, and the locations of their rows.
 
 `Prefetcher` is the cache of a module with its batches in flight; its `RowCache` holds the cached
-rows and the counters. A batch is planned and fetched by `prefetch` or `look_up`, is in flight until
-its update (`InFlight`, the hooks of its autograd graph), and is then released.
+rows and the counters. A batch is planned and fetched by `prefetch`, `look_up` or `start`, is in
+flight until its update (`InFlight`, the hooks of its autograd graph), and is then released.
 
 The rows of a batch in flight are not evicted, so their slots are stored with it. A row that got no
 way is read in its table. If a later batch assigns a way to it, its slot must be looked up again,
 because the newest values are then in the cache.
 
-The module's lock is held from the plan of a batch until its lookup has read the rows, and around
-its update: a plan describes the cache only after the rows have moved, and the next plan may assign
-the slots that a lookup reads to other rows.
+The module's lock is held while a batch is planned and its rows move, because a plan describes the
+cache only after that; while a lookup finds slots and reads them, because the next plan may assign
+them to other rows if its batch was released; and around an update.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
 released batches, whose rows it may evict, and the lookup of its batch waits for it. The updates of
@@ -44,6 +44,7 @@ from emblib.specs import CacheConfig
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.locks import ModuleLock
 from emblib.tables.memory import Memory
+from emblib.tables.parameters import version_of
 from emblib.tables.recomputation import RunningForward, running_forward
 from emblib.tables.row_cache import LaterFetches, RowCache
 
@@ -59,7 +60,7 @@ class BatchId(NamedTuple):
 
     def versions(self) -> tuple[int, int]:
         """Return the version of each tensor, which counts its in-place writes."""
-        return self.indices._version, self.offsets._version
+        return version_of(self.indices), version_of(self.offsets)
 
     def is_same(self, other: "BatchId") -> bool:
         """Return whether both are the same tensor objects."""
@@ -264,8 +265,8 @@ class Prefetcher:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
     `lock` is the module's lock. `prefetch`, `look_up`, `flush` and `reset` enter it; callers of the
-    other methods hold it. No method makes the host wait for a GPU. `tiers` is the memory of the
-    tables and the cache.
+    other methods that move, find or release rows hold it. No method makes the host wait for a GPU.
+    `tiers` is the memory of the tables and the cache.
     """
 
     def __init__(
@@ -397,6 +398,10 @@ class Prefetcher:
         until it has been read. Without gradients, a batch that is not the next prefetched one is
         looked up out of order. The repetition of a forward reads what the first one read;
         `training` is the mode of the module.
+
+        Raises:
+            RuntimeError: with gradients, the batch is not the next prefetched one; or that was
+                written to since.
         """
         with self.lock:
             running = running_forward(training=training)
@@ -496,7 +501,7 @@ class Prefetcher:
     def _fill_in_passes(
         self, flight: InFlight, batch: autograd.Lookup, tiers: autograd.Tiers, size: int
     ) -> None:
-        """Fetch the rows of a batch in passes of at most `size` ids, for its forward."""
+        """Fetch the rows of a batch in passes of at most `size` ids."""
         passes = self._passes(batch, size)
         groups = passes[0] if len(passes) == 1 else autograd.groups_of(batch)
         ticket = self._new_ticket(flight)
@@ -614,7 +619,7 @@ class Prefetcher:
             self._fetches_until_probe = _FETCHES_PER_PROBE
 
     def _missing_on_disk(self, groups: tbe.Groups, rows: Tensor) -> Tensor:
-        """Return which of `rows` are on disk and not in the cache, counted from the first there."""
+        """Return those of `rows` that are only on disk, counted from the first row there."""
         count = torch.full_like(groups.count, rows.numel())
         slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=count))
         first_row = self.memory.layout.first_disk_row
@@ -658,7 +663,7 @@ class Prefetcher:
         self._tickets.pop(ticket.number, None)
 
     def drop(self, flight: InFlight) -> None:
-        """Let the next prefetch release a batch whose lookup raised.
+        """Let the next prefetch release a batch whose prefetch or lookup raised.
 
         The traceback of the exception may still refer to the batch. A prefetched batch stays at the
         head of the queue.

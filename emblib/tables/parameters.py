@@ -617,21 +617,24 @@ class FixedBuffers:
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         self._buffers = list(buffers)
         self._values = [buffer.clone() for buffer in self._buffers]
-        self._version = _version(self._buffers[0])
+        self._version = version_of(self._buffers[0])
 
     def are_intact(self) -> bool:
         """Return whether torch has not written the first buffer since `restore`."""
-        return _version(self._buffers[0]) == self._version
+        return version_of(self._buffers[0]) == self._version
 
     def restore(self) -> None:
         """Write the values into the buffers."""
         for buffer, values in zip(self._buffers, self._values, strict=True):
             buffer.copy_(values)
-        self._version = _version(self._buffers[0])
+        self._version = version_of(self._buffers[0])
 
 
-def _version(tensor: Tensor) -> int:
-    """Return how often torch has written a tensor; 0 if it does not count."""
+def version_of(tensor: Tensor) -> int:
+    """Return how often torch has written a tensor in place; 0 for inference tensors.
+
+    Torch does not count the writes of these, and raises where their version is read.
+    """
     return 0 if tensor.is_inference() else tensor._version
 
 

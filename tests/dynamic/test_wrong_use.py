@@ -40,6 +40,17 @@ def test_a_batch_that_is_refused_gives_no_key_a_row(
     assert (table.size(0), table.num_training_steps) == (0, 0)
 
 
+def test_ids_of_inference_mode_are_trained() -> None:
+    """Torch counts no writes of such tensors, and raises where their version is read."""
+    with torch.inference_mode():
+        ids, offsets = IDS.clone(), OFFSETS.clone()
+    table = make()
+    out = table(ids, offsets)
+    out.sum().backward()
+    assert (table.size(0), table.num_training_steps) == (2, 1)
+    assert torch.allclose(table(ids, offsets), out - 0.2)
+
+
 def test_offsets_that_are_repaired_are_told_in_words_that_help() -> None:
     with pytest.warns(UserWarning, match="offsets out of bounds.*end with the number") as told:
         make()(IDS, torch.tensor([0, 5]))

@@ -138,6 +138,16 @@ def test_batches_must_come_in_the_order_of_prefetch(tmp_path: Path) -> None:
     module(*batch(0))
 
 
+def test_a_batch_of_inference_mode_is_prefetched(tmp_path: Path) -> None:
+    """Torch counts no writes of such tensors, and raises where their version is read."""
+    module = make(cache=CacheConfig(sets=2, directory=tmp_path))
+    with torch.inference_mode():
+        indices, offsets = (tensor.clone() for tensor in batch(0))
+        module.prefetch(indices, offsets)
+        out = module(indices, offsets)
+    assert torch.equal(out, module(*batch(0)))
+
+
 def test_a_prefetched_batch_warns_of_bounds_once(tmp_path: Path) -> None:
     cache = CacheConfig(sets=3, directory=tmp_path)
     module = make(cache=cache, bounds_check=BoundsCheck.WARNING)
