@@ -153,8 +153,8 @@ class LastBatch(NamedTuple):
 
     Attributes:
         inserted: result of its insertion.
-        keys: the batch; the tensor of ids is the caller's.
-        version: its number of in-place writes then, see `parameters.version_of`.
+        keys: batch; the tensor of ids is the one of the caller.
+        version: version of the tensor then, see `parameters.version_of`.
     """
 
     inserted: InsertedBatch
