@@ -89,6 +89,7 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
     Raises:
         NotImplementedError: MTIA, or another number format.
         RuntimeError: without `use_cpu`, torch sees no GPU.
+        ValueError: no table, or a feature of a table that does not exist.
     """
 
     def __init__(
@@ -104,6 +105,8 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
         super().__init__()
         if use_mtia:
             raise NotImplementedError("MTIA is an accelerator emblib has no kernels for")
+        if not embedding_specs:
+            raise ValueError("embedding_specs must have at least one table")
         if not use_cpu and not torch.cuda.is_available():
             raise RuntimeError("this module is for a GPU, and torch sees none; pass use_cpu=True")
         self.embedding_specs = list(embedding_specs)
@@ -184,7 +187,8 @@ def mask_gradients(
 ) -> Tensor | None:
     """Return sample weights that get a gradient only at the lookups of some features.
 
-    Nothing is read from the device. A wrong number of offsets masks nothing: the lookup reports it.
+    Nothing is read from the device. Where offsets do not fit the batch sizes or the features,
+    nothing is masked: the lookup reports them.
 
     Args:
         sample_weights: float32 `[L]`, or None, which is returned.
@@ -208,6 +212,8 @@ def mask_gradients(
         return sample_weights
     if batch_sizes is not None:
         last = torch.tensor(list(itertools.accumulate(map(sum, batch_sizes))))
+        if int(last[-1]) != len(offsets) - 1:
+            return sample_weights
         ends = offsets[last.to(offsets.device)]
     elif (len(offsets) - 1) % features:
         return sample_weights
@@ -230,7 +236,7 @@ def keep_first_lookups(
 ) -> None:
     """Zero the gradient of `output` except for the first lookup of each row of each table.
 
-    Registers a hook on `output`, unless it has no gradient. Waits for a GPU if bags are pooled.
+    Registers a hook on `output`, unless that needs no gradient. Waits for a GPU.
 
     Args:
         output: output of the module: `[B, sum D]`, or `[L, D]` for pooling NONE.
@@ -238,7 +244,7 @@ def keep_first_lookups(
         offsets: `[F * B + 1]`.
         feature_tables: the table of each feature.
         dims: the columns of each feature; None for pooling NONE.
-        first_feature_only: whether only lookups of the first feature are restricted.
+        first_feature_only: whether the gradient of all other features is zero, too.
 
     Raises:
         ValueError: pooled bags of more than one lookup, whose gradients are not one row's.
@@ -319,11 +325,16 @@ __all__ = [
 class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     """Table-batched embeddings with a fused optimizer, with the interface of FBGEMM's class.
 
-    The arguments are FBGEMM's; `docs/options.md` lists what each does here. Those that emblib does
-    not have raise NotImplementedError, contradictory arguments ValueError. `self.bags` is
-    the `emblib.TableBatchedEmbeddingBags` that does the work. Weights are zero until
-    `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to; with
+    The arguments are FBGEMM's; `docs/options.md` lists what each does here. `self.bags` does the
+    work: an `emblib.TableBatchedEmbeddingBags`, or `Int8Tables` for INT8 rows. Weights are zero
+    until `init_embedding_weights_uniform`, or until `split_embedding_weights()` is written to; with
     `preallocated_host_buffers` they are the values in the buffers.
+
+    Raises:
+        AssertionError: `preallocated_host_buffers` that do not fit the module.
+        NotImplementedError: an argument, or a value of one, that emblib does not have.
+        RuntimeError: tables for a GPU, and torch sees none.
+        ValueError: values that do not exist, or contradict each other.
     """
 
     def __init__(
@@ -430,6 +441,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         See `emblib.TableBatchedEmbeddingBags.forward`. `hash_zch_identities` and
         `hash_zch_runtime_meta` are ignored. With `vbe_output`, write the block of rank r and
         feature f at `vbe_output_offsets[r, f]`, and return `vbe_output`.
+
+        Raises:
+            ValueError: one of `vbe_output`, its offsets and the batch sizes without the others.
+            NotImplementedError: batch sizes with INT8 rows, or with use_writeback_bwd_prehook.
         """
         is_passed = vbe_output is not None, vbe_output_offsets is not None
         if any(is_passed) and not (all(is_passed) and batch_size_per_feature_per_rank):
@@ -512,11 +527,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
-        """Return the layout of a batch, and copies of its tensors: of one dtype, and repaired.
+        """Return indices, offsets, weights and layout of a batch: of one dtype, and repaired.
 
         `forward` needs no such call. `bounds_check_mode` decides whether invalid input raises, is
-        repaired, or with NONE stays as it is. The caller's tensors are not written to. Waits for a
-        GPU.
+        repaired, or with NONE stays as it is. The caller's tensors are not written to: indices and
+        offsets are copies, weights float32. `force_cast_input_types` and `prefetch_pipeline` are
+        ignored: offsets get the dtype of the indices with any value. Waits for a GPU.
         """
         sizes = batch_size_per_feature_per_rank
         indices = self._cast(indices).clone()
@@ -588,7 +604,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         On a GPU the current stream does it; `forward_stream` is the one that `forward` will run on.
 
         Raises:
-            ValueError: both streams are the same.
+            ValueError: both streams are the same, in the first call that names a `forward_stream`.
         """
         if forward_stream is not None and self.prefetch_stream is None:
             self.prefetch_stream = torch.cuda.current_stream(self.current_device)
@@ -647,11 +663,14 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self.log(f"uvm_cache_stats={self._counters.per_call(local=use_local_cache)}")
 
     def get_cache_miss_counter(self) -> Tensor:
-        """Return batches with a miss, and distinct missed rows, given record_cache_miss_counter."""
+        """Return batches with a miss, and distinct missed rows, int64 `[2]`.
+
+        They are zeros without record_cache_miss_counter.
+        """
         return self._counters.cache_miss_counter
 
     def get_table_wise_cache_miss(self) -> Tensor:
-        """Return distinct missed rows of each table, given record_tablewise_cache_miss."""
+        """Return distinct missed rows, int64 `[T]`; `[0]` without record_tablewise_cache_miss."""
         return self._counters.table_wise_cache_miss
 
     # Optimizer
@@ -663,9 +682,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
     def get_learning_rate(self) -> float:
         """Return the learning rate; on the meta device, the argument."""
-        if self.bags.hyperparams.is_meta:
-            return self._arguments.learning_rate
-        return self.bags.learning_rate
+        return float(self.optimizer_args.learning_rate)
 
     def set_optimizer_step(self, step: int) -> None:
         """Continue counting updates from `step`."""
@@ -681,6 +698,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
 
         Raises:
             NotImplementedError: another name.
+            ValueError: a weight decay that the module's `weight_decay_mode` would ignore.
         """
         self._require_fused("update_hyper_parameters")
         fbgemm_arguments.update(self.bags, self._arguments, params_dict)

@@ -102,7 +102,8 @@ def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     Raises:
         NotImplementedError: an argument, or a device, that emblib does not have.
         RuntimeError: torch sees no GPU, and the tables are for one.
-        ValueError: arguments that contradict each other.
+        TypeError: rows, a dim or a table of a feature that is no integer.
+        ValueError: no table, an unknown enum member, or arguments that contradict each other.
     """
     args = SimpleNamespace(**arguments)
     for name, reason in _UNSUPPORTED.items():
@@ -196,11 +197,16 @@ def tables(args: SimpleNamespace) -> list[TableSpec]:
 
 
 def _names(args: SimpleNamespace) -> list[str]:
-    """Return the names of the tables for emblib: without dots, each distinct."""
+    """Return the names of the tables for emblib: without dots, each distinct, or empty."""
+    wanted_names = [
+        name.replace(".", "_") for name in args.table_names or [""] * len(args.embedding_specs)
+    ]
     names: list[str] = []
-    for t, name in enumerate(args.table_names or [""] * len(args.embedding_specs)):
-        name = name.replace(".", "_")
-        names.append(f"{name}_{t}" if name and name in names else name)
+    for t, name in enumerate(wanted_names):
+        number = t
+        while name and (name in names or (number > t and name in wanted_names)):
+            name, number = f"{wanted_names[t]}_{number}", number + 1
+        names.append(name)
     return names
 
 
@@ -460,9 +466,15 @@ def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
 def _counter_decay(
     args: SimpleNamespace, definition: CounterBasedRegularizationDefinition | CowClipDefinition
 ) -> Any:
-    """Convert the weight decay of counter-based regularisation."""
+    """Convert the weight decay of counter-based regularisation; warn where none applies."""
     mode = as_member(CounterWeightDecayMode, definition.counter_weight_decay_mode)
     if mode is CounterWeightDecayMode.NONE:
+        if args.weight_decay:
+            warnings.warn(
+                f"emblib: weight_decay={args.weight_decay} has no part in "
+                "counter_weight_decay_mode=CounterWeightDecayMode.NONE",
+                stacklevel=6,
+            )
         return None
     kinds: dict[CounterWeightDecayMode, Callable[[float], Any]] = {
         CounterWeightDecayMode.L2: optim.L2,
@@ -524,9 +536,14 @@ _UPDATED = {
 }
 
 
-def _with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> SimpleNamespace:
-    """Return `args` with the current numbers of `bags`, which a checkpoint may have set."""
+def with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> SimpleNamespace:
+    """Return a copy of `args` with the current numbers of `bags`, which a checkpoint may have set.
+
+    On the meta device `bags` has no numbers: they stay those of `args`.
+    """
     current = SimpleNamespace(**vars(args))
+    if bags.hyperparams.is_meta:
+        return current
     current.learning_rate, now = bags.learning_rate, bags.optimizer
     current.eps = getattr(now, "eps", args.eps)
     current.beta1, current.beta2 = getattr(now, "betas", (args.beta1, args.beta2))
@@ -549,8 +566,9 @@ def update(
 
     Raises:
         NotImplementedError: another name; nothing is changed.
+        ValueError: a number that the optimizer refuses; nothing is changed.
     """
-    new_args = _with_numbers_of(bags, args)
+    new_args = with_numbers_of(bags, args)
     for name, value in new.items():
         if name in _UPDATED:
             setattr(new_args, _UPDATED[name], value)
@@ -582,10 +600,16 @@ def update(
 
 
 class InPlaceAverage:
-    """Periodic move of the second half of every row towards its first half (EMAINPLACE)."""
+    """Periodic move of the second half of every row towards its first half (EMAINPLACE).
+
+    Raises:
+        ValueError: `step_ema` is below 1.
+    """
 
     def __init__(self, mode: EmainplaceModeDefinition) -> None:
         self.every = int(mode.step_ema)
+        if self.every < 1:
+            raise ValueError(f"emainplace_mode.step_ema must be >= 1, got {mode.step_ema}")
         self.start = int(mode.step_start)
         self.first_half_share = mode.step_ema_coef
         self.iterations = 0  # 0 before the first step, which continues from the module's count
@@ -602,7 +626,11 @@ class InPlaceAverage:
 
 
 def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:
-    """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers."""
+    """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers.
+
+    Raises:
+        ValueError: an odd dim, or a `step_ema` below 1.
+    """
     if args.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
         return None
     odd = [spec.dim for spec in args.embedding_specs if spec.dim % 2]

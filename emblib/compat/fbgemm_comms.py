@@ -21,7 +21,8 @@ _HALVES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 class QuantizationContext:
     """Sizes of a message: `row_dim` values per row, `row_dim_quant` bytes after quantisation.
 
-    `padded_dim_sum_per_rank` is set by `QuantizedCommCodec.padded_size`.
+    `QuantizedCommCodec` sets `row_dim_quant` in `encode`, for INT8 and FP8 rows, and
+    `padded_dim_sum_per_rank` in `padded_size`.
     """
 
     row_dim: int = 32
@@ -40,7 +41,10 @@ def fp32_to_mx4(
     stochastic_casting: bool = False,
     use_triton: bool = True,
 ) -> Tensor:
-    """Quantise `[..., D]` to MX4, see `messages.to_mx4`; `use_triton` is ignored."""
+    """Quantise `[..., D]` to MX4, see `messages.to_mx4`; `use_triton` is ignored.
+
+    Raises NotImplementedError for other bits and for `stochastic_casting`.
+    """
     if (ebits, mbits) != (2, 1) or stochastic_casting:
         raise NotImplementedError(
             "MX4 values have 2 exponent bits and 1 mantissa bit, rounded to nearest, got "
@@ -58,7 +62,12 @@ def mx4_to_float(
     mbits: int = 1,
     output_dtype: SparseType | None = None,
 ) -> Tensor:
-    """Return the values of MX4 groups as FP32 or BF16; `use_triton` is ignored."""
+    """Return the values of MX4 groups as FP32 or BF16; `use_triton` is ignored.
+
+    Raises:
+        NotImplementedError: other bits.
+        ValueError: another `output_dtype`.
+    """
     kind = SparseType.FP32 if output_dtype is None else as_member(SparseType, output_dtype)
     if kind not in (SparseType.FP32, SparseType.BF16):
         raise ValueError(f"MX4 is decoded to FP32 or BF16, whose exponents suffice, not to {kind}")
@@ -85,7 +94,10 @@ def _clamp(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def fp32_to_hfp8_with_clamp(
     tensor: Tensor, ebits: int = 4, mbits: int = 3, bias: int = 15
 ) -> Tensor:
-    """Convert to bytes of `ebits` exponent bits, clamped to their largest value."""
+    """Convert to bytes of `ebits` exponent and 7 - `ebits` mantissa bits, see `messages.to_hfp8`.
+
+    Values are clamped to the largest one that has `mbits` mantissa bits.
+    """
     largest = 2.0 ** (2**ebits - 2 - bias) * (2 - 2.0**-mbits)
     return messages.to_hfp8(tensor, ebits, bias, largest)
 
@@ -99,6 +111,18 @@ class QuantizedCommCodec:
     """Encode messages as FP32, FP16, BF16, INT8, FP8 or MX4, with the interface of FBGEMM's class.
 
     FP8 has a scale per `row_dim` values, or none without a `row_dim`; it works on CPUs as well.
+
+    Args:
+        comm_precision: format of the messages.
+        loss_scale: factor of FP16 and BF16 messages, which `decode` divides by; None for none.
+            Other formats ignore it.
+        row_dim: values per INT8 or FP8 row, and per MX4 group.
+        is_fwd: whether FP8 rows have 4 exponent bits, not 5.
+        rounding_mode: rounding of MX4 exponents; None is `even`.
+        output_dtype: format of decoded FP8 rows and MX4; None is FP32.
+
+    Raises:
+        NotImplementedError: messages of another format.
     """
 
     def __init__(
@@ -127,7 +151,11 @@ class QuantizedCommCodec:
         self._output = as_member(SparseType, output)
 
     def encode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the message; 16-bit values are clamped to the largest finite ones."""
+        """Return the message; 16-bit values are clamped to the largest finite ones.
+
+        INT8 and FP8 rows need the context of `create_context`, without which INT8 raises
+        ValueError and FP8 has no scales. FP32 messages are the input.
+        """
         if self._loss_scale is not None:
             input_tensor = input_tensor * self._loss_scale
         if self._precision in _HALVES:
@@ -151,7 +179,7 @@ class QuantizedCommCodec:
         return fp32_to_hfp8_with_clamp(input_tensor)
 
     def decode(self, input_tensor: Tensor, ctx: QuantizationContext | None = None) -> Tensor:
-        """Return the values of a message as float32, FP8 and MX4 as `output_dtype`."""
+        """Return the values of a message as float32, FP8 rows and MX4 as `output_dtype`."""
         if self._precision is SparseType.MX4:
             size = (ctx or QuantizationContext()).mx_group_size
             return mx4_to_float(input_tensor, size, output_dtype=self._output)
@@ -168,7 +196,12 @@ class QuantizedCommCodec:
         return values if self._loss_scale is None else values / self._loss_scale
 
     def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
-        """Return the length of the message of `input_len` values."""
+        """Return the length of the message of `input_len` values, in elements of `quantized_dtype`.
+
+        Raises:
+            AssertionError: `input_len` is no number of whole rows.
+            ValueError: INT8 or MX4 without a context.
+        """
         if self._precision is SparseType.MX4:
             row_dim = self._required(ctx).mx_group_size
             nbytes = row_dim // 2 + 1
@@ -208,7 +241,10 @@ class QuantizedCommCodec:
         """Return the columns of a message and of its padding.
 
         MX4 pads the columns of each rank to whole groups, FP8 to whole rows if the environment has
-        TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1.
+        TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1. If so, set `qcomm_ctx.padded_dim_sum_per_rank`.
+
+        Raises:
+            ValueError: `input_tensor` has other columns than `dim_per_rank[my_rank]`.
         """
         if input_tensor.ndim == 1:
             return input_tensor.size(0), 0

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from emblib import BoundsCheck, Pooling, QuantizedEmbeddingBags, RowFormat, TableSpec
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_comms import rounded_row_size_in_bytes
+from emblib.compat.fbgemm_int8 import check_pooled
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -88,11 +89,14 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     Args:
         embedding_specs: name, rows, dim, format (INT8, INT4, INT2, FP8, FP16, BF16 or FP32) and
-            location of each table: HOST on a CPU, else DEVICE.
-        feature_table_map: the table of each feature; by default feature i reads table i.
+            location of each table: HOST on a CPU, else DEVICE. Rows must fill whole bytes.
+        feature_table_map: the table of each feature, each table at least once; by default feature i
+            reads table i.
         pooling_mode: SUM, MEAN, or NONE for one vector per lookup.
         device: device of rows and lookups; None is the current GPU.
-        index_remapping: row of each id of each table, -1 for pruned ones, or None for all ids.
+        index_remapping: row of each id of each table, -1 for pruned ones, or None for all ids; see
+            `set_index_remappings`, which takes `pruning_hash_load_factor` and
+            `use_array_for_index_remapping`, too.
         bounds_check_mode: reaction to invalid input; the caller's tensors do not change.
         weight_lists: the argument of `assign_embedding_weights`, if there are rows already.
         output_dtype: FP32, FP16 or BF16; or, without pooling, INT8 or INT4 for the bytes of the
@@ -100,8 +104,17 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         fp8_exponent_bits: 4 or 5, the exponent bits of FP8 rows.
         fp8_exponent_bias: the exponent bias of FP8 rows.
         row_alignment: FBGEMM's alignment of rows; here they end at a multiple of 4.
+        enforce_hbm: whether MANAGED and MANAGED_CACHING tables on a GPU are in its memory; without
+            it they raise.
 
-    The arguments of caches have no effect without such tables; those raise NotImplementedError.
+    `uvm_host_mapped`, `feature_names_per_table` and `indices_dtype` are attributes alone; ids may
+    be int32 or int64. Without tables behind a cache, which raise, the arguments of caches have no
+    effect; `cacheline_alignment` has none either.
+
+    Raises:
+        NotImplementedError: a location, format or value of an argument that emblib does not have.
+        RuntimeError: no device is passed, and torch sees no GPU.
+        ValueError: no table, or arguments that do not fit each other.
     """
 
     def __init__(
@@ -209,7 +222,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             per_sample_weights: `[L]`, scales each row.
 
         Raises:
-            RuntimeError: there are no rows yet; invalid input in mode FATAL.
+            RuntimeError: there are no rows yet; weights without pooling; invalid input in mode
+                FATAL.
         """
         return self._forward_impl(indices, offsets, per_sample_weights)
 
@@ -231,6 +245,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             weights = per_sample_weights.detach().to(device, torch.float32, non_blocking=is_async)
         with torch.no_grad():
             if self._returns_bytes:
+                check_pooled(self.pooling_mode, weights)
                 return self._look_up_bytes(indices, offsets)
             return self._served[0](indices, offsets, weights)
 
@@ -317,6 +332,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             split_scale_bias_mode: 0 for whole rows, uint8 `[rows, bytes]`; 1 for numbers, and scale
                 and bias, uint8 `[rows, 4]`; 2 for numbers, scale and bias, float16 `[rows, 1]`.
                 Tables of floats have their rows only.
+
+        Raises:
+            RuntimeError: there are no rows yet.
+            ValueError: another mode.
         """
         if split_scale_bias_mode not in (0, 1, 2):
             raise ValueError(
@@ -339,8 +358,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def _rows(self, *, padded: bool = True) -> list[Tensor]:
         """Return the rows of each table, uint8 `[rows, bytes]`.
 
-        With `padded` rows are filled up to `row_alignment` where emblib's own, which end at a
-        multiple of 4, reach as far.
+        With `padded` rows are filled up to `row_alignment`, if rows here, which end at a multiple
+        of 4, are as long.
         """
         if not self._served:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
@@ -362,8 +381,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def assign_embedding_weights(self, q_weight_list: Sequence[_Rows]) -> None:
         """Copy into `split_embedding_weights()`; nothing is written if an entry does not fit.
 
+        A tensor may lack the first dimension: each row gets its bytes.
+
         Raises:
-            ValueError: another number of tables, dtype or shape.
+            ValueError: another number of tables, dtype or shape; FP8 rows that are not finite.
         """
         self.initialize_weights()
         targets = self.split_embedding_weights()
@@ -429,10 +450,13 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids.
+        """Set the row of each id of each table; -1 is a pruned one, None or no list maps no ids.
 
         With `use_array_for_index_remapping=False` the map is a hash table of the ids that have
         rows, filled by half at most whatever `pruning_hash_load_factor` says.
+
+        Raises:
+            ValueError: another number of maps than tables.
         """
         tables = len(self.embedding_specs)
         maps: list[Tensor | None] = list(index_remapping) or [None] * tables

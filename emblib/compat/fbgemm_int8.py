@@ -19,6 +19,14 @@ from emblib.compat.fbgemm_types import BoundsCheckMode, PoolingMode
 _HEADER = 8  # bytes of the scale and the minimum, two float32
 
 
+def check_pooled(pooling: PoolingMode, per_sample_weights: Tensor | None) -> None:
+    """Raise RuntimeError for weights without pooling, as emblib's kernels do."""
+    if pooling is PoolingMode.NONE and per_sample_weights is not None:
+        raise RuntimeError(
+            "per_sample_weights need PoolingMode.SUM or MEAN; with NONE, scale the output"
+        )
+
+
 class _Untrained(torch.autograd.Function):
     """Function that returns its first argument, and raises in the backward pass.
 
@@ -91,12 +99,18 @@ class Int8Tables(nn.Module):
         per_sample_weights: Tensor | None = None,
         batch_sizes: object = None,
     ) -> Tensor:
-        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; a backward pass raises.
+        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; its backward pass raises.
 
-        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. Waits for a GPU.
+        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. `per_sample_weights` `[L]`
+        scale rows and get no gradient. Waits for a GPU.
+
+        Raises:
+            NotImplementedError: `batch_sizes`.
+            RuntimeError: weights without pooling; invalid input in mode FATAL.
         """
         if batch_sizes is not None:
             raise NotImplementedError("INT8 tables are looked up with one batch size per feature")
+        check_pooled(self._pooling, per_sample_weights)
         indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
         counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
         bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
@@ -110,17 +124,18 @@ class Int8Tables(nn.Module):
             ids = indices[id_range]
             rows = rowwise.fused_8bit_to_float(tables[table].index_select(0, ids.clamp(min=0)))
             rows.masked_fill_((ids < 0).unsqueeze(1), 0.0)
+            if weights is not None:
+                rows *= weights[id_range].unsqueeze(1)
             starts = (
                 offsets[feature * batch_size : (feature + 1) * batch_size + 1].long()
                 - ends[feature]
             )
-            scales = None if weights is None else weights[id_range]
-            blocks.append(self._pool(rows, starts, scales))
+            blocks.append(self._pool(rows, starts))
         output = torch.cat(blocks, int(self._pooling is not PoolingMode.NONE)).to(self._output)
         result: Tensor = _Untrained.apply(output, self.anchor)
         return result
 
-    def _pool(self, rows: Tensor, starts: Tensor, scales: Tensor | None) -> Tensor:
+    def _pool(self, rows: Tensor, starts: Tensor) -> Tensor:
         if self._pooling is PoolingMode.NONE:
             return rows
         return functional.embedding_bag(
@@ -128,6 +143,5 @@ class Int8Tables(nn.Module):
             functional.pad(rows, (0, 0, 0, int(not len(rows)))),
             starts,
             mode=self._pooling.name.lower(),
-            per_sample_weights=scales,
             include_last_offset=True,
         )

@@ -388,7 +388,10 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         if any(
             mapping.numel() for mapping in old.buffers() if mapping is old.index_remappings_array
         ):
-            raise NotMigrated("pruned tables have no counterpart: map the ids before the lookup")
+            raise NotMigrated(
+                "maps of pruned tables are not read back: construct the class of "
+                "emblib.compat.fbgemm_inference with the same index_remapping"
+            )
         self._made_with = {
             "embedding_specs": list(old.embedding_specs),
             "feature_table_map": list(old.feature_table_map),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib import CachePolicy, TableBatchedEmbeddingBags, optim
+from emblib.compat.fbgemm_arguments import with_numbers_of
+from emblib.compat.fbgemm_operators import rowwise
 from emblib.compat.fbgemm_types import (
     ComputeDevice,
     CounterWeightDecayMode,
@@ -91,7 +93,7 @@ class TableViews(nn.Module):
 
     @staticmethod
     def get_table_name_for_logging(table_names: list[str] | None) -> str:
-        """Return the label of the tables in reports: the name if set, else their number and ids."""
+        """Return the label of the tables in reports, also for repeated names or None."""
         if table_names is None:
             return "<Unknown>"
         different = sorted(set(table_names))
@@ -107,22 +109,27 @@ class TableViews(nn.Module):
     # Weights
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Return the tables as views `[rows, dim]`, after a flush.
+        """Return the tables as views `[rows, dim]`; write back and empty the cache first.
 
-        After writing to a table that is cached, call `reset_cache_states()`.
+        Views of INT8 tables are uint8 `[rows, dim + 8]`. If a cached table is written to after the
+        next lookup, call `reset_cache_states()`: rows in the cache hide what is written.
         """
         return self.bags.table_weights()
 
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Draw all weights from [min_val, max_val), with torch's generator; empty the cache."""
         with torch.no_grad():
-            for weights in self.bags.table_weights():
-                weights.uniform_(min_val, max_val)
+            for weights, dim in zip(self.bags.table_weights(), self.dims, strict=True):
+                if self.weights_precision is SparseType.INT8:
+                    values = torch.empty(len(weights), dim, device=weights.device)
+                    weights.copy_(rowwise.to_fused_8bit(values.uniform_(min_val, max_val)))
+                else:
+                    weights.uniform_(min_val, max_val)
         self.bags.reset_cache_states()
 
     @property
     def weights_dev(self) -> Tensor:
-        """Return the tables in device memory, concatenated."""
+        """Return `bags.weights`: the tables in device memory, on a CPU all, concatenated."""
         return self.bags.weights
 
     @property
@@ -150,7 +157,8 @@ class TableViews(nn.Module):
     def lxu_cache_locking_counter(self) -> Tensor:
         """Return int32 `[sets, ways]`: 1 where the row in a slot of the cache must not be evicted.
 
-        It is in use from the prefetch or forward of a batch until its backward pass.
+        Such a row is in use, from the prefetch or forward of a batch until its backward pass.
+        Without a cache the result is `[0]`.
         """
         cache = self.bags.row_cache
         if cache is None:
@@ -282,9 +290,12 @@ class TableViews(nn.Module):
             memory.data = buffer.view(memory.shape)
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """Return a state of all tables in device memory, by emblib's or FBGEMM's name.
+        """Return a state of all tables in device memory, or `iter`, by emblib's or FBGEMM's name.
 
         Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
+
+        Raises:
+            ValueError: a name that the optimizer does not have.
         """
         self._require_fused("get_optimizer_buffer")
         if state == "iter":
@@ -311,8 +322,8 @@ class TableViews(nn.Module):
 
     @property
     def optimizer_args(self) -> SimpleNamespace:
-        """Return the current arguments of the optimizer."""
-        return SimpleNamespace(**vars(self._arguments))
+        """Return a copy of the module's arguments, with the current numbers of the optimizer."""
+        return with_numbers_of(self.bags, self._arguments)
 
     @property
     def gwd_lower_bound(self) -> float:

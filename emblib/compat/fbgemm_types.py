@@ -13,7 +13,11 @@ _Member = TypeVar("_Member", bound=enum.Enum)
 
 
 def as_member(kind: type[_Member], value: Any) -> _Member:
-    """Convert `value`, a member, a plain value or FBGEMM's enum member, to a member of `kind`."""
+    """Convert `value`, a member, a plain value or FBGEMM's enum member, to a member of `kind`.
+
+    Raises:
+        ValueError: no member has the value.
+    """
     if isinstance(value, kind):
         return value
     return kind(value.value if isinstance(value, enum.Enum) else value)
@@ -97,7 +101,7 @@ CacheAlgorithm = enum.Enum("CacheAlgorithm", "LRU LFU", start=0)
 
 
 class EmbOptimType(enum.Enum):
-    """Optimizers; some names have no implementation, neither here nor in FBGEMM."""
+    """Optimizers; those that tables here can have are `fbgemm_arguments.SUPPORTED`."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -149,7 +153,7 @@ _FORMATS = {
 
 
 class SparseType(enum.Enum):
-    """Number formats; tables here are FP32, FP16 or BF16."""
+    """Number formats; tables that are trained here are FP32, FP16 or BF16."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -226,7 +230,7 @@ LearningRateMode = enum.IntEnum(
 
 
 GradSumDecay = enum.IntEnum("GradSumDecay", "NO_DECAY CTR_DECAY", start=-1)
-"""Decay of Adagrad's sum by the counter."""
+"""Decay of Adagrad's sum by the counter; CTR_DECAY raises, as FBGEMM has no rule for it."""
 
 
 class UVMCacheStatsIndex(enum.IntEnum):
@@ -282,7 +286,7 @@ class GlobalWeightDecayDefinition:
 
 @dataclass(frozen=True)
 class UserEnabledConfigDefinition:
-    """Options of single optimizers: the first of ADAM, the others of EXACT_SGD."""
+    """Options of single optimizers: the first of ADAM, which raises, the others of EXACT_SGD."""
 
     use_rowwise_bias_correction: bool = False
     use_writeback_bwd_prehook: bool = False
@@ -339,7 +343,7 @@ class VBEMetadata(NamedTuple):
         vbe_output: tensor that the output is written to.
         vbe_output_offsets: first element there of each rank and feature, `[ranks, F]`.
 
-    Tensors are None and numbers -1 if all features have the same number of bags.
+    Tensors are None and numbers -1 without batch sizes per feature.
     """
 
     B_offsets: Tensor | None = None

@@ -98,6 +98,14 @@ def test_an_unknown_argument_raises() -> None:
         ({"embedding_table_index_type": torch.int16}, ValueError, "int16"),
         ({"table_names": ["a"]}, ValueError, "table_names"),
         ({"device": "cuda"}, ValueError, "device"),
+        (
+            {
+                "optimizer": OptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+                "emainplace_mode": ours.EmainplaceModeDefinition(step_ema=0),
+            },
+            ValueError,
+            "step_ema must be >= 1",
+        ),
     ],
 )
 def test_what_has_no_meaning_raises(
@@ -118,11 +126,20 @@ def test_places_that_do_not_exist_raise() -> None:
         )
     with pytest.raises(ValueError, match="at least one table"):
         SplitTableBatchedEmbeddingBagsCodegen([])
+    with pytest.raises(ValueError, match="at least one table"):
+        ours.DenseTableBatchedEmbeddingBagsCodegen([], use_cpu=True)
 
 
 def test_numbers_without_a_part_are_told() -> None:
     with pytest.warns(UserWarning, match="momentum=0.5 has no part in EXACT_SGD"):
         make(momentum=0.5)
+    with pytest.warns(UserWarning, match="weight_decay=0.1 has no part in counter_weight_decay"):
+        make(
+            optimizer=OptimType.EXACT_ROWWISE_ADAGRAD,
+            weight_decay=0.1,
+            weight_decay_mode=WeightDecayMode.COUNTER,
+            counter_based_regularization=ours.CounterBasedRegularizationDefinition(),
+        )
 
 
 def test_placements() -> None:
@@ -160,6 +177,9 @@ def test_names() -> None:
     module = make(table_names=["user.id", "user.id"])
     assert [spec.name for spec in module.bags.tables] == ["user_id", "user_id_1"]
     assert module.logging_table_name == "user.id"
+    specs = [(3, 4, HOST, ComputeDevice.CPU)] * 4
+    module = SplitTableBatchedEmbeddingBagsCodegen(specs, table_names=["a", "a", "a_3", "a_1"])
+    assert [spec.name for spec in module.bags.tables] == ["a", "a_2", "a_3", "a_1"]
     for library in (ours, fbgemm()):
         name = library.SplitTableBatchedEmbeddingBagsCodegen.get_table_name_for_logging
         assert [name(None), name(["a", "a"]), name([])] == ["<Unknown>", "a", "<0 tables>: []"]

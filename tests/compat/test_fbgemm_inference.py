@@ -254,6 +254,8 @@ def test_bytes_of_rows(is_pruned: bool) -> None:
     with pytest.warns(UserWarning, match="1 indices and 0 offsets out of bounds"):
         assert torch.equal(module(torch.tensor([7]), torch.tensor([0, 1, 1]))[0], first[0])
     assert module(torch.tensor([]).long(), torch.tensor([0])).shape == (0, first.size(1))
+    with pytest.raises(RuntimeError, match="with NONE, scale the output"):
+        module(torch.tensor([1]), torch.tensor([0, 1, 1]), torch.tensor([2.0]))
 
 
 @pytest.mark.parametrize("bits", [4, 5])

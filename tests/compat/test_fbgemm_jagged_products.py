@@ -333,6 +333,11 @@ def test_inputs_are_combined() -> None:
     bad = [torch.rand(3), *WEIGHTS[1:]]
     with pytest.raises(RuntimeError, match="one per index"):
         calibration.tbe_input_combine_with_length(LISTS, ENDS, bad)
+    with pytest.raises(RuntimeError, match="at least the number of bags of each table = 2, got 1"):
+        calibration.padding_fused_tbe_input_combine(LISTS, ENDS, WEIGHTS, ALL, 1)
+    lengths = [torch.ones_like(ids) for ids in LISTS]
+    with pytest.raises(RuntimeError, match="batch_size must be at least"):
+        calibration.padding_fused_tbe_input_combine_with_length(LISTS, lengths, WEIGHTS, 1)
 
 
 # Pruned tables

@@ -142,7 +142,7 @@ def filled(names: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_int8_rows_are_looked_up(mode: str, weighted: bool) -> None:
     module = filled(ours, pooling_mode=PoolingMode[mode])
-    weights = torch.rand(5) if weighted and mode == "SUM" else None
+    weights = torch.rand(5) if weighted else None
     tables = [rowwise.fused_8bit_to_float(t) for t in module.split_embedding_weights()]
     found = module(INDICES, OFFSETS, weights)
     for feature, sample in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -160,6 +160,12 @@ def test_int8_rows_are_looked_up(mode: str, weighted: bool) -> None:
     with pytest.raises(NotImplementedError, match="not trained"):
         module.set_learning_rate(0.1)
     assert module(INDICES[:0], torch.zeros(5).long()).eq(0).all()
+    module.init_embedding_weights_uniform(2.0, 3.0)
+    for table in module.split_embedding_weights():
+        assert (rowwise.fused_8bit_to_float(table).round() - 2.5).abs().le(0.5).all()
+    unpooled = made(weights_precision=ours.SparseType.INT8, pooling_mode=PoolingMode.NONE)
+    with pytest.raises(RuntimeError, match="with NONE, scale the output"):
+        unpooled(INDICES, OFFSETS, torch.rand(5))
 
 
 @pytest.mark.parametrize("mode", ["SUM", "MEAN"])

@@ -36,6 +36,7 @@ def test_learning_rate_and_step() -> None:
 def test_hyper_parameters() -> None:
     module = make(optimizer=OptimType.ADAM, learning_rate=0.1)
     module.set_learning_rate(0.2)
+    assert module.optimizer_args.learning_rate == 0.2
     step(module)
     module.update_hyper_parameters({"eps": 0.1, "beta1": 0.5, "beta2": 0.6, "weight_decay": 0.3})
     assert module.get_learning_rate() == 0.2
@@ -127,6 +128,14 @@ def test_features_without_gradient_still_train(sizes: list[list[int]] | None) ->
     assert torch.equal(masked_rows, rows)
     with pytest.raises(ValueError, match=r"one entry per feature = 2, got shape \(3,\)"):
         train(torch.ones(3))
+    with pytest.raises(ValueError, match="batch_sizes add up to 5 bags"):
+        make()(
+            INDICES,
+            offsets,
+            torch.ones(len(INDICES)),
+            feature_requires_grad=torch.tensor([0, 1]),
+            batch_size_per_feature_per_rank=[[1, 1], [2, 1]],
+        )
 
 
 def test_no_optimizer_leaves_a_sparse_gradient() -> None:

@@ -540,6 +540,9 @@ def transpose_embedding_input(
 ) -> tuple[Tensor, ...]:
     """Sort lookups by row, for backward passes.
 
+    Only `hash_size_cumsum` `[F + 1]`, `indices` `[L]`, `offsets` `[F * B + 1]`, `nobag`,
+    `vbe_b_t_map` and `info_B_num_bits`, both of variable batches, have an effect.
+
     Returns:
         the linear row of each lookup, `hash_size_cumsum[feature] + index`, `[L]`; these, sorted;
         the bag of each sorted lookup or, with `nobag`, its position and feature; the distinct rows,

@@ -218,6 +218,13 @@ def _check_lists(
         )
 
 
+def _check_batch_size(batch_size: int, bags: int) -> None:
+    check(
+        bags <= batch_size,
+        f"batch_size must be at least the number of bags of each table = {bags}, got {batch_size}",
+    )
+
+
 def _combine_weights(
     indices: Sequence[Tensor], weights: Sequence[Tensor], ends: Sequence[int], total: int
 ) -> Tensor:
@@ -254,7 +261,10 @@ def padding_fused_tbe_input_combine(
     include_last_offsets: Tensor,
     batch_size: int,
 ) -> _Combined:
-    """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` for each table."""
+    """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` for each table.
+
+    A table with more bags raises RuntimeError.
+    """
     lists = indices_list, offsets_list, per_sample_weights
     return _combine(*lists, include_last_offsets, batch_size)
 
@@ -291,6 +301,8 @@ def _combine(
     for offset, end, is_last_offset in zip(offsets, ends, has_last_offset.tolist(), strict=True):
         inner_offsets = offset[1 : offset.numel() - int(is_last_offset)] + first_index
         first_index += end
+        if batch_size is not None:
+            _check_batch_size(batch_size, offset.numel() - int(is_last_offset))
         bags = 1 if batch_size is None else batch_size - inner_offsets.numel()
         offset_parts += [inner_offsets, offset.new_full((bags,), first_index)]
     return (
@@ -323,7 +335,12 @@ def padding_fused_tbe_input_combine_with_length(
     per_sample_weights: Sequence[Tensor],
     batch_size: int,
 ) -> _Combined:
-    """Concatenate as `tbe_input_combine_with_length`, with lengths of 0 up to `batch_size`."""
+    """Concatenate as `tbe_input_combine_with_length`, with lengths of 0 up to `batch_size`.
+
+    A table with more lengths raises RuntimeError.
+    """
+    for lengths in lengths_list:
+        _check_batch_size(batch_size, lengths.numel())
     padded_lengths = [
         functional.pad(lengths, (0, batch_size - lengths.numel())) for lengths in lengths_list
     ]

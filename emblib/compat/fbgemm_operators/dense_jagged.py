@@ -168,7 +168,7 @@ def masked_select_jagged_1d(
 
 @operator("repeat_arange")
 def repeat_arange(lengths: Tensor) -> Tensor:
-    """Return 0, 1, ... for each length, concatenated."""
+    """Return 0, 1, ... for each length, concatenated; nothing on the meta device."""
     if lengths.is_meta or not lengths.numel():
         return lengths.new_empty(0)
     total = int(lengths.sum())

@@ -556,9 +556,10 @@ def jagged_hash_size_cumsum(
 ) -> tuple[Tensor, Tensor]:
     """Return the first arguments of `jagged_unique_indices` for one table per feature.
 
-    A table is assumed to end with the row of its largest index.
+    A table is assumed to end with the row of its largest index. With `batch_size` 0 there are no
+    features.
     """
-    lengths = offsets[::batch_size].diff()
+    lengths = offsets[::batch_size].diff() if batch_size else offsets[:0]
     feature = torch.arange(lengths.numel(), device=indices.device)
     feature = feature.repeat_interleave(lengths, output_size=indices.numel())
     rows = torch.zeros_like(lengths, dtype=indices.dtype)

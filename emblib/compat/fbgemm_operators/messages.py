@@ -117,7 +117,7 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
         rounding: how the exponent of a group is rounded, a member of `RoundingMode`.
 
     Returns:
-        uint8 `[..., D / 2 + D / group_size]`.
+        uint8 `[..., D / 2 + D / group_size]`; empty values keep their shape.
     """
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)

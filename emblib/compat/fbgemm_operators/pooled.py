@@ -195,7 +195,7 @@ def index_select_dim0(
     consecutive_range_length: SymInt | None = 0,
     skip_indices_sorting_fwd: bool | None = None,
 ) -> Tensor:
-    """Return rows; the options say how FBGEMM's GPU kernel finds them."""
+    """Return rows; the options, which tune FBGEMM's GPU kernel, are ignored."""
     return input.index_select(0, indices)
 
 
@@ -220,7 +220,6 @@ def batch_index_select_dim0(
     """Return rows `indices` of matrices that are concatenated in the flat `inputs`, flat.
 
     The lists have for each matrix its number of selected rows, its rows and its columns.
-
     With `permute_output_dim_0_1`, which needs equally many rows of each, the output is row-major
     over all matrices.
     """
@@ -301,7 +300,7 @@ def is_uvm_tensor(t: Tensor) -> bool:
 
 @operator("new_unified_tensor")
 def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool) -> Tensor:
-    """Return an uninitialised tensor in host memory, which on a CPU is any."""
+    """Return an uninitialised tensor on the CPU, in ordinary memory; on a GPU raise."""
     if self.is_cuda:
         raise NotImplementedError(
             "memory that CPU and GPU share is a property of tables in emblib: a table with "

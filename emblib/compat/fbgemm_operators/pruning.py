@@ -74,7 +74,8 @@ def embedding_bag_rowwise_prune(
     """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
 
     At least `min_num_rows` rows stay. If a table of that size and the map take no less than
-    `min_save_ratio` of the memory, all rows and the map `[0]` are returned.
+    `min_save_ratio` of the memory, all rows and a map of the single entry 0 are returned; None
+    prunes anyway.
     """
     check(threshold >= 0, f"threshold must not be negative, got {threshold}")
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
@@ -120,6 +121,9 @@ def pruned_hashmap_insert(
         offsets: `[T * B + 1]`.
         hash_table: slots `[S, 2]` of all tables; written.
         hash_table_offsets: first slot of each table, and the end.
+
+    Raises:
+        RuntimeError: a table has no free slot left; nothing is written.
     """
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
     is_stored = (dense_indices != _FREE) & (capacity > 0)

@@ -142,6 +142,10 @@ def zero_collision_hash(
         num_reserved_slots: last slots of each part, for ids without a slot; -1 for none.
         opt_in_rands: argument of insertion, which raises.
         runtime_meta: argument of insertion, which raises.
+
+    Raises:
+        NotImplementedError: arguments that insert or evict.
+        RuntimeError: tensors that do not fit each other, or arguments that contradict each other.
     """
     evicts = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
     if not readonly or evicts or any(t is not None for t in (metadata, input_metadata)):
