@@ -42,14 +42,18 @@ class RowLocations(NamedTuple):
 
 
 class UpdateHooks(Protocol):
-    """Callbacks of a module around the update of one batch, all called under its `lock`."""
+    """Callbacks of a module around the update of one batch, all called under its `lock`.
+
+    A lookup with a `GradientSum` calls `after_update` when it has added its gradient; the joint
+    step calls both later.
+    """
 
     @property
     def lock(self) -> AbstractContextManager[object] | None:
         """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
-        """Return the current locations of the rows, or None; called once, before the update."""
+        """Return the current locations of the rows, or None; called before the update."""
 
     def after_update(self) -> None:
         """Run after the rows have been written."""
@@ -324,10 +328,7 @@ def update_in_backward(
     grad = clip_gradient(grad, rule)
     sample_grad = None
     if required.sample_grad:
-        located = batch._replace(slots=locations.slots)
-        if locations.indices is not None:
-            located = located._replace(indices=locations.indices)
-        sample_grad = _sample_weight_grad(grad, tiers.weights, located)
+        sample_grad = _sample_weight_grad(grad, tiers.weights, _located(batch, locations))
         if scale is not None:
             sample_grad = sample_grad * scale.to(sample_grad.device)
     if required.update:
@@ -403,7 +404,7 @@ def apply_row_gradients(
     """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
     Gradients of a row that occurs several times are added up. `step_increment` is 0 if the
-    gradients are not finite, else 1.
+    gradients are not finite, and `locations` then have no rows; else 1.
     """
     _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, step_increment)
 
@@ -516,7 +517,7 @@ class GradientLookup(torch.autograd.Function):
             grad = clip_gradient(grad, ctx.rule, scale_of_backward())
         locations = None if batch.hooks is None else batch.hooks.before_update()
         if locations is not None:
-            batch = batch._replace(indices=locations.indices, slots=locations.slots)
+            batch = _located(batch, locations)
         if ctx.needs_input_grad[4]:  # `sample_weights`
             sample_grad = _sample_weight_grad(grad, [memory.view(-1), *ctx.slower], batch)
         is_wanted = ctx.needs_input_grad[8:]  # of the parameters
@@ -720,7 +721,7 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 
 def may_move_rows(hyper: Tensor) -> bool:
-    """Return whether an update may change weights; at rate 0 it does not, as `gradcheck` needs."""
+    """Return whether an update counts as a write of weights: not at rate 0, for `gradcheck`."""
     if hyper.is_cuda:
         return True
     return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
@@ -760,6 +761,12 @@ def _update_call(
         sample_weights,
         codes.POOLING[batch.pooling.value],
     )
+
+
+def _located(batch: Lookup, locations: RowLocations) -> Lookup:
+    """Return a batch whose lookups read the rows where they are now."""
+    indices = batch.indices if locations.indices is None else locations.indices
+    return batch._replace(indices=indices, slots=locations.slots)
 
 
 def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:

@@ -113,7 +113,8 @@ class DiskStore:
 
     Raises:
         BlockingIOError: the store is open elsewhere, in this process or another one.
-        ValueError: the directory holds something else, or tables of another layout.
+        ValueError: the directory holds something else, tables of another layout, or of an earlier
+            version without checksums (unless `verify` is OFF); or a dtype that tables cannot have.
         RuntimeError: the files are damaged, or were being overwritten as a whole.
         ChecksumError: a page is not as the last commit left it.
         OSError: the directory cannot be written to, or the tables do not fit on the disk.
@@ -276,6 +277,7 @@ class DiskStore:
             rows: rows as `protect` takes them.
 
         Raises:
+            IndexError: a row that no table has, unless all pages are verified already.
             ChecksumError: a page is not as the last commit left it.
         """
         if all(sums.all_known for sums in self._sums):
@@ -359,6 +361,7 @@ class DiskStore:
         or nothing.
 
         Raises:
+            RuntimeError: the store is closed, or a sync of it has failed.
             OSError: they could not be written, e.g. to a full disk; the last commit stands, and
                 this one may be tried again.
             SyncError: the disk failed. Opening the store again finds the last commit or this one;
@@ -437,7 +440,7 @@ class DiskStore:
         """Allow writes to all rows inside this context without journaling, until the next commit.
 
         If the process ends before that commit, opening the store raises, unless it had no commit
-        yet: then it opens as a new store.
+        yet: then it opens as a new store. Raises as `commit` does.
         """
         self._check_usable()
         if not self._may_change_all:

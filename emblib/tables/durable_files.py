@@ -378,6 +378,8 @@ def check_free_space(directory: Path, nbytes: int) -> None:
 def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
+    The new name survives a power failure once the caller has called `flush_directory`.
+
     Args:
         path: path of the file that is replaced.
         new_path: path of the new file until then; None is a name that is the same every time, for

@@ -94,7 +94,7 @@ class Journal:
         """Start a journal of rows at commit `epoch`; repeated calls for one epoch do nothing."""
         if self._end:
             return
-        header = _HEADER.pack(_HEADER_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
+        header = _HEADER.pack(_HEADER_MAGIC, epoch, boot_id_of_machine(), 0)[: -_CHECKSUM.size]
         end = self._write(header + _CHECKSUM.pack(zlib.crc32(header)))
         durable_files.sync_file(self._handle, self.path)
         self._end = end  # not before: an interrupt must not leave a header that is never synced
@@ -186,7 +186,7 @@ class Journal:
             )
         if journal_epoch < epoch:
             return False
-        if boot_id != machine_start() or not any(boot_id):
+        if boot_id != boot_id_of_machine() or not any(boot_id):
             self.interrupted = True
         records = list(self._records(memoryview(data)))
         if records:
@@ -260,7 +260,7 @@ def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tenso
     return numbers, images
 
 
-def machine_start() -> bytes:
+def boot_id_of_machine() -> bytes:
     """Return the machine's boot id, `_BOOT_ID_BYTES` long; zeros if it has none."""
     boot_id = b""
     with contextlib.suppress(OSError):

@@ -69,11 +69,11 @@ def _free_ended() -> None:
     """
     if torch.cuda.is_current_stream_capturing():  # a wait would end the capture
         return
-    taken = []  # its tensors are freed on return, after the waits
-    with contextlib.suppress(IndexError):  # other threads may take some of them
+    ended_now = []  # its tensors are freed on return, after the waits
+    with contextlib.suppress(IndexError):  # other threads may pop some of them
         while True:
-            taken.append(_ended.popleft())
-    for device in {device for _, device in taken}:
+            ended_now.append(_ended.popleft())
+    for device in {device for _, device in ended_now}:
         torch.cuda.synchronize(device)
 
 

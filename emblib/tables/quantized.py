@@ -143,8 +143,9 @@ class QuantizedEmbeddingBags(nn.Module):
         formats: format of the rows of all tables, or of each, instead of `bits`.
 
     Raises:
-        ValueError: other bits, another placement, equal table names, different dims without
-            pooling, or features of missing tables.
+        TypeError: tables that are no `TableSpec`.
+        ValueError: other bits, another placement or output dtype, equal table names, different dims
+            without pooling, or features of missing tables.
 
     Example:
         >>> trained = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64, "item")])
@@ -302,7 +303,8 @@ class QuantizedEmbeddingBags(nn.Module):
 
         Raises:
             TypeError: another source, or a module with `max_norm`, or bags with `padding_idx`.
-            ValueError: rows that are not finite, or exceed the range of float16.
+            ValueError: as of the constructor; or rows that are not finite or exceed the range of
+                float16, where the format needs it.
         """
         tables = FloatTables.of(source)
         quantized = cls(
@@ -702,7 +704,7 @@ class FloatTables(NamedTuple):
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 
     def dtypes(self) -> list[torch.dtype]:
-        """Return the dtype of the rows of each table; those of tensor trains are computed."""
+        """Return the dtype of the rows of each table; tensor trains compute them in float32."""
         if isinstance(self.tensors, list):
             return [rows.dtype for rows in self.tensors]
         return [torch.float32] * len(self.specs)

@@ -358,7 +358,7 @@ class RowCache(nn.Module):
                 are fetched now.
 
         Returns:
-            `row_slots` of each pass.
+            `row_slots` of each pass, int32 `[L]`.
         """
         # Iterators of C functions: nothing runs until `deque` runs all of them in one native call,
         # pass by pass, each plan before its move.
@@ -384,7 +384,7 @@ class RowCache(nn.Module):
         return [next(results)[0] for results in plan_results]
 
     def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
-        """Return the call that fetches the rows which `fetch` deferred."""
+        """Return the call that fetches the rows which `fetch` or `prefetch` deferred."""
         return partial(
             native(cache_ops.move_),
             tiers.weights,

@@ -1,7 +1,8 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
-A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), fetches missing rows if there is
-a cache (`Prefetcher.look_up`), and looks up (`_read`), through autograd if it trains.
+Most forwards of `TableBatchedEmbeddingBags` are `ShortCalls`. The others check bounds (`_batch`),
+fetch missing rows if there is a cache (`Prefetcher.look_up`), and look up (`_read`, or
+`_read_for_gradients` if backward leaves gradients).
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     Tables may be larger than the device: `TableSpec.placement` selects the memory of each table,
     and `cache` configures the cache of those in slow memory. The location of a row does not change
-    a result (except with stochastic rounding, whose random numbers depend on the placement).
+    a result (except with stochastic rounding, whose random numbers depend on the placement, and
+    with a `CacheConfig.dtype` that differs from the dtype of the weights).
 
     Threads may share a module: with a cached table every call is atomic; without one, simultaneous
     updates of the same row may be lost (docs/threads.md).
@@ -96,8 +98,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     )
     has_parameter_per_table = False
     num_distinct_rows: int | None = None
-    """Number of distinct rows of the next batch, if the caller knows it: the sparse gradients of
-    `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
+    """Number of distinct rows of each following batch, if the caller knows it: the sparse gradients
+    of `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
     row_cache: RowCache | None
     state_prev_iter: Tensor  # last step that updated each row, for GlobalDecay
     _memory: Memory
@@ -632,8 +634,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Report durations and amounts of this module to `reporter`, as `tbe_id`; None stops it.
 
         Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
-        `tbe.weights_bytes` and `tbe.optimizer_state_bytes`, and for cached tables
-        `tbe.cache.<counter>` of `CacheStats`, in total and per table.
+        `tbe.weights_bytes`, `tbe.optimizer_state_bytes` and `tbe.cache_bytes`, and for cached
+        tables `tbe.cache.<counter>` and `tbe.cache.<table>.<counter>` of `CacheStats`. Forwards in
+        compiled graphs are not reported.
         """
         self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
 

@@ -344,7 +344,7 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
     Given the other cores, a slice of an outer core is the solution of a least-squares problem over
     its own rows, with `rank` unknowns per column.
 
-    `weight` is `[rows, dim]`, `counts` int64 `[rows]`: the weight of each row.
+    `weight` is `[rows, dim]`, `counts` `[rows]`, of any dtype: the weight of each row.
     """
     for outer in (len(cores) - 1, 0):
         rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]

@@ -16,6 +16,7 @@ from torch.torch_version import TorchVersion
 from emblib import (
     CacheConfig,
     EmbeddingBagCollection,
+    EmbeddingBagConfig,
     KeyedJaggedTensor,
     Placement,
     TableBatchedEmbeddingBags,
@@ -31,7 +32,7 @@ from emblib.collections.optimizers import (
     in_backward_optimizer_filter,
 )
 from emblib.sharding import clip_grad_norm_
-from emblib.storage import Dense
+from emblib.storage import Dense, Hash, Storage, TensorTrain
 from tests.collections.cases import bag_configs, batch, features_of
 from tests.optimizer_cases import CASES
 
@@ -43,6 +44,15 @@ OPTIMIZERS = {
     if getattr(optimizer, "global_decay", None) is None
 }
 COMMON = {k: v for k, v in OPTIMIZERS.items() if not hasattr(v, "swap_every") and v.name == k}
+
+
+STORAGES: dict[str, Storage] = {
+    "dense": Dense(),
+    "host": Dense(Placement.MANAGED),
+    "cached": Dense(Placement.MANAGED_CACHING, CacheConfig(sets=1)),
+    "hash": Hash(),
+    "tensor train": TensorTrain(ranks=(2, 2)),
+}
 
 
 class Model(nn.Module):
@@ -218,6 +228,23 @@ def test_grad_scaler_unscales_and_skips(kinds: tuple[str, ...]) -> None:
     assert scaler.get_scale() == 2.0**9
     torch.testing.assert_close(plain.over.state_dict(), scaled.over.state_dict())
     tables_close(plain, scaled, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_gradients_of_weights_are_those_of_an_update_in_backward(storage: str) -> None:
+    def gradient(optimizer: optim.Optimizer | None) -> Tensor:
+        torch.manual_seed(0)
+        config = EmbeddingBagConfig(50, 4, "t", ("f",), storage=STORAGES[storage])
+        bags = EmbeddingBagCollection([config], is_weighted=True, optimizer=optimizer)
+        weights = torch.linspace(0.5, 2, 4).requires_grad_()
+        ids, lengths = torch.tensor([1, 2, 3, 2]), torch.tensor([3, 1])
+        pooled = bags(KeyedJaggedTensor(["f"], ids, weights=weights, lengths=lengths))
+        pooled.values().square().sum().backward()
+        assert weights.grad is not None
+        return weights.grad
+
+    optimizer = optim.SGD(0.1)
+    torch.testing.assert_close(gradient(deferred(optimizer)), gradient(optimizer))
 
 
 def _combined(model: Model) -> CombinedOptimizer:

@@ -293,7 +293,7 @@ def test_a_header_of_an_earlier_start_without_records(
     store.close()
     records = (tmp_path / "journal").read_bytes()
     os.truncate(tmp_path / "journal", 56)
-    monkeypatch.setattr(journal, "machine_start", lambda: b"another".ljust(36))
+    monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"another".ljust(36))
     with pytest.raises(ChecksumError, match="went down: rows that changed reached the disk"):
         store.open(TABLES)
     (tmp_path / "journal").write_bytes(records)

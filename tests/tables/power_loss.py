@@ -236,7 +236,7 @@ class Replay:
 
     def run(self, points: list[Point], patch: pytest.MonkeyPatch) -> None:
         """Judge what every point may leave: all of it where that is not too much."""
-        patch.setattr(journal, "machine_start", lambda: b"after the failure".ljust(36))
+        patch.setattr(journal, "boot_id_of_machine", lambda: b"after the failure".ljust(36))
         for name in ("sync_file", "sync_map", "sync_directory"):
             patch.setattr(durable_files, name, lambda *_: None)
         chance = random.Random(self.seed)

@@ -227,7 +227,7 @@ def test_power_that_fails_again_while_the_store_recovers(memory_path: Path) -> N
         recorder = Recorder(directory, expected=Expected(2))
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr(journal, "machine_start", lambda: b"after the first".ljust(36))
+            patch.setattr(journal, "boot_id_of_machine", lambda: b"after the first".ljust(36))
             recorder.start(patch)
             with contextlib.suppress(ChecksumError):
                 history.open(directory).close()

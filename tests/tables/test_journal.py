@@ -78,7 +78,7 @@ def test_the_journal_of_an_earlier_commit_means_nothing(tmp_path: Path) -> None:
 
 def test_the_end_of_the_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = with_journal(tmp_path)
-    monkeypatch.setattr(journal, "machine_start", lambda: b"another".ljust(36))
+    monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"another".ljust(36))
     with pytest.warns(
         UserWarning, match="led back to the last flush, and every page of them has been verified"
     ):
@@ -113,7 +113,7 @@ def test_a_header_of_an_earlier_start_without_records_is_not_the_end_of_it(
     store, before = committed(tmp_path)
     store.protect(torch.arange(10))
     os.truncate(tmp_path / "journal", 56)
-    monkeypatch.setattr(journal, "machine_start", lambda: b"another".ljust(36))
+    monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"another".ljust(36))
     store.close()
     with pytest.warns(UserWarning, match="led back to the last flush"):
         store = open_store(tmp_path)  # no row had changed
@@ -122,7 +122,7 @@ def test_a_header_of_an_earlier_start_without_records_is_not_the_end_of_it(
     write_rows([store.weights, *store.states], torch.arange(3, 4), seed=4)
     store.close()
     os.truncate(tmp_path / "journal", 56)
-    monkeypatch.setattr(journal, "machine_start", lambda: b"a third one".ljust(36))
+    monkeypatch.setattr(journal, "boot_id_of_machine", lambda: b"a third one".ljust(36))
     for _ in range(2):
         with pytest.raises(ChecksumError, match=r"rows 0 to .* of table 'a'.*went down: rows"):
             open_store(tmp_path)
