@@ -6,7 +6,7 @@ from emblib.collections.feature_processors import (
     PositionWeightedModule,
     PositionWeightedProcessor,
 )
-from emblib.collections.groups import GroupInfo, TableGroups
+from emblib.collections.groups import SliceGroup, TableGroups
 from emblib.collections.modules import EmbeddingBagCollection, EmbeddingCollection
 from emblib.collections.shared import (
     SharedTable,
@@ -21,11 +21,11 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "FeatureProcessedEmbeddingBagCollection",
-    "GroupInfo",
     "PositionWeightedModule",
     "PositionWeightedProcessor",
     "SharedTable",
     "SharedTables",
+    "SliceGroup",
     "TableConfig",
     "TableGroups",
     "duplicate_tables",

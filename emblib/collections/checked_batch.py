@@ -25,19 +25,19 @@ _LENGTHS_MESSAGE = (
 )
 
 
-def check_ids(ids: Tensor, *, has_keyed: bool) -> None:
+def check_ids(ids: Tensor, *, allow_uint64: bool) -> None:
     """Raise unless the values of a batch can be ids; reads no values.
 
     Args:
         ids: the values.
-        has_keyed: whether some tables have keys instead of row numbers, which may be uint64.
+        allow_uint64: whether uint64 is allowed too, because all tables take it.
 
     Raises:
-        TypeError: a dtype other than int32 and int64.
+        TypeError: a dtype that ids cannot have.
         ValueError: another number of dimensions than 1.
     """
     is_integer = ids.dtype is torch.int64 or ids.dtype is torch.int32
-    if not is_integer and not (has_keyed and ids.dtype is torch.uint64):
+    if not is_integer and not (allow_uint64 and ids.dtype is torch.uint64):
         raise TypeError(
             f"ids must be int32 or int64, got values of {ids.dtype}: make the KeyedJaggedTensor "
             "with values.to(torch.int64)"

@@ -15,7 +15,7 @@ from emblib.specs import Pooling, StochasticRounding, check_count, check_float_d
 from emblib.storage import Dense, Storage, kinds
 from emblib.torch_names import refuse_names_of_torch
 
-_TAKEN = frozenset(dir(nn.ModuleDict()))  # names that a table, an entry of one, cannot have
+_MODULE_DICT_NAMES = frozenset(dir(nn.ModuleDict()))  # tables are entries of one
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class TableConfig:
             it; None draws uniform values.
         storage: how the rows are stored, one of `emblib.storage`.
         optimizer: optimizer of this table; None uses the optimizer of its collection.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a name, sizes, features or initial values that break these rules, or an argument
+            that `storage` does not support.
     """
 
     num_embeddings: int
@@ -67,7 +72,7 @@ class TableConfig:
                 "name of a table must be a string without dots that is not empty, got "
                 f"{self.name!r}"
             )
-        if self.name in _TAKEN:
+        if self.name in _MODULE_DICT_NAMES:
             raise ValueError(
                 "the name of a table is an attribute of an nn.ModuleDict, which already has "
                 f"{self.name!r}: rename the table, e.g. '{self.name}_table', and give "

@@ -26,11 +26,11 @@ from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
 from emblib.tables.locks import ModuleLock
 
-__all__ = ["GroupInfo", "SliceKey", "TableGroups"]
+__all__ = ["SliceGroup", "SliceKey", "TableGroups"]
 
 
 @dataclass(frozen=True)
-class GroupInfo:
+class SliceGroup:
     """One group of slices, which one module stores.
 
     Attributes:
@@ -53,15 +53,15 @@ class GroupInput(NamedTuple):
     part has as many ids as the batch, with padding, ids of -1, in front.
 
     Attributes:
-        info: the group.
+        slice_group: the group.
         begin, end: positions `[begin, end)` of the ids in the batch.
-        ids: int32 or int64 `[end - begin]`.
+        ids: `[end - begin]`, dtype as in `TableGroups.forward`.
         offsets: `[bags + 1]`, from 0 on; from the number of padding ids on in a capture.
         batch_sizes: `[units][ranks]`, if units differ in batch size.
         sources: int64 `[L]` in a capture, the position of each id in the batch, -1 for padding.
     """
 
-    info: GroupInfo
+    slice_group: SliceGroup
     begin: int
     end: int
     ids: Tensor
@@ -243,26 +243,26 @@ class TableGroups(nn.Module):
 
     def _bind(self) -> None:
         """Bind handles and parameters to the modules' current memory."""
-        for s, handle in self.own_handles():
+        for s, handle in self.unshared_handles():
             g, k = self._locations[s]
             handle.attach(self._table_modules[g], k)
             handle.bind()
         self.groups = [
-            GroupInfo(grouping.units, grouping.slices, table_module, self._storage_of(g))
+            SliceGroup(grouping.units, grouping.slices, table_module, self._storage_of(g))
             for g, (grouping, table_module) in enumerate(
                 zip(self._groupings, self._table_modules, strict=True)
             )
         ]
-        self.active = [info for info in self.groups if info.units]
+        self.active = [slice_group for slice_group in self.groups if slice_group.units]
         self.is_one = len(self.active) == 1
         self._views = parameters.registered(
-            module for _, handle in self.own_handles() for module in handle.checked_modules()
+            module for _, handle in self.unshared_handles() for module in handle.checked_modules()
         )
         # `self._only_module = ...` would make it a child of this module.
         only_module = self.active[0].module if self.is_one else None
         object.__setattr__(self, "_only_module", only_module)
 
-    def own_handles(self) -> list[tuple[int, TableHandle]]:
+    def unshared_handles(self) -> list[tuple[int, TableHandle]]:
         """Return (index of the slice, handle) of each slice that is not shared."""
         return [
             (s, handle)
@@ -294,10 +294,11 @@ class TableGroups(nn.Module):
         """Look up a batch: pooled rows, or one vector per id.
 
         Args:
-            ids: int32 or int64 `[L]`, unit after unit in the order `order`.
-            offsets: int32 or int64 `[U * B + 1]`, of the bags in this order.
+            ids: int32 or int64 `[L]`, unit after unit in the order `order`; also uint64 if all
+                tables are hash tables.
+            offsets: int32 or int64 `[units * B + 1]`, of the bags in this order.
             weights: float32 `[L]`, scales each row.
-            batch_sizes: `[U][ranks]` in this order, where units differ in batch size, as in
+            batch_sizes: `[units][ranks]` in this order, where units differ in batch size, as in
                 `TableBatchedEmbeddingBags`: the output is one vector, rank after rank, for each
                 rank unit after unit, for each the rows of its bags.
             id_counts: number of ids of each group that has units. None reads them from `offsets`,
@@ -352,8 +353,7 @@ class TableGroups(nn.Module):
     ) -> list[Tensor]:
         """Return the output of each group that has units.
 
-        `ids` is `[L]`, `offsets` `[U * B + 1]` in the order of units, `weights` float32 `[L]` or
-        None, `use_counts` int64 `[L]` or None.
+        The arguments are those of `forward`.
         """
         parameters.check_registered(self._views)
         inputs = self._take_prefetched(ids)
@@ -361,13 +361,13 @@ class TableGroups(nn.Module):
             inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
         for group_input in inputs:
-            info, sizes = group_input.info, group_input.batch_sizes
+            slice_group, sizes = group_input.slice_group, group_input.batch_sizes
             scales = None if weights is None else group_input.part_of(weights)
             counts = {}
             if use_counts is not None:
-                counts = _count_argument(info, group_input.part_of(use_counts))
+                counts = _count_argument(slice_group, group_input.part_of(use_counts))
             outs.append(
-                info.module(
+                slice_group.module(
                     group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counts
                 )
             )
@@ -421,11 +421,11 @@ class TableGroups(nn.Module):
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
-        own_groups = {self._locations[s][0] for s, _ in self.own_handles()}
-        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in own_groups}
+        unshared_groups = {self._locations[s][0] for s, _ in self.unshared_handles()}
+        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in unshared_groups}
         locations = (self._locations[s] for s in range(len(self.slices)))
         return [
-            by_group[g][k] if g in own_groups else self.handles[s].views()
+            by_group[g][k] if g in unshared_groups else self.handles[s].views()
             for s, (g, k) in enumerate(locations)
         ]
 
@@ -472,8 +472,10 @@ class TableGroups(nn.Module):
 
         Optimizer states do not change. `other` must not be used afterwards.
         """
-        frozen = frozen_parameters((handle, other.handles[s]) for s, handle in self.own_handles())
-        for s, handle in self.own_handles():
+        frozen = frozen_parameters(
+            (handle, other.handles[s]) for s, handle in self.unshared_handles()
+        )
+        for s, handle in self.unshared_handles():
             handle.adopt(other.handles[s])
         self._bind()
         freeze(frozen)
@@ -494,9 +496,11 @@ class TableGroups(nn.Module):
         `forward` must get the same tensor objects, in the order of the prefetches, see
         `TableBatchedEmbeddingBags.prefetch`.
 
-        `ids` is `[L]`, `offsets` `[U * B + 1]` in the order of units.
+        The other arguments are those of `forward` too.
         """
-        cached = [info.module for info in self.active if is_cached(info.module)]
+        cached = [
+            slice_group.module for slice_group in self.active if is_cached(slice_group.module)
+        ]
         if not cached:
             return
         if self._only_module is not None:
@@ -505,8 +509,8 @@ class TableGroups(nn.Module):
         inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
             for group_input in inputs:
-                if is_cached(group_input.info.module):
-                    group_input.info.module.prefetch(
+                if is_cached(group_input.slice_group.module):
+                    group_input.slice_group.module.prefetch(
                         group_input.ids, group_input.offsets, batch_sizes=group_input.batch_sizes
                     )
             self._prefetched.append((ids, inputs))
@@ -536,7 +540,7 @@ class TableGroups(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device
-        frozen = frozen_parameters((handle, handle) for _, handle in self.own_handles())
+        frozen = frozen_parameters((handle, handle) for _, handle in self.unshared_handles())
         for g, module in enumerate(self._table_modules):
             if self._storage_of(g).is_placeholder(module) and device.type != "meta":
                 self._table_modules[g] = self._make_table_module(g, device)
@@ -591,9 +595,9 @@ def freeze(frozen: Iterable[tuple[TableHandle, str]]) -> None:
         handle.get_parameter(name).requires_grad_(False)
 
 
-def _count_argument(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
+def _count_argument(slice_group: SliceGroup, use_counts: Tensor) -> dict[str, Tensor]:
     """Return the keyword argument `counts` of a call, which only modules that count uses have."""
-    return {"counts": use_counts} if info.storage.counts_uses else {}
+    return {"counts": use_counts} if slice_group.storage.counts_uses else {}
 
 
 def group(
@@ -643,7 +647,7 @@ def group(
 
 
 def split(
-    groups: Sequence[GroupInfo],
+    groups: Sequence[SliceGroup],
     ids: Tensor,
     offsets: Tensor,
     batch_sizes: Sequence[Sequence[int]] | None,
@@ -651,7 +655,7 @@ def split(
 ) -> list[GroupInput]:
     """Split a batch into the input of each group that has units.
 
-    `ids` is `[L]`, `offsets` `[U * B + 1]`; inputs are views of these, where possible. Without
+    `ids` is `[L]`, `offsets` `[units * B + 1]`; inputs are views of these, where possible. Without
     `id_counts`, the numbers of ids of the groups, the host waits for a GPU to read them, except
     during the capture of a CUDA graph.
     """
@@ -670,42 +674,44 @@ def split(
     else:
         id_bounds = [0, *accumulate(id_counts)]
     inputs, unit = [], 0
-    for g, info in enumerate(groups):
+    for g, slice_group in enumerate(groups):
         first_id, end_id = id_bounds[g], id_bounds[g + 1]
         group_offsets = offsets[bag_bounds[g] : bag_bounds[g + 1] + 1]
         sizes = None
         if batch_sizes is not None:
-            sizes = batch_sizes[unit : unit + len(info.units)]
-            unit += len(info.units)
+            sizes = batch_sizes[unit : unit + len(slice_group.units)]
+            unit += len(slice_group.units)
         if torch.compiler.is_compiling() or first_id:  # a graph may not know the number yet
             group_offsets = group_offsets - first_id
         inputs.append(
-            GroupInput(info, first_id, end_id, ids[first_id:end_id], group_offsets, sizes)
+            GroupInput(slice_group, first_id, end_id, ids[first_id:end_id], group_offsets, sizes)
         )
     return inputs
 
 
 def _split_captured(
-    groups: Sequence[GroupInfo], ids: Tensor, offsets: Tensor, bag_bounds: Sequence[int]
+    groups: Sequence[SliceGroup], ids: Tensor, offsets: Tensor, bag_bounds: Sequence[int]
 ) -> list[GroupInput]:
     """Split a batch without reading its offsets: each group gets padding before its ids."""
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
-    for info, (begin, end) in zip(groups, pairwise(bag_bounds), strict=True):
+    for slice_group, (begin, end) in zip(groups, pairwise(bag_bounds), strict=True):
         group_offsets = offsets[begin : end + 1]
         shift = count - group_offsets[-1:]
         sources = positions - shift
         sources = torch.where(sources >= group_offsets[:1], sources, -1)
         group_ids = take_or_fill(ids, sources, -1)
-        inputs.append(GroupInput(info, 0, count, group_ids, group_offsets + shift, None, sources))
+        inputs.append(
+            GroupInput(slice_group, 0, count, group_ids, group_offsets + shift, None, sources)
+        )
     return inputs
 
 
 def _bag_bounds(
-    groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    groups: Sequence[SliceGroup], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
     """Return the first bag of each group, and the number of all bags at the end."""
-    units = [0, *accumulate(len(info.units) for info in groups)]
+    units = [0, *accumulate(len(slice_group.units) for slice_group in groups)]
     if batch_sizes is None:
         batch = (offsets.numel() - 1) // max(units[-1], 1)
         return [batch * unit for unit in units]
@@ -714,7 +720,7 @@ def _bag_bounds(
 
 
 def by_rank(
-    groups: Sequence[GroupInfo],
+    groups: Sequence[SliceGroup],
     dims: Sequence[int],
     outs: Sequence[Tensor],
     batch_sizes: Sequence[Sequence[int]],
@@ -728,10 +734,10 @@ def by_rank(
         batch_sizes: `[units][ranks]`, bags of each unit.
     """
     blocks, unit = [], 0
-    for info, out in zip(groups, outs, strict=True):
-        sizes = batch_sizes[unit : unit + len(info.units)]
-        unit += len(info.units)
-        widths = [dims[u] for u in info.units]
+    for slice_group, out in zip(groups, outs, strict=True):
+        sizes = batch_sizes[unit : unit + len(slice_group.units)]
+        unit += len(slice_group.units)
+        widths = [dims[u] for u in slice_group.units]
         lengths = [
             sum(num_bags * dim for num_bags, dim in zip(rank_sizes, widths, strict=True))
             for rank_sizes in zip(*sizes, strict=True)

@@ -166,22 +166,23 @@ class TableCollection(nn.Module):
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
         self.add_module(self.handles_name, nn.ModuleDict(handles))
-        self._own_handles()
+        self._set_handle_owners()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
-        self._has_keyed = any(config.storage.is_keyed for config in self.configs)
+        is_keyed = [config.storage.is_keyed for config in self.configs]
+        self._has_keyed, self._all_keyed = any(is_keyed), all(is_keyed)
         self._features_in_order = [self._units[u].feature for u in groups.order]
         # Of the last batch: its keys, the positions of `_features_in_order` in them, and these
         # positions on the GPU.
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
-    def _own_handles(self) -> None:
+    def _set_handle_owners(self) -> None:
         for name, handle in self.handles().items():
             handle.set_owner(self, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._own_handles()
+        self._set_handle_owners()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Check the state dict entries of all tables, before the first one is written."""
@@ -212,11 +213,11 @@ class TableCollection(nn.Module):
         Where ids are selected by numbers on the host, these are checked; kernels check the rest.
         """
         if self._is_in_order(features):
-            check_ids(features.values(), has_keyed=self._has_keyed)
+            check_ids(features.values(), allow_uint64=self._all_keyed)
             is_cut = not self.groups.is_one or self.groups.pooling is Pooling.NONE
             return checked_batch(features, self.bounds_check) if is_cut else features
         batch = KeyedJaggedTensor.adopt(features)
-        check_ids(batch.values(), has_keyed=self._has_keyed)
+        check_ids(batch.values(), allow_uint64=self._all_keyed)
         return self._in_order(checked_batch(batch, self.bounds_check))
 
     def _in_order(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -254,7 +255,7 @@ class TableCollection(nn.Module):
         if lengths is None or len(active) == 1:
             return None
         ends = [0, *accumulate(lengths)]  # no sum(), which torch.export.save does not write
-        units = accumulate((len(info.units) for info in active), initial=0)
+        units = accumulate((len(slice_group.units) for slice_group in active), initial=0)
         return [ends[end] - ends[begin] for begin, end in pairwise(units)]
 
     # Tables
@@ -318,14 +319,16 @@ class TableCollection(nn.Module):
 
         Raises:
             KeyError: there is no such table.
-            ValueError: an optimizer that a table does not support; nothing is changed then.
+            TypeError: an optimizer that is not of `emblib.optim`.
+            ValueError: an optimizer that a table does not support; or a hash table that has a
+                backing store or is in a memory budget. In each case nothing is changed.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
-        optimizers_of_own = {k: v for k, v in optimizers.items() if k not in self._shared}
-        if optimizers_of_own:
+        unshared_optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
+        if unshared_optimizers:
             self.check_replaced()
         # All memory is made before the first table changes.
         installs = [
@@ -334,10 +337,10 @@ class TableCollection(nn.Module):
             if name in self._shared
         ]
         old_groups, configs = self.groups, self.configs
-        if optimizers_of_own:
+        if unshared_optimizers:
             self.configs = tuple(
-                replace(config, optimizer=optimizers_of_own[config.name])
-                if config.name in optimizers_of_own
+                replace(config, optimizer=unshared_optimizers[config.name])
+                if config.name in unshared_optimizers
                 else config
                 for config in configs
             )
@@ -349,7 +352,7 @@ class TableCollection(nn.Module):
                 raise
         for install in installs:
             install()
-        if not optimizers_of_own:
+        if not unshared_optimizers:
             return
         groups.set_output_dtype(old_groups.output_dtype)
         groups.adopt(old_groups)
@@ -374,7 +377,7 @@ class TableCollection(nn.Module):
         with skip_initial_values():
             groups = self._make_groups(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
-        for s, handle in groups.own_handles() if old_groups.device.type != "meta" else ():
+        for s, handle in groups.unshared_handles() if old_groups.device.type != "meta" else ():
             table_slice, source = groups.slices[s], old_groups.handles[s]
             block = (0, 1) if table_slice.storage.is_keyed else None
             table_slice.storage.copy_slice(table_slice, source, handle, block)
@@ -387,15 +390,18 @@ class TableCollection(nn.Module):
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
-        Hash tables are copied unchanged. The new collection is in evaluation mode; `init_fn` is not
-        called. Besides this collection, it needs memory for the result and for 65,536 rows.
+        Dense tables and tensor trains are quantised, other tables copied. The new collection is in
+        evaluation mode; `init_fn` is not called. Besides this collection, it needs memory for the
+        result and for 65,536 rows.
 
         Args:
-            bits: bits per stored value, 8 or 4, for all tables; or a mapping from table name to
+            bits: bits per stored value, 8, 4 or 2, for all tables; or a mapping from table name to
                 bits; tables that it does not name stay as they are.
 
         Raises:
             KeyError: there is no such table.
+            TypeError: bits that are no int.
+            ValueError: other bits, or a hash table with a backing store.
         """
         for config in self.configs:
             config.storage.check_copied(config)
@@ -491,6 +497,11 @@ class EmbeddingBagCollection(TableCollection):
         shared: tables that other collections read too; `tables` names those that this one reads.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: two tables of one name, a table that differs from the shared one of its name, or
+            an optimizer that a table does not support.
+
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000, 16, "user")
         >>> item = emblib.EmbeddingBagConfig(500, 8, "item")
@@ -543,9 +554,11 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: the batch lacks a feature of a table.
-            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
-            ValueError: the collection is weighted and the batch is not, or features differ in their
-                bags and the batch has no inverse indices.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`; or an id or
+                length is invalid, with `BoundsCheck.FATAL`.
+            TypeError: ids that are not int32 or int64, nor uint64 for hash tables only.
+            ValueError: ids are not one-dimensional, the collection is weighted and the batch is
+                not, or features differ in their bags and the batch has no inverse indices.
         """
         batch = self._checked(features)
         if batch.variable_stride_per_key():
@@ -684,7 +697,7 @@ class _ColumnOrder:
 class EmbeddingCollection(TableCollection):
     """Look up every id of the features of a batch: one vector per id, as jagged as the ids.
 
-    Storage, optimizers and parameters are as in `EmbeddingBagCollection`; state dicts have
+    Storage, optimizers, parameters and errors are as in `EmbeddingBagCollection`; state dicts have
     `embeddings.<table>.weight` and so on. Tables may differ in their dims.
 
     Args:
@@ -729,8 +742,8 @@ class EmbeddingCollection(TableCollection):
         Features follow the order of the configurations; features without a table are ignored.
 
         Raises:
-            KeyError: the batch lacks a feature of a table.
-            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
+            KeyError, RuntimeError, TypeError: as `EmbeddingBagCollection.forward`.
+            ValueError: ids are not one-dimensional.
         """
         batch = self._checked(features)
         vectors = self._vectors(batch)
@@ -758,8 +771,8 @@ class EmbeddingCollection(TableCollection):
         counts = self._id_counts(batch)
         outs = groups.outputs(values, offsets, batch_sizes=strides, id_counts=counts)
         vectors: list[Tensor] = []
-        for info, out in zip(groups.active, outs, strict=True):
-            vectors += out.split(sizes[len(vectors) : len(vectors) + len(info.units)])
+        for slice_group, out in zip(groups.active, outs, strict=True):
+            vectors += out.split(sizes[len(vectors) : len(vectors) + len(slice_group.units)])
         return vectors
 
     def _set_groups(self, groups: TableGroups) -> None:

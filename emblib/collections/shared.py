@@ -56,6 +56,7 @@ class SharedTables:
             the parameters get dense gradients, which autograd adds up.
 
     Raises:
+        TypeError: tables that are no configurations, or an optimizer that is not of `emblib.optim`.
         ValueError: a storage other than `Dense`, an optimizer with `GlobalDecay`, or a name twice.
 
     Example:
@@ -78,13 +79,17 @@ class SharedTables:
         configs = [tables] if isinstance(tables, TableConfig) else list(tables)
         self._tables: dict[str, SharedTable] = {}
         for config in configs:
+            if not isinstance(config, TableConfig):
+                raise TypeError(
+                    f"tables must be EmbeddingBagConfig or EmbeddingConfig objects, got {config!r}"
+                )
             if config.name in self._tables:
                 raise ValueError(f"shared tables must differ in name, got {config.name!r} twice")
             config = replace(config, optimizer=config.optimizer or optimizer)
             self._tables[config.name] = SharedTable(TableSlice.whole(config), device)
 
     def __getitem__(self, name: str) -> SharedTable:
-        """Return the table of a name."""
+        """Return the table of a name; raise KeyError if there is none."""
         if name not in self._tables:
             raise KeyError(f"there is no shared table {name!r}; there are {sorted(self._tables)}")
         return self._tables[name]
@@ -527,8 +532,8 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     Raises:
         KeyError: no two collections have tables of this name with equal sizes.
         ValueError: a storage other than `Dense`; tables of one name that differ in their
-            configuration or optimizer; a trained table whose rows would be lost. Nothing is changed
-            then.
+            configuration or optimizer; a table whose rows would be lost after steps of its fused
+            optimizer (steps of torch.optim are not seen). Nothing is changed then.
         TypeError: a collection is sharded.
 
     Example:

@@ -252,7 +252,7 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     if not fused_params:
         return None
     fused = optimizers.from_fused_params(fused_params)
-    unknown = sorted(fused.rest.keys() - IGNORED_FUSED_PARAMS)
+    unknown = sorted(fused.table_arguments.keys() - IGNORED_FUSED_PARAMS)
     if unknown:
         raise ValueError(
             f"fused_params {unknown} have no effect here: the storage of a table selects the "

@@ -203,10 +203,10 @@ class InferenceCollection(nn.Module):
         self.features = tuple(features)
         self.parts = nn.ModuleList([tables for tables, _ in parts])
         self.positions = [list(positions) for _, positions in parts]
-        self._has_index, self._bounds_check = False, BoundsCheck.WARNING
+        self._all_indexed, self._bounds_check = True, BoundsCheck.WARNING
         for tables, positions in parts:
             rows = tables.rows if isinstance(tables, InferenceEmbeddingBags) else tables
-            self._has_index |= rows is not tables
+            self._all_indexed &= rows is not tables
             self._bounds_check = rows.bounds_check
             rows.feature_labels = [
                 f"feature {features[position].feature!r}, table {rows.table_names[table]!r}"
@@ -240,7 +240,7 @@ class InferenceCollection(nn.Module):
                 f"the batch must have the features of all tables: missing are {missing}, there are "
                 f"{batch.keys()}"
             )
-        check_ids(batch.values(), has_keyed=self._has_index)
+        check_ids(batch.values(), allow_uint64=self._all_indexed)
         batch = checked_batch(batch, self._bounds_check)
         for tables, positions in zip(self.parts, self.positions, strict=True):
             feature_order = [index[self.features[position].feature] for position in positions]

@@ -230,7 +230,7 @@ def freeze_as(groups: TableGroups, source: TableGroups) -> None:
     """
     names = [table_slice.config.name for table_slice in source.slices]
     handles = dict(zip(names, source.handles, strict=True))
-    for i, handle in groups.own_handles():
+    for i, handle in groups.unshared_handles():
         whole_table = handles[groups.slices[i].config.name].named_parameters()
         trained = {name: parameter.requires_grad for name, parameter in whole_table}
         for name, parameter in handle.named_parameters():
@@ -256,7 +256,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     if source.device.type == "meta":
         return
     index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.slices)}
-    for i, to_handle in groups.own_handles():
+    for i, to_handle in groups.unshared_handles():
         table_slice = groups.slices[i]
         name = table_slice.config.name
         from_handle = source.handles[index_of[name]]
@@ -427,7 +427,7 @@ class ShardedTables(nn.Module):
         self.configs = tuple(configs)
         self._is_weighted = pooled and source.is_weighted()
         self._bounds_check = source.bounds_check
-        self._has_keyed = any(config.storage.is_keyed for config in configs)
+        self._all_keyed = all(config.storage.is_keyed for config in configs)
         self._check_plan()
         device = ranks.device
         pooling = Pooling.SUM if pooled else Pooling.NONE
@@ -647,7 +647,7 @@ class ShardedTables(nn.Module):
 
         Kernels check a batch that one rank looks up whole, so the host need not read its numbers.
         """
-        check_ids(features.values(), has_keyed=self._has_keyed)
+        check_ids(features.values(), allow_uint64=self._all_keyed)
         order = [unit.feature for unit in self._layout_here.units]
         is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
         if is_whole and self.groups.is_one and self.groups.pooling is not Pooling.NONE:
@@ -765,7 +765,7 @@ def _check_keyed(config: Config, sharding: ParameterSharding, world_size: int) -
 
 def _is_fused(groups: TableGroups) -> bool:
     """Return whether all optimizers are fused; raise ValueError if only some are."""
-    fused = {autograd.is_fused(info.module.optimizer) for info in groups.groups}
+    fused = {autograd.is_fused(slice_group.module.optimizer) for slice_group in groups.groups}
     if len(fused) > 1:
         raise ValueError(
             "replicated tables of one collection must all have a fused optimizer, or none of them"

@@ -192,6 +192,19 @@ def test_keys_of_hash_tables_may_be_uint64() -> None:
         make()(batch(["a", "b"], [2, 3], ids))
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_uint64_is_refused_before_a_hash_table_inserts_its_keys(*, is_sharded: bool) -> None:
+    collection: Any = make((HASH, DENSE))
+    if is_sharded:
+        plan = dict.fromkeys("ab", sharding.table_wise(0))
+        collection = sharding.ShardedEmbeddingBagCollection(
+            collection, plan, sharding.RankGroup.single()
+        )
+    with pytest.raises(TypeError, match=r"got values of torch\.uint64"):
+        collection(batch(["a", "b"], [2, 3], IDS.view(torch.uint64)))
+    assert collection.tables["a"].size() == 0
+
+
 def too_few(ranks: sharding.RankGroup, keys: list[str], by_kernel: str) -> str:
     """Return what is said of lengths that add up to 2; kernels check what one rank takes whole."""
     is_whole = ranks.size == 1 and keys == ["a", "b"]

@@ -260,8 +260,26 @@ def test_applied_in_backward_to_one_table() -> None:
     assert handles["b"].weight.grad is not None
     with pytest.raises(TypeError, match="for other parameters give a class"):
         apply_optimizer_in_backward(optim.SGD(0.5), nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match="are for a class, got the optimizer SGD"):
+        apply_optimizer_in_backward(optim.SGD(0.5), [handles["b"].weight], {"lr": 0.1})
     with pytest.raises(KeyError, match="there are no tables"):
         collection.set_optimizers({"c": optim.SGD(0.5)})
+
+
+def test_a_refused_call_gives_no_parameter_an_optimizer() -> None:
+    collection, layer = EmbeddingCollection([EmbeddingConfig(9, 4, "a")]), nn.Linear(1, 1)
+    parameters = [layer.bias, layer.weight, *collection.parameters(), layer.weight]
+    with pytest.raises(TypeError, match="already has an optimizer in backward"):
+        apply_optimizer_in_backward(torch.optim.SGD, parameters, {"lr": 0.1})
+    named = [*layer.named_parameters(), *collection.named_parameters()]
+    assert len(list(in_backward_optimizer_filter(named))) == 3
+
+
+def test_states_of_bare_tables_that_are_missing() -> None:
+    tables = TableBatchedEmbeddingBags([TableSpec(9, 4)], optimizer=optim.Adagrad(0.1))
+    optimizer = FusedOptimizer.of(nn.ModuleDict({"tables": tables}))
+    with pytest.raises(KeyError, match="the state of the optimizer lacks weights"):
+        optimizer.load_keyed_state({})
 
 
 @pytest.mark.parametrize(
@@ -289,7 +307,7 @@ def test_applied_in_backward_to_one_table() -> None:
 def test_fused_params(params: dict, wanted: optim.Optimizer) -> None:
     made = from_fused_params({**params, "cache_load_factor": 0.1})
     assert made.optimizer == wanted
-    assert made.rest == {"cache_load_factor": 0.1}
+    assert made.table_arguments == {"cache_load_factor": 0.1}
 
 
 def test_fused_params_that_are_refused() -> None:
@@ -299,6 +317,8 @@ def test_fused_params_that_are_refused() -> None:
         from_fused_params({"momentum": 0.5})
     with pytest.raises(ValueError, match="weight_decay_mode must be"):
         from_fused_params({"weight_decay": 0.1, "weight_decay_mode": "cowclip"})
+    with pytest.raises(ValueError, match=r"eps would have no effect on Adam\(lr=0.1\)"):
+        from_fused_params({"optimizer": optim.Adam(0.1), "eps": 1e-3})
 
 
 def test_warm_up_of_tables_goes_on_where_it_was_saved() -> None:

@@ -68,6 +68,59 @@ def test_combined_refuses_equal_names() -> None:
         CombinedOptimizer([("a", parts[0])]).load_state_dict(state)
 
 
+def test_combined_keeps_the_progress_of_each_warm_up() -> None:
+    def warm() -> WarmupOptimizer:
+        params = dict(nn.Linear(1, 1).named_parameters())
+        inner = KeyedOptimizerWrapper(params, partial(torch.optim.SGD, lr=1.0))
+        return WarmupOptimizer(inner, [WarmupStage(max_iters=9)], lr=1.0)
+
+    first, second = warm(), warm()
+    first.params = {f"first_{name}": p for name, p in first.params.items()}
+    with pytest.raises(ValueError, match="got '__warmup' twice"):
+        CombinedOptimizer([first, second])
+    with pytest.raises(ValueError, match="in a WarmupOptimizer already"):
+        WarmupOptimizer(GradientClippingOptimizer(second), [])
+    first, targets = warm(), [warm(), warm()]
+    first.step()
+    state = CombinedOptimizer([("a", first), ("b", second)]).state_dict()
+    CombinedOptimizer([("a", targets[0]), ("b", targets[1])]).load_state_dict(state)
+    for source, target in zip((first, second), targets, strict=True):
+        assert torch.equal(
+            *(w.state_dict()["state"]["__warmup"]["warmup"] for w in (source, target))
+        )
+
+
+def test_combined_refuses_states_of_other_parameters() -> None:
+    params = dict(nn.Linear(1, 1).named_parameters())
+    inner = KeyedOptimizerWrapper(params, partial(torch.optim.SGD, lr=1.0))
+    with pytest.raises(KeyError, match=r"that are not here: \['other'\]"):
+        CombinedOptimizer([inner]).load_state_dict({"state": {"other": {"x": torch.ones(1)}}})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"policy": "poly", "max_iters": 9, "decay_iters": 5}, "POLY needs decay_iters >= max"),
+        ({"policy": "poly", "value": -1.0}, "value >= 0"),
+        ({"policy": "cosine_annealing_warm_restarts", "sgdr_period": 0}, "sgdr_period must be"),
+    ],
+)
+def test_stages_without_a_rate_at_some_step(arguments: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        WarmupStage(**arguments)
+
+
+def test_tracking_the_norm_does_not_change_gradients() -> None:
+    layer = nn.Linear(2, 1)
+    inner = KeyedOptimizerWrapper(dict(layer.named_parameters()), partial(torch.optim.SGD, lr=0.0))
+    tracked = GradientClippingOptimizer(inner, track_grad_norm=True)
+    layer.weight.grad, layer.bias.grad = torch.tensor([[1.0, torch.inf]]), torch.ones(1)
+    tracked.step()
+    assert tracked.last_total_grad_norm == torch.inf
+    assert layer.weight.grad.tolist() == [[1.0, torch.inf]]
+    assert layer.bias.grad.tolist() == [1.0]
+
+
 def _rates(stages: list[WarmupStage], steps: int) -> list[float]:
     layer = nn.Linear(1, 1)
     inner = KeyedOptimizerWrapper(dict(layer.named_parameters()), partial(torch.optim.SGD, lr=0.0))

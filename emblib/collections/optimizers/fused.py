@@ -29,6 +29,7 @@ from emblib.columns import Hyper
 from emblib.grad_mode import in_grad_mode, without_gradients
 from emblib.ops.autograd import is_fused
 from emblib.optim import NO_UPDATE, Optimizer
+from emblib.specs import brief
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
 from emblib.tables.hyperparameters import numbers_of
@@ -288,8 +289,8 @@ class _BareTables:
 
     def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise KeyError or ValueError for hyperparameters that the module cannot have."""
-        for name, values in state.items():
-            check_saved_states(name, self._module, {}, values)
+        for name, _ in self._module.named_parameters():
+            check_saved_states(name, self._module, {}, state.get(name))
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the hyperparameters."""
@@ -342,17 +343,18 @@ _ONLY_DECOUPLED = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and in `rest` the arguments that do not concern it: caches, dtypes, ..."""
+    """An optimizer, and the arguments that do not concern it: caches, dtypes, ..."""
 
     optimizer: Optimizer
-    rest: dict[str, Any]
+    table_arguments: dict[str, Any]
 
 
 def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     """Return the optimizer of a dict of FBGEMM's arguments (TorchRec's `fused_params`).
 
-    `optimizer` is a member of FBGEMM's EmbOptimType, its name or its value, or an optimizer of
-    emblib; by default EXACT_SGD with a `learning_rate` of 0.01.
+    `params["optimizer"]` is a member of FBGEMM's EmbOptimType, its name or its value; or an
+    optimizer of emblib, of which only `learning_rate` may then change something. By default it is
+    EXACT_SGD with a `learning_rate` of 0.01.
 
     Raises:
         ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
@@ -362,6 +364,7 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     }
     optimizer = params.get("optimizer", "exact_sgd")
     if isinstance(optimizer, Optimizer):
+        _refuse_unused(params, ("learning_rate",), brief(optimizer))
         rate = params.get("learning_rate", optimizer.lr)
         return FusedParams(dataclasses.replace(optimizer, lr=rate), table_arguments)
     optimizer_name = str(getattr(optimizer, "value", optimizer)).lower()
@@ -372,14 +375,20 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
             f"got {optimizer!r}"
         )
     make, accepted = _FBGEMM_OPTIMIZERS[optimizer_name]
-    unused = [name for name in _HYPERPARAMETERS if params.get(name) and name not in accepted]
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)} would have no effect on {optimizer_name}: leave it out, or "
-            "choose an optimizer that has it"
-        )
+    _refuse_unused(params, (*accepted, "gradient_clipping"), optimizer_name)
     numbers = {name: params[name] for name in accepted if name in params}
     return FusedParams(make(**_convert_arguments(make, numbers, params)), table_arguments)
+
+
+def _refuse_unused(params: Mapping[str, Any], accepted: Sequence[str], optimizer: str) -> None:
+    """Raise ValueError if optimizer arguments other than `accepted` are set."""
+    names = (*_HYPERPARAMETERS, "gradient_clipping")
+    unused = [name for name in names if params.get(name) and name not in accepted]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} would have no effect on {optimizer}: leave it out, or choose an "
+            "optimizer that has it"
+        )
 
 
 def _convert_arguments(
@@ -506,15 +515,22 @@ def apply_optimizer_in_backward(
     complete, and the gradient is freed.
 
     Args:
-        optimizer: a class of `torch.optim` (for tables SGD, Adagrad, Adam or AdamW), or an
+        optimizer: a class of `torch.optim` (for tables one that `from_torch` converts), or an
             optimizer of `emblib.optim`, or a class of those.
         params: parameters to update in backward.
-        optimizer_kwargs: arguments of the class.
+        optimizer_kwargs: arguments of the class; None for an optimizer, which has its own.
 
     Raises:
-        TypeError: a parameter that cannot have this optimizer.
+        TypeError: a parameter that cannot have this optimizer, or already has one in backward; or
+            `optimizer_kwargs` of an optimizer that is no class.
+        ValueError: an argument that tables do not support.
     """
     arguments = dict(optimizer_kwargs or {})
+    if isinstance(optimizer, Optimizer) and arguments:
+        raise TypeError(
+            f"optimizer_kwargs {arguments} are for a class, got the optimizer {brief(optimizer)}: "
+            "set them in it"
+        )
     tables: dict[int, tuple[Any, dict[str, Optimizer]]] = {}
     other_parameters = []
     for parameter in params:
@@ -529,10 +545,12 @@ def apply_optimizer_in_backward(
         optimizers_by_name[handle.name] = fused
     if other_parameters:
         _check_of_torch(optimizer)
-    for parameter in other_parameters:
-        _step_in_backward(parameter, optimizer, arguments)
+        _check_without_optimizer(other_parameters)
+    steppers = [(p, optimizer([p], **arguments)) for p in other_parameters]
     for owner, optimizers_by_name in tables.values():
         owner.set_optimizers(optimizers_by_name)
+    for parameter, stepper in steppers:
+        _step_in_backward(parameter, stepper)
 
 
 def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
@@ -613,14 +631,17 @@ def _check_of_torch(optimizer: Any) -> None:
         )
 
 
-def _step_in_backward(parameter: nn.Parameter, make: Any, arguments: dict[str, Any]) -> None:
-    """Step an optimizer of one parameter as soon as its gradient is complete, and free that."""
-    stepper = make([parameter], **arguments)
-    marked: Any = parameter
-    if hasattr(marked, _MARK):
+def _check_without_optimizer(parameters: Sequence[nn.Parameter]) -> None:
+    has_optimizer = any(hasattr(parameter, _MARK) for parameter in parameters)
+    if has_optimizer or len({id(parameter) for parameter in parameters}) < len(parameters):
         raise TypeError(
             "a parameter already has an optimizer in backward; give it to one call only"
         )
+
+
+def _step_in_backward(parameter: nn.Parameter, stepper: torch.optim.Optimizer) -> None:
+    """Step the optimizer of one parameter when its gradient is complete; free the gradient."""
+    marked: Any = parameter
     setattr(marked, _MARK, [stepper])
 
     def step(parameter_with_grad: Any) -> None:

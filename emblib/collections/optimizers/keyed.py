@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,7 +29,12 @@ class KeyedOptimizer(TorchOptimizer):
     Args:
         params: the parameters by name.
         groups: parameter groups, as in `torch.optim`.
+
+    Attributes:
+        extra_state_names: keys of `state` in state dicts that are no names of parameters.
     """
+
+    extra_state_names: tuple[str, ...] = ()
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], groups: Sequence[dict[str, Any]]
@@ -52,9 +57,10 @@ class KeyedOptimizer(TorchOptimizer):
         return [[names[id(p)] for p in group["params"]] for group in self.param_groups]
 
     def gradient_peers(self) -> Peers | None:
-        """Return the ranks over which gradients are sharded, see `clip_grad_norm_`; None for one.
+        """Return the ranks over which gradients are sharded, see `clip_grad_norm_`.
 
-        A rank gets them also if it has no parameter.
+        None means that all gradients are on this rank. A rank without parameters gets the ranks
+        too.
 
         Raises:
             ValueError: parameters over several groups of ranks.
@@ -115,11 +121,8 @@ class KeyedOptimizer(TorchOptimizer):
                 f"the state dict is of other parameters or groups: it has {saved_names}, this "
                 f"optimizer has {group_names}"
             )
-        unknown = sorted(
-            state_dict["state"].keys() - {name for names in group_names for name in names}
-        )
-        if unknown:
-            raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
+        unknown = state_dict["state"].keys() - {name for names in group_names for name in names}
+        _refuse_unknown(unknown)
         return state_dict
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
@@ -157,6 +160,13 @@ class KeyedOptimizer(TorchOptimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.params)} parameters, {self.group_names()})"
+
+
+def _refuse_unknown(names: Collection[str]) -> None:
+    if names:
+        raise KeyError(
+            f"the state dict has states of parameters that are not here: {sorted(names)}"
+        )
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -225,6 +235,7 @@ class OptimizerWrapper(KeyedOptimizer):
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         self.wrapped = keyed(optimizer)
         super().__init__(optimizer.params, [])
+        self.extra_state_names = optimizer.extra_state_names
         self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.defaults = optimizer.defaults
 
@@ -254,8 +265,8 @@ class OptimizerWrapper(KeyedOptimizer):
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Check a state dict without the entries that this wrapper adds to it."""
-        added = self.state_dict()["state"].keys() - self.wrapped.state_dict()["state"].keys()
-        states = {name: v for name, v in state_dict["state"].items() if name not in added}
+        added_names = set(self.extra_state_names) - set(self.wrapped.extra_state_names)
+        states = {k: v for k, v in state_dict["state"].items() if k not in added_names}
         return self.wrapped.check_state_dict({**state_dict, "state": states})
 
 
@@ -397,7 +408,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: parameters whose gradients are clipped in place; some may have none.
-        max_norm: bound of the norm.
+        max_norm: bound of the norm; `inf` only computes the norm.
         norm_type: exponent of the norm; `inf` for the maximum.
         error_if_nonfinite: whether a norm that is not finite raises; the host then waits for it.
         peers: the ranks; None is those that `mark_gradient` recorded for the parameters.
@@ -416,7 +427,8 @@ def clip_grad_norm_(
         _refuse_updated_in_backward(num_updated)
     # Empty gradients need no scaling, and torch's infinity norm raises for them.
     parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
-    if peers is None and not any(_is_sparse(parameter) for parameter in parameters):
+    is_clipped = max_norm < math.inf  # inf / inf would be NaN
+    if is_clipped and peers is None and not any(_is_sparse(p) for p in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not norm_type > 0:
         raise ValueError(
@@ -433,6 +445,8 @@ def clip_grad_norm_(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
+    if not is_clipped:
+        return total
     # DTensors separately: torch cannot scale a list with both kinds.
     dense = [p for p in with_grad if not _is_sparse(p)]
     for same_kind in (list(filter(_is_dtensor, dense)), [p for p in dense if not _is_dtensor(p)]):
@@ -533,7 +547,7 @@ def _norm_over_ranks(
         assert grad is not None
         if _is_dtensor(parameter) and norm_type == math.inf:
             any_grad: Any = grad
-            shards.append(any_grad.to_local())  # its ranks may have none of it
+            shards.append(any_grad.to_local())  # may be empty, which torch's maximum refuses
         elif _is_dtensor(parameter):
             dtensor_grads.append(grad)
         elif mark is None or mark.share is GradientShare.REPLICA:
@@ -566,24 +580,28 @@ class CombinedOptimizer(KeyedOptimizer):
     """Several optimizers as one; their parameters have different names.
 
     Args:
-        optimizers: optimizers, or pairs of a prefix for parameter names and an optimizer.
+        optimizers: optimizers, or pairs (prefix, optimizer): state dicts have `<prefix>.<name>` for
+            the names of the optimizer.
 
     Raises:
-        ValueError: two optimizers have a parameter of the same name.
+        TypeError: an optimizer that is no `KeyedOptimizer`.
+        ValueError: two optimizers have a parameter or a state of the same name.
     """
 
     def __init__(self, optimizers: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
         self._optimizers = [o if isinstance(o, tuple) else ("", o) for o in optimizers]
-        params: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
-            for name, parameter in keyed(optimizer).params.items():
-                if (key := _add_prefix(prefix, name)) in params:
+            extra_names = dict.fromkeys(keyed(optimizer).extra_state_names)
+            for name, parameter in {**optimizer.params, **extra_names}.items():
+                if (key := _add_prefix(prefix, name)) in named:
                     raise ValueError(
-                        f"optimizers must have different parameters, got {key!r} twice; give them "
-                        "prefixes"
+                        "optimizers must have different parameters and states, got "
+                        f"{key!r} twice; give them prefixes"
                     )
-                params[key] = parameter
-        super().__init__(params, [])
+                named[key] = parameter
+        super().__init__({name: p for name, p in named.items() if p is not None}, [])
+        self.extra_state_names = tuple(name for name, p in named.items() if p is None)
         groups = [group for _, o in self._optimizers for group in o.param_groups]
         self.param_groups, self.defaults = groups, cycled_defaults(groups)
 
@@ -630,6 +648,7 @@ class CombinedOptimizer(KeyedOptimizer):
 
         Raises:
             KeyError: other parameters, or other groups of them.
+            ValueError: a state that one of the optimizers cannot have.
         """
         state_dict = self.check_state_dict(state_dict)
         for optimizer, part in self._parts_of(state_dict):
@@ -638,32 +657,36 @@ class CombinedOptimizer(KeyedOptimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """Raise what `load_state_dict` would raise, writing nothing; return the dict by name."""
         state_dict = by_name(state_dict, self.group_names())
-        for optimizer, part in self._parts_of(state_dict):
+        checked_names: set[str] = set()
+        for (prefix, _), (optimizer, part) in zip(
+            self._optimizers, self._parts_of(state_dict), strict=True
+        ):
             optimizer.check_state_dict(part)
+            checked_names |= {_add_prefix(prefix, name) for name in part["state"]}
+        _refuse_unknown(state_dict["state"].keys() - checked_names)
         return state_dict
 
     def _parts_of(
         self, state_dict: Mapping[str, Any]
     ) -> Iterator[tuple[KeyedOptimizer, dict[str, Any]]]:
         """Yield each optimizer with its part of a state dict by name."""
-        own_groups, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
-        if len(own_groups) != len(groups):
+        num_groups, groups = len(self.group_names()), list(state_dict["param_groups"])
+        if num_groups != len(groups):
             raise KeyError(
                 f"the state dict has {len(groups)} groups of parameters, this optimizer "
-                f"{len(own_groups)}"
+                f"{num_groups}"
             )
         first_group = 0
         for prefix, optimizer in self._optimizers:
-            count = len(optimizer.state_dict()["param_groups"])
+            count = len(optimizer.group_names())
             selected = groups[first_group : first_group + count]
             first_group += count
             names = {name for group in selected for name in group["params"]}
-            # With the state of wrappers, which belongs to no parameter.
-            names |= set(optimizer.state_dict()["state"])
+            names |= {_add_prefix(prefix, name) for name in optimizer.extra_state_names}
             states = {
                 _strip_prefix(prefix, name): values
                 for name, values in state_dict["state"].items()
-                if name in names or _strip_prefix(prefix, name) in names
+                if name in names
             }
             selected = [
                 {**group, "params": [_strip_prefix(prefix, name) for name in group["params"]]}

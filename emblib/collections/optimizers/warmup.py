@@ -26,7 +26,7 @@ class WarmupPolicy(Choice):
     CONSTANT                       v
     POLY                           (1 - i / d) ** v
     STEP                           v ** floor(i / d)
-    INVSQRT                        1 / sqrt(i)
+    INVSQRT                        1 / sqrt(max(i, 1))
     COSINE_ANNEALING_WARM_RESTARTS v + (1 - v) * (1 + cos(pi * (i mod sgdr_period) /
                                    sgdr_period)) / 2
     INTERPOLATE                    v + (end_value - v) * (i - start) / (max_iters - start), with
@@ -53,13 +53,15 @@ class WarmupStage:
         max_iters: the last step of the stage, counted over all stages.
         value: v of the formulas.
         lr_scale: further factor of the rates of the stage.
-        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
+        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP. POLY needs at least
+            `max_iters`.
         sgdr_period: steps per period of COSINE_ANNEALING_WARM_RESTARTS.
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 
     Raises:
         ValueError: INTERPOLATE without its two fields, or with a start that is not before
-            `max_iters`.
+            `max_iters`; POLY with fewer `decay_iters` than `max_iters`, or `value` < 0;
+            `sgdr_period` < 1.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -76,6 +78,15 @@ class WarmupStage:
         if self.decay_iters <= 0:
             steps = 1 if self.policy is WarmupPolicy.STEP else self.max_iters
             object.__setattr__(self, "decay_iters", steps)
+        if self.policy is WarmupPolicy.POLY and (
+            self.decay_iters < self.max_iters or self.value < 0
+        ):
+            raise ValueError(
+                f"POLY needs decay_iters >= max_iters = {self.max_iters} and value >= 0, got "
+                f"{self.decay_iters} and {self.value}"
+            )
+        if self.sgdr_period < 1:
+            raise ValueError(f"sgdr_period must be >= 1, got {self.sgdr_period}")
         if self.policy is WarmupPolicy.INTERPOLATE:
             start, end = self.start_interpolating_iters, self.end_value
             if start is None or end is None or start >= self.max_iters:
@@ -124,6 +135,10 @@ class WarmupOptimizer(OptimizerWrapper):
         lr: learning rate that stages multiply, for all groups; None is the current rate of each
             group.
         lr_param: the key of the rate in the groups.
+
+    Raises:
+        ValueError: `max_iters` of the stages are not > 0 and ascending, or `optimizer` contains
+            another `WarmupOptimizer` whose progress a state dict would mix up with this one's.
     """
 
     def __init__(
@@ -137,6 +152,9 @@ class WarmupOptimizer(OptimizerWrapper):
         last_steps = [stage.max_iters for stage in stages]
         if last_steps != sorted(set(last_steps)) or any(step <= 0 for step in last_steps):
             raise ValueError(f"max_iters of the stages must be > 0 and ascend, got {last_steps}")
+        if _WARMUP_KEY in self.extra_state_names:
+            raise ValueError("the optimizer is in a WarmupOptimizer already: give that all stages")
+        self.extra_state_names = (*self.extra_state_names, _WARMUP_KEY)
         self.stages = (*stages, WarmupStage(WarmupPolicy.NONE, _NO_END))
         self._lr_param = lr_param
         self._rates = [group.get(lr_param) if lr is None else lr for group in self.param_groups]
