@@ -41,7 +41,8 @@ class JaggedTensor(metaclass=TracedClass):
 
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
-        TypeError: lengths or offsets that are not integers.
+        TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
+            integers.
 
     Example:
         >>> bags = emblib.JaggedTensor(torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 0, 1]))
@@ -60,6 +61,9 @@ class JaggedTensor(metaclass=TracedClass):
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:
+        for name, tensor in (("values", values), ("lengths", lengths), ("offsets", offsets)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise no_tensor(name, tensor)
         if lengths is not None:
             if lengths.dtype is not _INT64 or lengths.dim() != 1:
                 lengths = flat_integers(lengths, "lengths")
@@ -74,7 +78,7 @@ class JaggedTensor(metaclass=TracedClass):
             if bags < 0 or (lengths is not None and lengths.numel() != bags):
                 raise wrong_offsets(offsets, lengths)
         if weights is not None and weights.size(0) != values.size(0):
-            raise too_few_weights(values, weights)
+            raise wrong_weights(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -129,10 +133,14 @@ class JaggedTensor(metaclass=TracedClass):
         """Concatenate a list of bags, one tensor each; lengths are int32.
 
         Raises:
-            ValueError: no bags, or another number of weights than of values.
+            ValueError: no bags, or bags of other lengths in `weights` than in `values`.
         """
         joined, lengths = join(values)
-        return JaggedTensor(joined, None if weights is None else torch.cat(list(weights)), lengths)
+        if weights is None:
+            return JaggedTensor(joined, None, lengths)
+        if [bag.size(0) for bag in weights] != [bag.size(0) for bag in values]:
+            raise ValueError("weights must have the lengths of the values, bag by bag")
+        return JaggedTensor(joined, torch.cat(list(weights)), lengths)
 
     @staticmethod
     def from_dense_lengths(
@@ -289,20 +297,17 @@ class JaggedTensor(metaclass=TracedClass):
         """Overwrite every tensor with the same tensor of `other`; return self.
 
         Raises:
-            ValueError: weights in only one of them, or other sizes; nothing is changed.
+            ValueError: other shapes of values or weights, weights in only one of them, or another
+                number of bags; nothing is changed.
         """
-        if (self._weights is None) != (other._weights is None):
-            with_weights, without = (
-                ("other", "self") if self._weights is None else ("self", "other")
-            )
+        (shapes, bags), (other_shapes, other_bags) = (
+            ([None if t is None else list(t.shape) for t in (x._values, x._weights)], x._num_bags())
+            for x in (self, other)
+        )
+        if shapes != other_shapes or bags != other_bags:
             raise ValueError(
-                f"copy_: {with_weights} has weights and {without} has none: both or none need them"
-            )
-        size, other_size = ((tuple(x._values.shape), x._num_bags()) for x in (self, other))
-        if size != other_size:
-            raise ValueError(
-                f"copy_ needs values of shape {size[0]} in {size[1]} bags, got {other_size[0]} in "
-                f"{other_size[1]}"
+                f"copy_ needs values and weights of shapes {shapes} in {bags} bags, got "
+                f"{other_shapes} in {other_bags}"
             )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
@@ -458,17 +463,17 @@ def flat_integers(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_int32_range(tensor: Tensor, num_values: int, name: str) -> None:
-    """Raise ValueError if int32 `tensor` cannot count `rows` values."""
+    """Raise ValueError if int32 `tensor` cannot count `num_values`."""
     if num_values > _MAX_INT32 and tensor.dtype is _INT32:
         raise ValueError(
             f"int32 {name} count up to {_MAX_INT32} values, got {num_values}: give {name}.long()"
         )
 
 
-def no_tensor(name: str, given: object) -> TypeError:
+def no_tensor(name: str, argument: object) -> TypeError:
     """Return the error for an argument that is not a tensor."""
     return TypeError(
-        f"{name} must be a tensor, got {type(given).__name__}: e.g. {name}=torch.tensor(...)"
+        f"{name} must be a tensor, got {type(argument).__name__}: e.g. {name}=torch.tensor(...)"
     )
 
 
@@ -477,7 +482,7 @@ def no_bags(name: str) -> ValueError:
     return ValueError(f"{name} needs lengths or offsets, got neither")
 
 
-def too_few_weights(values: Tensor, weights: Tensor) -> ValueError:
+def wrong_weights(values: Tensor, weights: Tensor) -> ValueError:
     """Return the error for a number of weights other than the number of values."""
     return ValueError(
         f"weights must be one per value, got {weights.size(0)} for {values.size(0)} values"

@@ -21,8 +21,8 @@ from emblib.jagged.jagged_tensor import (
     no_tensor,
     refuse_dtype,
     running_sums,
-    too_few_weights,
     wrong_offsets,
+    wrong_weights,
 )
 from emblib.jagged.keyed_layout import (
     InverseIndices,
@@ -59,8 +59,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
     merged), `stride_per_key_per_rank` has these numbers, and `inverse_indices` the bag of each
     example.
 
-    `length_per_key` and other numbers on the host are read from the device once. Copies, splits and
-    permutations get them, except a permutation that a CUDA graph captures. Tensors are not copied.
+    `length_per_key` and other numbers on the host are read from the device once. Moved batches,
+    splits and permutations have them too, except a permutation that a CUDA graph captures; pickled
+    and deep copies read them again. Tensors are not copied.
     After these numbers or the offsets were read, overwrite the lengths only with `copy_`.
 
     Args:
@@ -82,7 +83,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
-        TypeError: lengths or offsets that are not integers; another argument.
+        TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
+            integers; another argument.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
@@ -142,6 +144,8 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         elif offsets is None:
             raise no_bags("a KeyedJaggedTensor")
         if offsets is not None:
+            if not isinstance(offsets, Tensor):
+                raise no_tensor("offsets", offsets)
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
                 check_int32_range(offsets, values.size(0), "offsets")
@@ -150,7 +154,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
                 raise wrong_offsets(offsets, lengths)
             num_bags = num_intervals
         if weights is not None and weights.size(0) != values.size(0):
-            raise too_few_weights(values, weights)
+            raise wrong_weights(values, weights)
         self._values = values
         self._weights = weights
         self._lengths = lengths
@@ -519,7 +523,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         )
 
     def to_dict(self, compute_offsets: Any = True) -> dict[str, JaggedTensor]:
-        """Return the bags of each feature, as views, whose offsets are computed on first use.
+        """Return the bags of each feature as views; of a repeated key, of its last feature.
 
         Reads `length_per_key` from the device if it is not known. `compute_offsets` is an argument
         of TorchRec's method, and ignored.
@@ -560,8 +564,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         Usually, consecutive features become views and other selections are copied, and
         `length_per_key` is read from the device if it is not known. During the capture of a CUDA
         graph, unknown lengths are not read if strides are equal and `indices_tensor` is passed.
-        Then the result is a copy without inverse indices, as large as this batch times the largest
-        number of repetitions of a feature, with padding (-1; weights 0) before its first offset.
+        Then the result is a copy as large as this batch times the largest number of repetitions of
+        a feature, with padding (-1; weights 0) before its first offset. The result has all inverse
+        indices of the batch.
 
         Args:
             indices: positions of the features.
@@ -714,15 +719,16 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
-            ValueError: other keys, strides or shape of the values, or weights or inverse indices in
-                only one of them.
+            ValueError: other keys, strides or shapes, or weights or inverse indices in only one of
+                them; nothing is changed.
         """
         is_alike = (
             self._keys == other._keys
             and self.stride_per_key() == other.stride_per_key()
             and self._values.shape == other._values.shape
-            and (self._weights is None) == (other._weights is None)
-            and (self._inverse is None) == (other._inverse is None)
+            and _shape(self._weights) == _shape(other._weights)
+            and _shape(self._inverse and self._inverse[1])
+            == _shape(other._inverse and other._inverse[1])
         )
         if not is_alike:
             raise ValueError(
@@ -785,6 +791,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             f"KeyedJaggedTensor({self._keys}, {bags} bags each, {list(self._values.shape)} "
             f"{self._values.dtype}{weighted}, {self.device()})"
         )
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape
 
 
 def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:

@@ -160,7 +160,8 @@ class KeyedTensor(metaclass=TracedClass):
 
         Raises:
             KeyError: a key that no tensor has.
-            ValueError: a key that several tensors have, no tensors, or several values of `key_dim`.
+            ValueError: a key of a group that several tensors have, no tensors, or several values of
+                `key_dim`.
         """
         return regroup(keyed_tensors, groups)
 
@@ -168,7 +169,12 @@ class KeyedTensor(metaclass=TracedClass):
     def regroup_as_dict(
         keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the results of `regroup` by the name of each group."""
+        """Return the results of `regroup` by the name of each group, `keys`.
+
+        Raises:
+            KeyError: a key that no tensor has.
+            ValueError: as `regroup`, or not one name per group.
+        """
         return regroup_by_name(keyed_tensors, groups, keys)
 
     def as_type(self, kind: Any) -> Any:
@@ -299,7 +305,9 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
 def regroup_by_name(
     tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the results of `regroup` by the name of each group."""
+    """Return the results of `regroup` by the name of each group; ValueError for fewer or more."""
+    if len(groups) != len(names):
+        raise ValueError(f"keys must name every group = {len(groups)}, got {len(names)}")
     return dict(zip(names, regroup(tensors, groups), strict=True))
 
 

@@ -37,10 +37,10 @@ def drop_padding_from_bags(
         >>> emblib.jagged.drop_padding_from_bags(ids, offsets, padding_idx=0)[:2]
         (tensor([3, 5]), tensor([0, 1, 2]))
     """
-    is_kept = indices != padding_idx
-    positions = is_kept.nonzero().squeeze(1)  # the only wait for a GPU
+    is_valid = indices != padding_idx
+    positions = is_valid.nonzero().squeeze(1)  # the only wait for a GPU
     weights = None if per_sample_weights is None else per_sample_weights[positions]
-    return indices[positions], _offsets_of(is_kept, offsets), weights
+    return indices[positions], _offsets_of(is_valid, offsets), weights
 
 
 def drop_padding(
@@ -70,28 +70,28 @@ def drop_padding(
         unknown = sorted(padding_idx.keys() - set(batch.keys()))
         if unknown:
             raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
-        is_kept = torch.ones_like(values, dtype=torch.bool)
+        is_valid = torch.ones_like(values, dtype=torch.bool)
         bounds = batch.offset_per_key()
         for key, begin, end in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
             if key in padding_idx:
-                is_kept[begin:end] = values[begin:end] != padding_idx[key]
+                is_valid[begin:end] = values[begin:end] != padding_idx[key]
     else:
-        is_kept = values != padding_idx
-    positions = is_kept.nonzero().squeeze(1)
+        is_valid = values != padding_idx
+    positions = is_valid.nonzero().squeeze(1)
     weights = batch.weights_or_none()
     varies = batch.variable_stride_per_key()
     return KeyedJaggedTensor(
         batch.keys(),
         values[positions],
         None if weights is None else weights[positions],
-        offsets=_offsets_of(is_kept, batch.offsets()),
+        offsets=_offsets_of(is_valid, batch.offsets()),
         stride=None if varies else batch.stride(),
         stride_per_key_per_rank=batch.stride_per_key_per_rank() if varies else None,
         inverse_indices=batch.inverse_indices_or_none(),
     )
 
 
-def _offsets_of(is_kept: Tensor, offsets: Tensor) -> Tensor:
-    """Return the offsets after removing the ids for which `is_kept`, bool `[L]`, is false."""
-    num_before = torch.cat([is_kept.new_zeros(1, dtype=torch.int64), is_kept.cumsum(0)])
+def _offsets_of(is_valid: Tensor, offsets: Tensor) -> Tensor:
+    """Return the offsets after removing the ids for which `is_valid`, bool `[L]`, is false."""
+    num_before = torch.cat([is_valid.new_zeros(1, dtype=torch.int64), is_valid.cumsum(0)])
     return num_before[offsets.to(torch.int64)].to(offsets.dtype)

@@ -40,6 +40,8 @@ def test_lists_of_rows() -> None:
     assert JaggedTensor.from_dense(rows).to_dense_weights() is None
     with pytest.raises(ValueError, match="must not be empty"):
         JaggedTensor.from_dense([])
+    with pytest.raises(ValueError, match="the lengths of the values, bag by bag"):
+        JaggedTensor.from_dense(rows, [rows[2], rows[1], rows[0]])
 
 
 def test_padded_matrices() -> None:
@@ -111,8 +113,9 @@ def test_moves_whole() -> None:
 @pytest.mark.parametrize(
     ("weighted", "other", "message"),
     [
-        (False, example(weighted=True), "other has weights and self has none"),
-        (True, example(), "self has weights and other has none"),
+        (False, example(weighted=True), r"\[\[8\], None\] in 6 bags, got \[\[8\], \[8\]\]"),
+        (True, example(), r"\[\[8\], \[8\]\] in 6 bags, got \[\[8\], None\]"),
+        (True, JaggedTensor(VALUES, torch.ones(8, 2), offsets=OFFSETS), r"got \[\[8\], \[8, 2\]\]"),
         (False, JaggedTensor(-VALUES, lengths=torch.tensor([8])), "in 6 bags, got .* in 1"),
     ],
 )
@@ -134,6 +137,8 @@ def test_wrong_ones_are_refused() -> None:
         JaggedTensor(VALUES)
     with pytest.raises(TypeError, match="offsets must be int32 or int64"):
         JaggedTensor(VALUES, offsets=OFFSETS.double())
+    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+        JaggedTensor(VALUES, offsets=OFFSETS.tolist())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"bags = 2 \+ 1, got 7"):
         JaggedTensor(VALUES, lengths=torch.tensor([4, 4]), offsets=OFFSETS)
     with pytest.raises(ValueError, match="got 2 for 8 values"):

@@ -249,6 +249,16 @@ def test_what_was_read_back_is_not_stale() -> None:
         batch.copy_(made({"a": [[0]], "b": [[1]]}))
 
 
+def test_copy_refuses_other_shapes_before_it_writes() -> None:
+    ids, lengths = torch.arange(2), torch.tensor([2])
+    target, other = (
+        KeyedJaggedTensor(["a"], ids + n, torch.ones(2, n + 1), lengths) for n in range(2)
+    )
+    with pytest.raises(ValueError, match="copy_ needs a batch like"):
+        target.copy_(other)
+    assert target.values().tolist() == [0, 1]
+
+
 def test_empty_ones() -> None:
     nothing = KeyedJaggedTensor.empty(is_weighted=True, values_dtype=torch.int32)
     assert (nothing.keys(), nothing.stride(), nothing.offsets().tolist()) == ([], 0, [0])
@@ -297,6 +307,8 @@ def test_wrong_structure_is_refused() -> None:
         TypeError, match=r"lengths must be a tensor, got list: e\.g\. lengths=torch"
     ):
         KeyedJaggedTensor(["a"], values, lengths=[1, 1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+        KeyedJaggedTensor(["a"], torch.ones(1), offsets=[0, 1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="values must be a tensor, got list"):
         KeyedJaggedTensor(["a"], [1, 2], lengths=lengths)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"list of names, got 'abc': write \['abc'\]"):

@@ -107,6 +107,8 @@ def test_wrong_ones_are_refused() -> None:
         KeyedTensor.regroup([], [["a"]])
     with pytest.raises(ValueError, match="name every group = 1, got 2"):
         KTRegroupAsDict([["a"]], ["x", "y"])
+    with pytest.raises(ValueError, match="name every group = 1, got 2"):
+        KeyedTensor.regroup_as_dict([one], [["a"]], ["x", "y"])
 
 
 def test_says_what_it_holds() -> None:
