@@ -62,19 +62,31 @@ def _by_module(
         return
     if not isinstance(numbers, Mapping):
         raise TypeError(f"must be an int, or ints by module and table, got {numbers!r}")
-    valid_names = {name for path, short_path, _ in modules for name in (path, short_path)}
-    if unknown := sorted(numbers.keys() - valid_names):
-        raise ValueError(
-            f"the model has no modules {unknown} with dynamic tables; it has "
-            f"{[path for path, _, _ in modules]}"
-        )
+    _check_modules(modules, numbers)
     for path, short_path, module in modules:
         if path in numbers or short_path in numbers:
             yield path, module, dict(numbers.get(path, numbers.get(short_path, {})))
 
 
+def _check_modules(
+    modules: Sequence[tuple[str, str, DynamicEmbTables]], requested: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for requested modules that are not among `modules`, by path or name."""
+    valid_names = {name for path, short_path, _ in modules for name in (path, short_path)}
+    if unknown := sorted(requested.keys() - valid_names):
+        raise ValueError(
+            f"the model has no modules {unknown} with dynamic tables; it has "
+            f"{[path for path, _, _ in modules]}"
+        )
+
+
 def set_score(model: nn.Module, table_score: Scores) -> None:
-    """Set the scores of CUSTOMIZED tables, from the next batch on."""
+    """Set the scores of CUSTOMIZED tables, from the next batch on.
+
+    Raises:
+        TypeError: neither an int nor ints by module and table.
+        ValueError: no such module or table, a table that is not CUSTOMIZED, or the score 0.
+    """
     for _, module, scores in _by_module(model, table_score):
         module.set_score(scores)
 
@@ -92,6 +104,10 @@ def incremental_dump(
 
     Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
     all call this; None is all processes.
+
+    Raises:
+        TypeError: `score_threshold` is neither an int nor ints by module and table.
+        ValueError: no such module or table.
     """
     rows_by_module, scores = {}, {}
     for path, module, thresholds in _by_module(model, score_threshold):
@@ -110,7 +126,8 @@ def DynamicEmbDump(
 ) -> None:
     """Write the tables of a model in DynamicEmb's files, one directory per module.
 
-    All ranks of `pg` call this; each writes the entries of its own tables, in files such as
+    All ranks of `pg` call this; each writes the entries of its own tables (of a sharded collection,
+    those whose keys `dist_type` routes to it), in files such as
     `<table>_emb_keys.rank_<r>.world_size_<W>`. The files of an earlier dump stay until every rank
     has written its new files, so the disk needs space for both. Then the files of all tables are
     replaced together: after a failure or an interrupt, all files are old or all are new. If the
@@ -119,7 +136,7 @@ def DynamicEmbDump(
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
-        model: model whose `BatchedDynamicEmbeddingTablesV2` are all written.
+        model: model with modules of dynamic tables, see `modules_of`.
         table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
         counter: whether the counts of admission are written.
@@ -130,6 +147,7 @@ def DynamicEmbDump(
         FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
         OSError: a file could not be written or moved; the earlier files are unchanged.
         RuntimeError: another rank failed; the earlier files are unchanged.
+        ValueError: no such module or table, or ranks that write other paths or tables.
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
@@ -250,7 +268,7 @@ def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> It
     agree(ranks, error, outcome)
 
 
-class _Found(NamedTuple):
+class _CheckedFiles(NamedTuple):
     """The files of a table, read and checked."""
 
     module: DynamicEmbTables
@@ -269,8 +287,10 @@ def DynamicEmbLoad(
 ) -> None:
     """Read a dump of DynamicEmb or of `DynamicEmbDump`, on any number of ranks.
 
-    All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files,
-    otherwise all files, and takes the keys that `dist_type` routes to it. With `optim`, learning
+    All ranks of `pg` call this, with the arguments of `DynamicEmbDump`. If as many ranks load as
+    dumped, modules of tables read their rank's own files, otherwise all files, and take the keys
+    that `dist_type` routes to them. Sharded collections read all files, and take the keys that
+    emblib's hash routes to their rank. With `optim`, learning
     rate and step are loaded as well, as in DynamicEmb. All files of all tables, including the
     numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
     any rank.
@@ -278,8 +298,9 @@ def DynamicEmbLoad(
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
-        ValueError: the dump is of another optimizer, score strategy or `dist_type`; nothing is
-            changed.
+        ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
+            (`dist_type` continuous of DynamicEmb); no such module or table; ranks that read other
+            paths or tables. Nothing is changed.
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """
@@ -320,7 +341,7 @@ def _load(
             arguments[_label(directory, name)] = (file, content)
             saved = module.check_opt_args(name, file, content, with_optimizer=optim)
             entries = _read(ranks, directory, module, name, left_out)
-            tables_read.append(_Found(module, name, saved, entries))
+            tables_read.append(_CheckedFiles(module, name, saved, entries))
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
         for table in tables_read:
@@ -363,9 +384,10 @@ def _tables_of(
     """Yield the tables of a model whose names are requested; None requests all.
 
     Raises:
-        ValueError: a module has no table of a requested name.
+        ValueError: no module, or no table of a module, has a requested name.
     """
     modules = list(modules_of(model))
+    _check_modules(modules, names or {})
     if not modules:
         warnings.warn(
             "the model has no BatchedDynamicEmbeddingTablesV2, so there is nothing to do",

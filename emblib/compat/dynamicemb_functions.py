@@ -52,8 +52,17 @@ def opt_args(
     if not isinstance(options.score_strategy, tuple):
         name = evict_strategy(options.score_strategy).name.title()
         saved["evict_strategy"] = f"EvictStrategy.K{name}"
-    saved["dist_type"] = options.dist_type
+    saved["dist_type"] = dist_type_of_files(options)
     return saved
+
+
+def dist_type_of_files(options: DynamicEmbTableOptions) -> str:
+    """Return the rule by which files of a table are read on another number of ranks.
+
+    With "continuous", DynamicEmb's files have remainders of keys, which `check_kind` refuses. Files
+    here have whole keys: they are those of "roundrobin".
+    """
+    return "roundrobin" if options.dist_type == "continuous" else options.dist_type
 
 
 _MAX_DRAWN_KEYS = 1 << 18  # keys that `fill` draws at a time; bounds its memory
@@ -215,7 +224,7 @@ class DynamicEmbTables:
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
     def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
-        """Return the entries of a dump of other ranks whose keys this rank has."""
+        """Return the entries of a dump whose keys belong on this rank, by the `dist_type` of it."""
         dist_type = str(dump.arguments.get("dist_type", self.dist_type(name)))
         return dump.owned(
             lambda keys: dynamicemb_files.owner(keys, ranks.size, dist_type) == ranks.rank
@@ -257,10 +266,13 @@ class DynamicEmbTables:
         A table that lacks at most a share `tolerance` of max_capacity is not filled further.
 
         Rows have their initial values. Up to 65536 keys at a time are inserted by a forward in
-        training mode without an update. A table that cannot take more keys is left as it is.
+        training mode without an update, which counts as a training step. A table that cannot take
+        more keys is left as it is.
 
         Raises:
-            ValueError: a load factor outside of (0, 1], or a negative tolerance.
+            RuntimeError: a CUSTOMIZED table without a score.
+            ValueError: a load factor outside of (0, 1], a negative tolerance, or a table that no
+                feature reads.
         """
         if tolerance < 0.0:
             raise ValueError(f"tolerance must be at least 0, got {tolerance}")
@@ -418,8 +430,8 @@ class DynamicEmbTables:
         return isinstance(strategy, tuple) and strategy[0] is DynamicEmbScoreStrategy.LFU
 
     def dist_type(self, table: str) -> str:
-        """Return the name of the rule that routes the table's keys to ranks."""
-        return self.options_of(table).dist_type
+        """Return the name of the rule that routes the keys in a table's files to ranks."""
+        return dist_type_of_files(self.options_of(table))
 
 
 def is_compound(strategy: Any) -> bool:
@@ -454,6 +466,11 @@ def fill(
 
     Ends early if a forward inserts no key. Only keys for which `owns` is true are used.
     """
+    if index not in module.feature_tables:
+        raise ValueError(
+            f"table {module.tables[index].name!r} cannot be filled, as no feature reads it: "
+            f"feature_table_map is {list(module.feature_tables)}"
+        )
     feature = module.feature_tables.index(index)
     spec, was_training = module.tables[index], module.training
     module.train()

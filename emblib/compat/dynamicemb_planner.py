@@ -52,6 +52,21 @@ def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
     return max(-(-int(n) // alignment), 1) * alignment
 
 
+def _rows_per_bucket(bucket_capacity: int) -> int:
+    """Return the number of rows that a table has whole multiples of.
+
+    Raises:
+        ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
+    """
+    if bucket_capacity == MAX_BUCKET_CAPACITY:  # one bucket per table
+        return BUCKET_ALIGNMENT
+    if bucket_capacity <= 0 or bucket_capacity % BUCKET_ALIGNMENT:
+        raise ValueError(
+            f"bucket_capacity must be a multiple of {BUCKET_ALIGNMENT}, got {bucket_capacity}"
+        )
+    return bucket_capacity
+
+
 def get_sharded_table_capacity(
     embedding_config: Any, world_size: int, bucket_capacity: int = DEFAULT_BUCKET_CAPACITY
 ) -> int:
@@ -63,13 +78,7 @@ def get_sharded_table_capacity(
     if world_size <= 0:
         raise ValueError(f"world_size must be positive, got {world_size}")
     rows = math.ceil(int(embedding_config.num_embeddings) / world_size)
-    if bucket_capacity == MAX_BUCKET_CAPACITY:
-        return align_to_table_size(rows)
-    if bucket_capacity <= 0 or bucket_capacity % BUCKET_ALIGNMENT:
-        raise ValueError(
-            f"bucket_capacity must be a multiple of {BUCKET_ALIGNMENT}, got {bucket_capacity}"
-        )
-    return align_to_table_size(rows, bucket_capacity)
+    return align_to_table_size(rows, _rows_per_bucket(bucket_capacity))
 
 
 def _rule_of(optimizer_type: Any) -> optim.Optimizer:
@@ -99,16 +108,21 @@ def get_constraint_capacity(
     optimizer_type: Any,
     bucket_capacity: int = DEFAULT_BUCKET_CAPACITY,
 ) -> int:
-    """Return the rows in whole buckets that fit into memory; at least one, with a warning."""
-    row_bytes = bytes_per_row(dtype, dim, _rule_of(optimizer_type))
-    buckets = int(memory_bytes) // (row_bytes * bucket_capacity)
+    """Return the rows in whole buckets that fit into memory: at least one bucket, with a warning.
+
+    Raises:
+        ValueError: a bucket that is not a multiple of BUCKET_ALIGNMENT.
+    """
+    bucket_rows = _rows_per_bucket(bucket_capacity)
+    bucket_bytes = bytes_per_row(dtype, dim, _rule_of(optimizer_type)) * bucket_rows
+    buckets = int(memory_bytes) // bucket_bytes
     if not buckets:
         warnings.warn(
-            f"{memory_bytes} bytes are less than the {row_bytes * bucket_capacity} bytes of a "
-            "bucket, and are rounded up to one bucket",
-            stacklevel=3,
+            f"{memory_bytes} bytes are less than the {bucket_bytes} bytes of a bucket, and are "
+            "rounded up to one bucket",
+            stacklevel=2,
         )
-    return max(buckets, 1) * bucket_capacity
+    return max(buckets, 1) * bucket_rows
 
 
 def complete_initializer_args(
@@ -138,6 +152,9 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
 
     For a dynamic table `enforce_hbm` and `bounds_check_mode` have no effect: its options say which
     rows are in memory of the device, and every id is valid.
+
+    Raises:
+        ValueError: a dynamic table without options, or that is not row-wise.
     """
 
     use_dynamicemb: bool | None = False
@@ -169,8 +186,9 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Planner of models with dynamic tables, with DynamicEmb's arguments.
 
-    Planning fills in the options of dynamic tables, as in DynamicEmb: `dim`, `max_capacity` (per
-    rank), `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator`
+    Planning changes the options of dynamic tables in place, as in DynamicEmb: it sets `dim`,
+    `max_capacity` (per rank) and `local_hbm_for_values` (the rank's share of
+    `global_hbm_for_values`), rounds `init_capacity`, and fills in uniform bounds. An `enumerator`
     must have the constraints of the planner; `eb_configs` are compared with the tables of the
     model.
 
@@ -298,7 +316,7 @@ def _configs_in(module: nn.Module) -> list[Any]:
 
 
 def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
-    """Fill in the options that follow from the plan, as DynamicEmb does; idempotent."""
+    """Set the options that follow from the plan, as DynamicEmb does; twice is as once."""
     bucket = options.bucket_capacity
     options.dim = config.embedding_dim
     options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)
@@ -308,8 +326,7 @@ def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> 
     if options.init_capacity is None:
         options.init_capacity = options.max_capacity
     else:
-        alignment = BUCKET_ALIGNMENT if bucket == MAX_BUCKET_CAPACITY else bucket
-        start = align_to_table_size(options.init_capacity, alignment)
+        start = align_to_table_size(options.init_capacity, _rows_per_bucket(bucket))
         options.init_capacity = min(start, options.max_capacity)
     options.local_hbm_for_values = math.ceil(options.global_hbm_for_values / world_size)
 

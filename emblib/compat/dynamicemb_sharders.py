@@ -1,7 +1,7 @@
 """DynamicEmb's sharders: collections whose planned tables become hash tables, and their functions.
 
-There a plan makes a table dynamic when its collection is sharded. Here `prepare` gives the
-configuration of such a table hash storage, before the collection is sharded as any other.
+In DynamicEmb, a plan makes a table dynamic when its collection is sharded. Here `prepare` gives
+the configuration of such a table hash storage, before the collection is sharded as any other.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class ShardedCollectionTables(DynamicEmbTables):
         return owner(keys, self._ranks.size) == self._ranks.rank
 
     def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
-        """Return the entries of a dump whose keys this rank has."""
+        """Return the entries of a dump whose keys belong on this rank, by emblib's hash."""
         return dump.owned(self.owns)
 
     def saved_entries(
@@ -330,8 +330,6 @@ class ShardedCollectionTables(DynamicEmbTables):
         if ranks.size == 1:
             return entries
         dist_type = self.dist_type(name)
-        if dist_type == "continuous":  # which here says nothing about where a key is
-            dist_type = "roundrobin"
         received_parts: list[DynamicEmbTable] = []
         for rank in range(ranks.size):
             part = entries.owned(partial(_goes_to, rank, ranks.size, dist_type))

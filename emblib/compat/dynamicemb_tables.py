@@ -131,7 +131,7 @@ class _Prefetched(NamedTuple):
 
 
 class Cache:
-    """Hits of the fast tier of tables with `caching`, in the last training forward."""
+    """Hits of the fast tier of tables with `caching`, in the last forward: none in evaluation."""
 
     def __init__(self, bags: DynamicEmbeddingBags) -> None:
         self._bags = bags
@@ -171,10 +171,12 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
     """Dynamic tables with a fused optimizer, as DynamicEmb's class of this name.
 
     The arguments are DynamicEmb's; `docs/dynamicemb.md` lists what each option does here.
-    `self.bags` is the `emblib.DynamicEmbeddingBags` that does the work.
+    `self.bags` is the `emblib.DynamicEmbeddingBags` that does the work; its seed is drawn from
+    torch's generator. In place, it sets `evict_strategy` and `init_capacity` of `table_options`.
 
     Raises:
         NotImplementedError: an option or an optimizer that emblib does not have.
+        TypeError: table options or an admission strategy of another class.
         ValueError: options that contradict each other, or tables that differ in options that must
             be equal (`DynamicEmbTableOptions.get_grouped_key`).
     """
@@ -263,7 +265,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE.
 
         Args:
-            indices: ids, cast to `index_type`.
+            indices: integer ids, of which uint64 ones keep their bits.
             offsets: `[F * B + 1]`, feature-major.
             per_sample_weights: number of uses that each lookup stands for, `[L]`; only with scores
                 that count uses (LFU, or TIMESTAMP and LFU).
@@ -319,7 +321,10 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return indices.long()
 
     def _counts(self, weights: Tensor) -> Tensor:
-        """Return uses per lookup as int64; raise ValueError where they would not count."""
+        """Return uses per lookup as int64; raise ValueError where they would not count.
+
+        Fractions raise on a CPU; on a GPU, where that would wait, they are cut off.
+        """
         strategy = self._options[0].score_strategy
         if strategy is not DynamicEmbScoreStrategy.LFU and not is_compound(strategy):
             raise ValueError(
@@ -379,7 +384,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         return self._cache
 
     def set_record_cache_metrics(self, record: bool) -> None:
-        """Start or stop counting hits of `cache` in every training forward, which waits."""
+        """Start or stop counting hits of `cache`, if there is one; each forward then waits."""
         if self._cache is not None:
             self._cache.set_record_cache_metrics(record)
 

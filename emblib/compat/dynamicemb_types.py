@@ -19,7 +19,7 @@ DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
 DynamicEmbCheckMode = enum.IntEnum("DynamicEmbCheckMode", "ERROR WARNING IGNORE", start=0)
-"""Reaction to keys that found no slot; every mode acts as its name says."""
+"""Reaction to keys that found no slot; with NO_EVICTION, IGNORE warns, too."""
 
 
 DynamicEmbPoolingMode = enum.IntEnum("DynamicEmbPoolingMode", "SUM MEAN NONE", start=0)
@@ -64,7 +64,8 @@ class DynamicEmbInitializerArgs:
     """Distribution of the initial values of a row, and its numbers.
 
     `mean` and `std_dev` are of the normal modes, `value` of CONSTANT. `lower` and `upper` are the
-    bounds of UNIFORM and TRUNCATED_NORMAL; None is +-1/sqrt(max_capacity).
+    bounds of UNIFORM and TRUNCATED_NORMAL; None is +-1/sqrt(max_capacity), but a planner fills in
+    those of UNIFORM, see `complete_initializer_args`.
     """
 
     mode: DynamicEmbInitializerMode = DynamicEmbInitializerMode.UNIFORM
@@ -124,7 +125,10 @@ class FrequencyAdmissionStrategy(AdmissionStrategy):
 
 @dataclass
 class KVCounter:
-    """Exact counter of up to `capacity` keys that have no row yet."""
+    """Exact counter of up to `capacity` keys that have no row yet.
+
+    `bucket_capacity` has no effect; `key_type` must be int64 or uint64.
+    """
 
     capacity: int
     bucket_capacity: int = 1024

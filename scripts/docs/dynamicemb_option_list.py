@@ -140,7 +140,8 @@ TABLES = (
     Option(
         "dist_type",
         "–",
-        "Checked, and part of the dump; the tables of one process hold every key",
+        "Checked, and part of the dump, where continuous is roundrobin: files have whole keys "
+        "(there: remainders); the tables of one process hold every key",
     ),
 )
 

@@ -163,6 +163,16 @@ def test_single_tables_may_be_dumped_and_loaded(tmp_path: Path) -> None:
     assert keys_of(second.sparse.items) == []
     with pytest.raises(ValueError, match=r"has no tables \['x'\]"):
         DynamicEmbLoad(str(tmp_path), second, {"users": ["x"]})
+    for call in (DynamicEmbDump, DynamicEmbLoad):
+        with pytest.raises(ValueError, match=r"no modules \['user'\] with dynamic tables"):
+            call(str(tmp_path), second, {"user": ["u"]})
+
+
+def test_dumps_of_continuous_tables_have_whole_keys(tmp_path: Path) -> None:
+    first, second = trained(dist_type="continuous"), Model(dist_type="continuous")
+    DynamicEmbDump(str(tmp_path), first)
+    DynamicEmbLoad(str(tmp_path), second)
+    assert keys_of(second.sparse.users) == keys_of(first.sparse.users)
 
 
 def test_dumps_are_not_written_over(tmp_path: Path) -> None:

@@ -433,6 +433,9 @@ def test_capacities_and_bytes() -> None:
     assert count(300 * row, torch.float16, DIM, kind, 128) == 256
     with pytest.warns(UserWarning, match="rounded up to one bucket"):
         assert count(100 * row, torch.float16, DIM, kind, 128) == 128
+    assert count(47 * row, torch.float16, DIM, kind, dynamicemb.MAX_BUCKET_CAPACITY) == 32
+    with pytest.raises(ValueError, match="multiple of 16"):
+        count(100 * row, torch.float16, DIM, kind, 0)
     given = DynamicEmbInitializerArgs(lower=-3.0)
     assert dynamicemb.complete_initializer_args(given).upper == 1.0
     completed = dynamicemb.complete_initializer_args(given, embedding_config=users)
