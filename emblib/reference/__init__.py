@@ -1,4 +1,7 @@
-"""Every operation in plain PyTorch: the definition of correct, and a baseline in benchmarks."""
+"""The operations in plain Python and PyTorch: the definition of correct.
+
+Benchmarks have the tensor trains as a baseline.
+"""
 
 from emblib.reference import optim, random, tbe, tt
 

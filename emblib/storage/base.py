@@ -298,10 +298,10 @@ class Rates(Protocol):
 class Storage:
     """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
 
-    A subclass implements `spec`, `make_module` and `make_handle`. The other methods default to a
-    table whose parameters are tensors `[rows, dim]` that can be cut anywhere; a subclass overrides
-    those that differ. Modules are called with `(ids, offsets, weights, batch_sizes=...)`, like
-    `TableBatchedEmbeddingBags`.
+    A subclass implements `make_module`, `make_handle`, `views` and `reset`. The other methods
+    default to a dense table whose parameter `weight` is `[rows, dim]` and can be cut anywhere; a
+    subclass overrides those that differ. Modules are called with `(ids, offsets, weights,
+    batch_sizes=...)`, like `TableBatchedEmbeddingBags`.
     """
 
     plan_name: ClassVar[str]

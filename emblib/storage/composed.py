@@ -3,7 +3,7 @@
 A composed table stores one or two *components*: dense tables that together are smaller than it. An
 id maps to `count` rows of the components; its own row is their sum, concatenation or product. A
 subclass defines the mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows,
-`Narrow` stores fewer columns and appends zeros. The components of all tables of one kind and
+`Narrow` stores fewer columns and appends zeros. The components of all tables of one kind, dtype and
 optimizer are in one `DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up
 in one call, and combines the `count` blocks of the output.
 """
@@ -55,7 +55,7 @@ _SEED_FACTOR = 0x632BE59BD9B4E019  # an arbitrary odd number, to separate seeds 
 
 
 class ComposedStorage(Storage):
-    """Base of composed kinds of storage; they are sharded by columns, unless concatenated."""
+    """Base of composed kinds of storage, which are never sharded by rows."""
 
     has_dense_rows: ClassVar[bool] = False  # rows are composed, so they would take more memory
 
@@ -117,7 +117,7 @@ class ComposedStorage(Storage):
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
     def check_slice(self, table_slice: TableSlice) -> None:
-        """Raise ValueError for a slice of rows, or of columns if rows are concatenated."""
+        """Raise ValueError for a slice that `cut_units` does not allow."""
         units = self.cut_units(table_slice.config)
         if table_slice.num_rows != units.rows or table_slice.dim % units.columns:
             raise ValueError(
@@ -206,7 +206,7 @@ class ComposedStorage(Storage):
         target: TableHandle,
         key_block: KeyBlock | None,
     ) -> None:
-        """Copy the columns of the slice of every component."""
+        """Copy the columns of the slice of every component, and their optimizer states."""
         views = source.views()
         for name, view in target.views().items():
             source_view = views[name]

@@ -54,7 +54,7 @@ class Component(NamedTuple):
 
 
 class ComposedTable(NamedTuple):
-    """A composed table, as a lookup sees it; its fields are those of `ComposedStorage`.
+    """A composed table, as a lookup sees it, see `ComposedStorage`.
 
     Attributes:
         num_ids: number of ids.
@@ -103,8 +103,9 @@ def component_pooling(joining: Combine, pooling: Pooling) -> Pooling:
 class ComposedLookup(nn.Module):
     """Base of modules that look up composed tables of one kind.
 
-    Bounds are checked once, before ids are mapped; `bounds_check` selects whether violations are
-    counted and repaired, or raise. In every mode invalid ids read the rows of id 0.
+    Bounds are checked once, before ids are mapped; `bounds_check` selects whether violations warn,
+    raise or are ignored. Id -1 is skipped; another invalid id, unless it raises, reads the rows of
+    id 0.
 
     Args:
         tables: the tables; they agree in `joining`, `row_components` and `rows_read`.

@@ -1,7 +1,8 @@
 """Dense storage: one stored row `[dim]` per id, in device memory, host memory or a file.
 
-Tables of one dtype, placement, cache and optimizer share a `DenseModule`, a
-`TableBatchedEmbeddingBags` whose flat `weights` has all of them. A `DenseHandle` shows one table as
+Tables of one dtype, rounding, cache and optimizer share a `DenseModule`, a
+`TableBatchedEmbeddingBags` whose flat `weights` has those on the device. They also have one dim if
+they are not pooled, or leave sparse gradients. A `DenseHandle` shows one table as
 the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer that is not
 deferred, backward updates the memory in place; otherwise gradients arrive at the parameters.
 """
@@ -57,8 +58,9 @@ class Dense(Storage):
 
     Args:
         placement: the memory of the rows.
-        cache: row cache on the device, for tables in host memory or on disk; None has no cache.
-            Tables of one collection with equal caches share one.
+        cache: row cache of a table with placement MANAGED_CACHING or DISK; None is the default
+            `CacheConfig()`, which lacks the directory that DISK needs. Tables of one collection
+            with equal caches share one.
 
     Example:
         >>> placement = emblib.Placement.MANAGED_CACHING

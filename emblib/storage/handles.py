@@ -36,8 +36,8 @@ class TableHandle(nn.Module):
     """One table of a collection, with its parameters and their names.
 
     The module owns the memory and moves it between devices; the parameters are usually views of it.
-    If backward updates the table, they require gradients but never get one. A deferred optimizer
-    gets gradients and applies them in its own step. In both cases the attribute
+    If backward updates the table, they require gradients, unless frozen, but get none. A deferred
+    optimizer gets gradients and applies them in its own step. In both cases the attribute
     `_in_backward_optimizers` tells code that collects parameters to leave them to that optimizer.
 
     Example:
@@ -198,7 +198,7 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
 
 
 def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
-    """Register a parameter with its handle, and mark it if backward updates it."""
+    """Register a parameter with its handle; mark it for a fused optimizer, deferred ones too."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them

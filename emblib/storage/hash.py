@@ -32,7 +32,7 @@ from emblib.dynamic.saving.entries import LAST_USES
 from emblib.dynamic.tiers.store import StoreShard, check_backing
 from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
-from emblib.ops.hash import SCORED, bytes_per_slot
+from emblib.ops.hash import bytes_per_slot
 from emblib.optim import Optimizer
 from emblib.specs import (
     SLOTS,
@@ -196,7 +196,7 @@ class Hash(Storage):
             self.admission is not None
             or self.backing is not None
             or self.spec(table_slice.num_rows, 1, "").is_timed
-            or (order == "assigned" and order in SCORED)
+            or order == "assigned"
             or not autograd.updates_in_backward(optimizer)
         )
         rules = (order, self.insert_policy, self.seed, number if needs_own_module else -1)

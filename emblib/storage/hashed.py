@@ -1,7 +1,8 @@
 """Hashed storage: ids share rows that hash functions select.
 
 The row of an id is the sum of `functions` rows of one table: function 0 is a hash or the remainder
-of the id, the others are hashes with different seeds, so few ids share all their rows.
+of the id, the others are hashes with different seeds. So with several functions few ids share all
+their rows.
 
 Sources: the hashing trick (Weinberger et al., ICML 2009); several functions whose rows are added,
 as in hash embeddings (Svenstrup et al., NeurIPS 2017), without their weights.
@@ -34,7 +35,7 @@ class RowHash(Choice):
     """
 
     MIXED = "mixed"
-    """A hash of the id: every id shares its row with some other ids."""
+    """A hash of the id: which ids share a row is random."""
     REMAINDER = "remainder"
     """`id % rows`: where ids are in order of frequency, the most frequent ones share no row with
     each other."""

@@ -15,6 +15,7 @@ from emblib.ops import quant
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.specs import Pooling, check_count
 from emblib.storage.base import (
+    CutUnits,
     KeyBlock,
     MemoryBytes,
     Rates,
@@ -107,6 +108,10 @@ class Quantized(Storage):
         module.redraw(seeds)
 
     # Sharding, checkpoints, planner
+
+    def cut_units(self, table: TableDescription) -> CutUnits:
+        """Allow cuts between any rows, not between columns: a row has one scale."""
+        return CutUnits(1, table.embedding_dim)
 
     def copy_slice(
         self,

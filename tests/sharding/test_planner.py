@@ -24,7 +24,18 @@ from emblib.sharding.planner.report import predict
 from emblib.sharding.planner.search import PlacedOption, RankCosts
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
-from emblib.storage import Hash, MemoryBytes
+from emblib.storage import (
+    Combine,
+    Dense,
+    Hash,
+    Hashed,
+    MemoryBytes,
+    Narrow,
+    Quantized,
+    QuotientRemainder,
+    Storage,
+    TensorTrain,
+)
 from tests.sharding.planner_cases import MB, planner_of, random_works
 
 
@@ -295,3 +306,24 @@ def test_fallback_rows_are_not_cut() -> None:
     options = options_of(work, planner_of(Topology(4, 2)).model([work]))
     types = {option.type for option in options}
     assert types == {ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE}  # not over 4 ranks
+
+
+STORAGES = (
+    Dense(),
+    Hash(),
+    TensorTrain((4, 4)),
+    Quantized(4),
+    Hashed(100, 2),
+    QuotientRemainder(30, Combine.CONCATENATE),
+    Narrow(16),
+)
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: type(storage).__name__)
+def test_tables_are_cut_where_their_storage_allows_a_slice(storage: Storage) -> None:
+    config = EmbeddingBagConfig(1000, 128, "t", storage=storage)
+    optimizer = optim.SGD(0.1) if storage.is_trained else None
+    every_type = TableConstraints(sharding_types=tuple(ShardingType))
+    for constraints in (TableConstraints(), every_type):
+        work = TableWorkload("", config, optimizer, False, 64, 1.0, constraints)
+        assert options_of(work, planner_of(Topology(16, 8)).model([work]))
