@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -161,7 +161,7 @@ class _RefusesWrites:
         """Run `func`, unless it writes; `detach()`, `.data` and views are such tensors again."""
         kwargs = kwargs or {}
         target = args[0] if args else next(iter(kwargs.values()), None)
-        if (_writes(func) and _refuses(target)) or _refuses(kwargs.get("out")):
+        if _refuses(_written(func, args, kwargs)):
             if torch.compiler.is_dynamo_compiling():
                 _end_graph()
             refuse_incomplete()
@@ -169,7 +169,7 @@ class _RefusesWrites:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = _read_only_array(func, func(*args, **kwargs))
             # Compiled graphs take no subclasses. Before torch 2.13 their calls detach parameters.
             caller = sys._getframe(1).f_globals.get("__name__")
             if isinstance(func, OpOverload) or caller == _GRAPH_CALLS:
@@ -225,8 +225,22 @@ def refuse_averages(*, of_buffers: bool = False) -> None:
     )
 
 
-def _writes(func: Any) -> bool:
-    """Return whether a torch function writes its first argument."""
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that a torch function writes.
+
+    `torch.nn.functional` writes with `inplace=True` and, in lookups, with `max_norm`. These
+    functions call others that write, of which parameter classes are not notified.
+    """
+    written = [kwargs.get("out")]
+    if kwargs.get("max_norm") is not None:
+        written += args
+    elif _writes_first(func) or kwargs.get("inplace"):
+        written += [*args, *kwargs.values()][:1]
+    return written
+
+
+def _writes_first(func: Any) -> bool:
+    """Return whether the name of a torch function says that it writes its first argument."""
     if isinstance(func, OpOverload):  # ops of a compiled graph, among them updates of tables
         return False
     name = getattr(func, "__name__", "")
@@ -235,6 +249,13 @@ def _writes(func: Any) -> bool:
     if name.endswith("__"):
         return name == "__setitem__"
     return name.endswith("_") and name != "requires_grad_"
+
+
+def _read_only_array(func: Any, result: Any) -> Any:
+    """Return the result of a torch function; arrays of NumPy become read-only."""
+    if func in (Tensor.numpy, Tensor.__array__):
+        result.flags.writeable = False
+    return result
 
 
 def _map_aliases(result: Any, target: Any, convert: Callable[[Tensor], Tensor]) -> Any:
@@ -297,8 +318,9 @@ def _sync_with_cache(
 ) -> Any:
     """Run a torch function on a view of a table behind a cache.
 
-    The cache is written back first, and emptied if `func` writes its first argument. A graph that
-    is being compiled ends before `func`, because it cannot contain this.
+    The cache is written back first, and emptied if `func` writes the view. Arrays of NumPy, whose
+    writes are not seen, are read-only. A graph that is being compiled ends before `func`, because
+    it cannot contain this.
     """
     kwargs = kwargs or {}
     if _is_metadata(func):
@@ -307,12 +329,12 @@ def _sync_with_cache(
     if torch.compiler.is_dynamo_compiling():
         _end_graph()
     target = args[0] if args else next(iter(kwargs.values()), None)
-    for owner in _owners_behind((target if _writes(func) else None, kwargs.get("out"))):
+    for owner in _owners_behind(_written(func, args, kwargs)):
         owner.before_write()
     for owner in _owners_behind((*args, *kwargs.values())):
         owner.before_read()
     with torch._C.DisableTorchFunctionSubclass():
-        result = func(*args, **kwargs)
+        result = _read_only_array(func, func(*args, **kwargs))
         owners = [weakref.ref(owner) for owner in _owners_behind(target)]
         if isinstance(func, OpOverload) or not owners:  # compiled graphs take no subclasses
             return result

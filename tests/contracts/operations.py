@@ -152,6 +152,19 @@ def _out(s: Subject) -> None:
         torch.add(torch.mul(parameter, 0.0), HALF, out=parameter)
 
 
+@writing("`F.threshold(p, x, y, inplace=True)` under `no_grad`")
+@torch.no_grad()
+def _inplace(s: Subject) -> None:
+    for parameter in parameters(s).values():
+        nn.functional.threshold(parameter, 1e6, HALF, inplace=True)
+
+
+@writing("`p.detach().numpy()[:] = x`")
+def _array(s: Subject) -> None:
+    for parameter in parameters(s).values():
+        parameter.detach().numpy()[:] = HALF
+
+
 @writing("`torch._foreach_copy_`, as optimizers and averages write")
 @torch.no_grad()
 def _foreach(s: Subject) -> None:

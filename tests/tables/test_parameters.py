@@ -201,3 +201,14 @@ def test_in_a_compiled_graph(kind: str) -> None:
             with pytest.raises(RuntimeError, match=REFUSED):
                 loss().backward()
         assert penalised.grad is None
+
+
+def test_a_lookup_of_torch_that_renormalises_rows_writes_a_table_behind_a_cache() -> None:
+    plain, cached = MODULES["collection"](), MODULES["cached collection"]()
+    cached.load_state_dict(plain.state_dict())
+    ids = torch.arange(ROWS)
+    for module in (plain, cached):
+        _look_up(module).sum().backward()  # rows are in the cache
+        with torch.no_grad():
+            nn.functional.embedding(ids, next(module.parameters()), max_norm=0.1)
+    assert torch.equal(_look_up(cached), _look_up(plain))
