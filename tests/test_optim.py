@@ -84,6 +84,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "momentum must": lambda: optim.LARS(0.1, momentum=1.0),
     "swap_every must": lambda: optim.EnsembleRowwiseAdagrad(0.1, swap_every=0),
     "keep must": lambda: optim.EnsembleRowwiseAdagrad(0.1, keep=1.5),
+    "learning rate must be a finite number >= 0, got None": lambda: optim.SGD(None),  # type: ignore[arg-type]
+    "halflife must be": lambda: optim.Counter(halflife=math.nan),
+    "threshold must be": lambda: optim.Counter(threshold=optim.RelativeThreshold(math.inf)),
     "TailRate must be one of": lambda: optim.Counter(tail="faster"),
     "Gradient must be one of": lambda: optim.External(gradient="none"),
 }
@@ -93,6 +96,13 @@ WRONG: dict[str, Callable[[], object]] = {
 def test_wrong_numbers_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
+
+
+def test_other_types_of_variants_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"counter must be None or Counter\(\.\.\.\) or CowClip"):
+        optim.RowwiseAdagrad(0.1, counter="count")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"global_decay must be None or GlobalDecay"):
+        optim.RowwiseAdagrad(0.1, global_decay=0.1)  # type: ignore[arg-type]
 
 
 def test_weight_decay_has_its_place_in_hyper() -> None:

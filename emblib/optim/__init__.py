@@ -1,9 +1,9 @@
 """Optimizers that run fused into the backward pass, as frozen descriptions.
 
-Each dataclass names a functor of `csrc/optim`, lists its states, and packs its numbers into the
-hyperparameters that the kernels read (`Hyper`): learning rate, step, the rates of L2 penalty and
-decoupled decay, the seed of stochastic rounding, then its own parameters in the functor's order.
-All states start at zero.
+Each dataclass but `External` names a functor of `csrc/optim`, lists its states, and packs its
+numbers into the hyperparameters that the kernels read (`Hyper`): learning rate, step, the rates of
+L2 penalty and decoupled decay, the seed of stochastic rounding, then the optimizer's parameters in
+the functor's order. States start at zero, in hash tables at `DynamicSpec.initial_state`.
 """
 
 from typing import NoReturn

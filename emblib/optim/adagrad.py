@@ -1,8 +1,9 @@
 """Adagrad, row-wise Adagrad, and variants that depend on how often a row was seen."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -91,18 +92,28 @@ class RelativeThreshold:
     fraction_of_largest: float
 
 
+def _check_finite(name: str, value: Any) -> None:
+    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Counter:
     """Updates that depend on how often a row was seen (FBGEMM's counter-based regularization).
 
     Args:
         halflife: steps after which an occurrence counts half; 0 counts only the last occurrence,
-            < 0 all of them. An `L2` or `Decoupled` decay is multiplied by `halflife / count`.
+            < 0 all of them. A weight decay multiplies rows by `1 - halflife / count * rate * a`,
+            where `a` is the learning rate for `Decoupled` and the step size for `L2`: rows grow if
+            `halflife` < 0. The penalty of `L2` enters the state `sum` alone.
         start: step after which decay and rates are adjusted; <= 0 is from the beginning.
-        bound: exponent, factor or bound of the adjustments.
+        bound: exponent, factor or bound of the adjustments, see `TailRate` and `AdagradW`.
         tail: learning rate of the rows above the threshold.
         threshold: a count, or a `RelativeThreshold` of the largest.
-        update_every: steps between updates of the largest count.
+        update_every: steps between updates of the largest count; <= 0 never updates it.
+
+    Raises:
+        ValueError: a number that is not finite.
 
     Example:
         >>> counter = emblib.optim.Counter(halflife=1_000, tail=emblib.optim.TailRate.BY_COUNT)
@@ -119,6 +130,12 @@ class Counter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tail", TailRate(self.tail))
+        threshold = self.threshold
+        if isinstance(threshold, RelativeThreshold):
+            threshold = threshold.fraction_of_largest
+        _check_finite("threshold", threshold)
+        for name in ("halflife", "start", "bound", "update_every"):
+            _check_finite(name, getattr(self, name))
 
     def parameters(self, decay: WeightDecay | None) -> tuple[float, ...]:
         """Return the numbers in the order of the functor (csrc/optim/rowwise_adagrad.h).
@@ -169,6 +186,7 @@ class CowClip:
     lower_bound: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_finite("halflife", self.halflife)
         check_number("coefficient", self.coefficient)
         check_number("lower_bound", self.lower_bound)
 
@@ -257,7 +275,7 @@ class RowwiseAdagrad(Optimizer):
         counter: dependence of steps and decay on the count of a row, or None.
         max_norm: maximum norm to which rows are scaled after their step; 0 does not scale.
         global_decay: decay of all rows at every step, or None; with it `weight_decay` and `counter`
-            must be None.
+            must be None, and `deferred` False.
 
     Example:
         >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)
@@ -279,6 +297,11 @@ class RowwiseAdagrad(Optimizer):
         super().__post_init__()
         check_number("eps", self.eps)
         check_number("max_norm", self.max_norm)
+        for name, kinds in (("counter", (Counter, CowClip)), ("global_decay", (GlobalDecay,))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                known = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+                raise TypeError(f"{name} must be None or {known}, got {value!r}")
         if isinstance(self.weight_decay, AdagradW) and not isinstance(self.counter, Counter):
             raise ValueError(
                 "weight_decay AdagradW counts how often rows are seen: give counter=Counter() too, "
@@ -351,7 +374,9 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """Treatment of the moving average after it has replaced the weights: KEEP or CLEAR.
+    """Treatment of the moving average after a step that updated it: KEEP it, or CLEAR it to zero.
+
+    With CLEAR, a replacement of the weights in any other step writes zeros.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)
@@ -373,7 +398,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         swap_every: steps between replacements of the weights by the average.
         start: last step at which the average is a copy of the weights.
         keep: weight of the old average in an update.
-        slow: treatment of the average after it has replaced the weights.
+        slow: treatment of the average after a step that updated it, see `EmaReset`.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, swap_every=1_000)
@@ -397,6 +422,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         object.__setattr__(self, "slow", EmaReset(self.slow))
         for name in ("average_every", "swap_every"):
             check_count(name, getattr(self, name))
+        _check_finite("keep", self.keep)
         if not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")
 
@@ -415,21 +441,21 @@ def ensemble_(
     weights: Sequence[Tensor],
     slow: Sequence[Tensor],
 ) -> None:
-    """Update the averages, or replace weights by them, at forward number `step` (from 1).
+    """Update the averages, replace weights by them, or both, at forward number `step` (from 1).
 
     `weights` are views of the tables, `slow` of their states `sparse_ema`: `[rows, dim]` each, in
     the same order. Both are written in place.
     """
-    averages, swaps = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
-    if not (averages or swaps):
+    is_averaged, is_swapped = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
+    if not (is_averaged or is_swapped):
         return
     keep = 0.0 if step <= optimizer.start else optimizer.keep
     for fast, ema in zip(weights, slow, strict=True):
-        if averages:
+        if is_averaged:
             ema.lerp_(fast.to(ema), 1.0 - keep)
-        if swaps:
+        if is_swapped:
             fast.copy_(ema)
-        if averages and optimizer.slow is EmaReset.CLEAR:
+        if is_averaged and optimizer.slow is EmaReset.CLEAR:
             ema.zero_()
 
 

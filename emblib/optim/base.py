@@ -30,6 +30,8 @@ class State:
 class L2:
     """Coupled weight decay: the gradient becomes `g + rate * w` before any other computation.
 
+    `RowwiseAdagrad(counter=Counter())` applies it otherwise, see `Counter`.
+
     Example:
         >>> emblib.optim.SGD(0.1, weight_decay=emblib.optim.L2(1e-4)).weight_decay
         L2(rate=0.0001)
@@ -60,8 +62,8 @@ class Decoupled:
 class AdagradW:
     """Decoupled decay of `RowwiseAdagrad(counter=Counter())` that makes up for missed steps.
 
-    A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the step
-    grows with the square root of the count, with -2 with the count itself, up to `Counter.bound`.
+    A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the rate
+    is multiplied by the square root of the count; with -2 it is `min(lr * count, bound)`.
 
     Example:
         >>> counter = emblib.optim.Counter()
@@ -99,9 +101,10 @@ class Gradient(Choice):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Base of all optimizers; `lr` is the learning rate (>= 0, finite).
+    """Base of all optimizers.
 
     Args:
+        lr: learning rate.
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
         max_gradient: clamp the gradient of the output to `[-max_gradient, max_gradient]`, element
             by element, before any other computation. Where backward updates the table, no gradient
@@ -111,6 +114,10 @@ class Optimizer:
             cores of a tensor train. The `step` of `FusedOptimizer` applies it: gradients can be
             accumulated, unscaled and clipped before.
         maximize: negate the gradient, before weight decay, as `torch.optim` does.
+
+    Raises:
+        TypeError: an argument by its name in `torch.optim` (the message has the name here).
+        ValueError: a number that is negative or infinite in float32, or another weight decay.
 
     Example:
         >>> emblib.optim.SGD(0.1, max_gradient=1.0, deferred=True)
@@ -149,7 +156,10 @@ class Optimizer:
 
     @property
     def leaves_gradient(self) -> Gradient | None:
-        """Return the form of the gradient that backward leaves; None if it makes the update."""
+        """Return the form of the gradient that backward leaves; None if it makes the update.
+
+        Cores of tensor trains get dense gradients for SPARSE too.
+        """
         return Gradient.SPARSE if self.deferred else None
 
     @property
@@ -210,7 +220,11 @@ def check_number(name: str, value: float) -> None:
 
     The kernels compute in float32, in which 1e300 would be infinite.
     """
-    if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _MAX_FLOAT32):
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number <= _MAX_FLOAT32:  # false for NaN
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
 
 
@@ -289,8 +303,8 @@ class FTRL(Optimizer):
     element whose gradient is 0 does not change. The weight decay is `l2`.
 
     Args:
-        beta: constant that is added to the root: the smaller, the larger the first steps. With 0,
-            `l1` and `l2` 0, the first step keeps the initial value; otherwise it shrinks it.
+        beta: constant that is added to the root: the smaller, the larger the first steps. If it,
+            `l1` or `l2` is positive, the first step also shrinks the initial value.
         l1: the threshold (>= 0).
         l2: the ridge penalty (>= 0).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,10 @@ class CacheConfig:
         passes: division of very large batches into several prefetches; None does not divide them.
         verify: time at which the files of DISK tables are verified, see `Verify`.
 
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a number out of range, or a word or dtype that is none of those above.
+
     Example:
         >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)
         >>> cache = emblib.CacheConfig(load_factor=0.2)  # up to 200 rows, in sets of 32
@@ -98,8 +103,10 @@ class CacheConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", CachePolicy(self.policy))
         object.__setattr__(self, "verify", Verify(self.verify))
-        if not 0.0 < self.load_factor <= 1.0:
-            raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor}")
+        if not isinstance(self.load_factor, int | float) or not 0.0 < self.load_factor <= 1.0:
+            raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor!r}")
+        if self.directory is not None and not isinstance(self.directory, str | os.PathLike):
+            raise TypeError(f"directory must be None or a path, got {self.directory!r}")
         for name in ("sets", "reserved_bytes"):
             object.__setattr__(self, name, check_count(name, getattr(self, name), minimum=0))
         if self.passes is not None and not isinstance(self.passes, MultiPassPrefetch):

@@ -272,6 +272,11 @@ class DynamicSpec:
         fallback_rows: number of further rows, which keys without a row read, and train in training;
             a hash of the key selects one of them. With 0, such keys read `default_value`.
 
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a number out of range, or `fallback_rows` together with an argument that would
+            have no effect then.
+
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
         >>> bags = emblib.DynamicEmbeddingBags([spec], emblib.optim.Adagrad(0.1))

@@ -73,6 +73,7 @@ class TTSpec:
         seed: seed of the bijection.
 
     Raises:
+        TypeError: a number that is no int.
         ValueError: factors that do not fit, or other than 2 to 4 cores.
 
     Example:
@@ -163,18 +164,24 @@ class TTSpec:
     ) -> TTSpec:
         """Return the spec with the largest ranks whose cores take at most `nbytes` in `dtype`.
 
-        All ranks are equal, except where the cores can use only a lower one. The factors of rows
-        and dim are taken from `like`; without it, from `emblib.tt.shapes` for `cores` cores.
+        All ranks are equal, except where the cores can use only a lower one. All else is that of
+        `like`, whose factors must fit `rows` and `dim`; without it there are `cores` cores, with
+        factors of `emblib.tt.shapes`.
 
         Raises:
-            ValueError: cores of rank 1 take more bytes; a dtype not in `FLOAT_DTYPES`.
+            ValueError: cores of rank 1 take more bytes; factors of `like` that do not fit; a dtype
+                not in `FLOAT_DTYPES`.
 
         Example:
             >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
             (24, 24)
         """
         check_float_dtype("dtype", dtype)
-        template = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
+        template = (
+            cls(rows, dim, (1,) * (cores - 1))
+            if like is None
+            else replace(like, rows=rows, dim=dim)
+        )
         max_numel = nbytes // dtype.itemsize
         max_ranks = shapes.max_ranks(template.row_factors, template.dim_factors)
 

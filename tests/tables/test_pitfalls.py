@@ -294,6 +294,8 @@ def test_sizes_may_be_numpy_ints() -> None:
         (lambda: CacheConfig(sets=1.5), TypeError, "sets must be an int"),
         (lambda: CacheConfig(passes=12), TypeError, "None or a MultiPass"),
         (lambda: CacheConfig(load_factor=0.0), ValueError, r"in \(0, 1\]"),
+        (lambda: CacheConfig(load_factor="0.2"), ValueError, r"in \(0, 1\], got '0.2'"),
+        (lambda: CacheConfig(directory=3), TypeError, "directory must be None or a path, got 3"),
         (lambda: CacheConfig(policy="fifo"), ValueError, "'lru', 'lfu'"),
         (lambda: TableSpec(3, 4, placement="uvm"), ValueError, "'managed_caching', 'disk'"),
         (lambda: TableSpec(3, 4, "a.b"), ValueError, "without dots"),

@@ -330,6 +330,10 @@ def test_bytes_buy_more_ranks_in_16_bits() -> None:
     assert 2 * narrow.numel <= 1 << 20 < narrow.nbytes
     with pytest.raises(ValueError, match="at least 3328 bytes with 3 cores, more than 10"):
         TTSpec.for_bytes(1_000_000, 64, 10, dtype=torch.float16, like=_smallest())
+    other_size = TTSpec.for_bytes(900_000, 64, 1 << 20, like=_smallest())
+    assert (other_size.rows, other_size.row_factors) == (900_000, _smallest().row_factors)
+    with pytest.raises(ValueError, match="must multiply to dim 32"):
+        TTSpec.for_bytes(1_000_000, 32, 1 << 20, like=_smallest())
     with pytest.raises(ValueError, match="dtype must be float32, float16 or bfloat16"):
         TTSpec.for_bytes(1_000_000, 64, 1 << 20, dtype=torch.float64)
     bag = TTEmbeddingBag.from_dense(
