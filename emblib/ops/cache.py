@@ -76,7 +76,6 @@ from emblib.columns import CacheCounter
 
 WAYS = 32
 EMPTY = -1  # in `tags` and `stamps`
-NOTHING_MOVES = -2  # in `evicted`
 
 COUNTERS = tuple(column.name.lower() for column in CacheCounter)
 

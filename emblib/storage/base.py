@@ -18,21 +18,13 @@ from torch import Tensor
 
 from emblib.ops import autograd
 from emblib.optim import External, Gradient, Optimizer
-from emblib.specs import (
-    DynamicSpec,
-    Pooling,
-    Precision,
-    StochasticRounding,
-    TableSpec,
-    TTSpec,
-)
+from emblib.specs import Pooling, Precision, StochasticRounding, TableSpec
 
 if TYPE_CHECKING:
     from emblib.storage.handles import TableHandle
 
 Span = tuple[int, int]  # a range (begin, end), without its end
 KeyBlock = tuple[int, int]  # (number, count): block `number` of `count` blocks of keys, by hash
-Spec = TableSpec | TTSpec | DynamicSpec
 
 
 class TableDescription(Protocol):

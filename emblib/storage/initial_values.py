@@ -53,9 +53,10 @@ def skips_initial_values() -> bool:
 def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element has the same value however the table is sharded. `init_fn` writes the whole table,
-    `ByRows` each block that the slice overlaps; torch's generators are seeded before each call.
-    Does nothing on meta or inside `skip_initial_values`.
+    An element has the same value however the table is sharded. `init_fn` writes the whole table:
+    for a slice in CPU memory, so its random values on a GPU do depend on the sharding. `ByRows`
+    writes each block that the slice overlaps, on its device. Torch's generators are seeded before
+    each call. Does nothing on meta or inside `skip_initial_values`.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():

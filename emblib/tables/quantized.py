@@ -254,7 +254,7 @@ class QuantizedEmbeddingBags(nn.Module):
         """Return tables of zeros that differ in their numbers of rows alone.
 
         Args:
-            rows: rows of each table.
+            rows: rows of each table; ValueError for another number of tables.
             device: device of the result; None uses the device of these tables.
         """
         specs = [
@@ -332,7 +332,10 @@ class QuantizedEmbeddingBags(nn.Module):
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
+        They are float32, float16 or bfloat16, on any device.
+
         Raises:
+            RuntimeError: weights of another dtype.
             ValueError: another dim, rows out of range, or values that are not finite or exceed the
                 range of float16, +-65504, where the format needs it. Nothing is written then.
         """
@@ -367,7 +370,7 @@ class QuantizedEmbeddingBags(nn.Module):
     def use_memory(self, packed: Tensor) -> None:
         """Use `packed`, uint8 `[bytes of all rows]`, as the memory of the module, without a copy.
 
-        The counts of violations start from zero.
+        Lookups raise RuntimeError unless it is contiguous. The counts of violations start from 0.
 
         Raises:
             ValueError: another dtype or size.

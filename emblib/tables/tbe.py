@@ -78,6 +78,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
+    Raises:
+        TypeError: an argument of another class.
+        ValueError: features of missing tables, equal table names, different dims where one is
+            needed, a placement that `device` does not have, or tables that the optimizer excludes.
+        OSError: files of DISK tables cannot be opened; `DiskStore` lists more errors of these.
+
     Weights start uniform in +-1/sqrt(rows) of their table, as DLRM's do; existing DISK tables start
     from their last `flush`.
 
@@ -563,7 +569,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Write cached rows and their optimizer state back to their tables; they stay in the cache.
 
         DISK tables are committed: after a crash they are restored to their last flush, see
-        docs/placement.md. Without a cached table this does nothing.
+        docs/placement.md. Without a cached table this does nothing. Errors are those of
+        `DiskStore.commit`.
         """
         if self._prefetcher is not None:
             self._prefetcher.flush(self._tiers())

@@ -103,6 +103,12 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
+    Raises:
+        TypeError: an argument of another class.
+        ValueError: no tables, features of missing tables, equal table names, different dims without
+            pooling, ranks that the factors do not allow, an unknown `init`, or an optimizer that
+            reads rows.
+
     Threads may read a module at the same time; simultaneous updates may be lost (docs/threads.md).
 
     `cores` has the cores of all tables, table after table; `table_cores` returns the cores of one

@@ -115,8 +115,8 @@ def test_learning_rate_takes_effect_at_once() -> None:
     assert module.learning_rate == 0.0
 
 
-@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1])
-def test_bad_learning_rate_changes_nothing(lr: float) -> None:
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -0.1, None, [0.1]])
+def test_bad_learning_rate_changes_nothing(lr: Any) -> None:
     module = small(optim.SGD(0.5))
     with pytest.raises(ValueError, match="finite number >= 0"):
         module.set_learning_rate(lr)
