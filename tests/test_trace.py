@@ -337,6 +337,8 @@ def test_files_that_are_no_traces_say_so(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("no")
     torch.save({"format": "other"}, tmp_path / "other.pt")
     torch.save({"format": "emblib.trace", "version": 99}, tmp_path / "new.pt")
+    with pytest.raises(IsADirectoryError):
+        emblib.LookupTrace.load(tmp_path)
     for name, message in (("text", "not a trace"), ("other", "not a trace"), ("new", "version 99")):
         with pytest.raises(ValueError, match=message):
             emblib.LookupTrace.load(tmp_path / f"{name}.pt")

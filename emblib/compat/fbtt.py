@@ -85,11 +85,16 @@ def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list
     the greatest entropy is chosen, the first of equal ones. The smaller and the larger half of its
     factors, each ascending, alternate in the result.
 
+    Raises:
+        ValueError: `n` or `d` is below 1.
+
     Example:
         >>> from emblib.compat.fbtt import suggested_tt_shapes
         >>> suggested_tt_shapes(11_000_000, 3)
         [200, 220, 250]
     """
+    if n < 1 or d < 1:
+        raise ValueError(f"a positive number has a positive number of factors, got {n} and {d}")
     digits = len(str(n)) if allow_round_up else 1
     rounded = [-(-n // 10**k) * 10**k for k in range(digits)]
     best = max((_most_even(value, d) for value in rounded), key=_entropy)
@@ -161,14 +166,21 @@ def tt_matrix_to_full(
 class TableBatchedTTEmbeddingBag(nn.Module):
     """Tensor-train tables of equal sizes, looked up at once (FBTT's name and arguments).
 
+    `docs/fbtt.md` says what each argument does here.
+
     Attributes:
         tt_cores: the parameters, core k of all tables: `[T, p_k, R_k * q_k * R_{k+1}]`.
-        optimizer_state: the first state of each core, laid out like it; empty for SGD.
+        optimizer_state: the first state of each core, laid out like it, or `[T, p_k]` if it has one
+            number per row; empty for SGD.
         cache_weight: `[cache_size, D]`, the stored rows of the first table; None without a cache.
             With `sparse=False` and one table it is their parameter.
 
     `enforce_embedding_dim` is accepted and ignored: it keeps FBTT from rounding the dimension up,
     which never happens here.
+
+    Raises:
+        ValueError: an unknown optimizer or distribution, a `hashtbl_size` below the `cache_size`,
+            or sizes, factors and ranks that do not fit each other.
     """
 
     def __init__(
@@ -314,12 +326,16 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return list(self.parameters())
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next backward on."""
-        self.learning_rate = lr
+        """Set the learning rate, from the next backward on.
+
+        Raises:
+            RuntimeError: `sparse=False`, with which another optimizer has it.
+        """
         self.bags.set_learning_rate(lr)
+        self.learning_rate = lr
 
     def full_weight(self) -> Tensor:
-        """Return the rows of one table, `[prod p, D]`, stored ones included (there: without them).
+        """Return the rows of one table, `[prod p, D]`, stored ones included (FBTT: without them).
 
         With `sparse=False` gradients of the rows that are not stored reach the cores.
 
@@ -336,7 +352,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return full.index_copy(0, ids, self.bags.to_dense(0)[ids]) if len(ids) else full
 
     def cache_populate(self) -> None:
-        """Store the most used rows from now on.
+        """Store the rows that are the most used so far, until the next call.
 
         Raises:
             ValueError: the module has no cache.

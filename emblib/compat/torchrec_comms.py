@@ -71,7 +71,8 @@ class QCommsConfig:
     """Encoding of rows (forward) and of their gradients (backward).
 
     Loss scales apply to fp16 only. `fp8_quantize_dim` is the number of values that share a scale in
-    fp8 and int8. fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
+    fp8 and int8, `fp8_quantize_dim_bwd` the same backward; None is as forward. fp8 is e4m3 forward,
+    and e5m2 backward unless `fp8_bwd_uses_143`.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -107,7 +108,10 @@ def get_qcomm_codecs_registry(
     comm_ops: Sequence[CommOp] | None = None,
     device: torch.device | None = None,
 ) -> Registry | None:
-    """Return codecs by the name of the collective; None if nothing is encoded."""
+    """Return codecs by the name of the collective; None if nothing is encoded.
+
+    `comm_ops` are the collectives, None for all; `device` is ignored.
+    """
     c = qcomms_config
     if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
         return None

@@ -120,7 +120,12 @@ class KJTAllToAll(nn.Module):
             )
 
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Start to send a batch: the first `wait` sends the ids, the second receives them."""
+        """Start to send a batch: the first `wait` sends the ids, the second receives them.
+
+        Raises:
+            ValueError: features with different batch sizes, or other features than `splits` say;
+                the other ranks then wait.
+        """
         batch, ranks = KeyedJaggedTensor.adopt(input), self._ranks
         if batch.variable_stride_per_key():
             raise ValueError(
@@ -248,6 +253,9 @@ class KJTOneToAll(nn.Module):
         splits: features for each device.
         world_size: the number of devices.
         device: device type of the outputs; None is "cuda" if there are GPUs, else "cpu".
+
+    Raises:
+        ValueError: another number of splits than devices; in a call, other features than they say.
     """
 
     def __init__(
@@ -271,7 +279,10 @@ class KJTOneToAll(nn.Module):
 
 
 class _ToOne(nn.Module):
-    """Base of modules that bring tensors of several devices to one."""
+    """Base of modules that bring tensors of several devices to one.
+
+    A call with more than `world_size` tensors raises ValueError; 0 is no limit.
+    """
 
     def __init__(self, device: torch.device, world_size: int = 0) -> None:
         super().__init__()

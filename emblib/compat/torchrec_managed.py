@@ -1,6 +1,6 @@
 """TorchRec's managed collision modules over hash tables.
 
-There a module maps the ids of a table to its rows in front of the lookup: it counts ids, and every
+In TorchRec a module maps the ids of a table to its rows before the lookup: it counts ids, and every
 `eviction_interval` batches admits new ones in place of others. Here the tables themselves become
 hash tables of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy: in
 training an id gets a row with an initial value when it is first looked up, and an id that the table

@@ -54,7 +54,7 @@ def _types_of(features: Any) -> Any:
 
 
 def _keyed(features: Any) -> Any:
-    """Return a KeyedJaggedTensor, of TorchRec for a TensorDict as TorchRec's modules do."""
+    """Convert a TensorDict to TorchRec's KeyedJaggedTensor; return other batches as they are."""
     is_dict = type(features).__module__.partition(".")[0] == "tensordict"
     module: Any = sys.modules.get("torchrec.sparse.tensor_dict")
     return module.maybe_td_to_kjt(features, None) if is_dict and module else features
@@ -306,11 +306,11 @@ class ReplacedFusedCollection(ReplacedCollection):
     ) -> None:
         self._check(old)
         self.weights, self._tbes = [], _tbes(old)
-        made_by = {
+        optimizers_by_module = {
             id(module): ReplacedSplitTBE(("",), module, (), None).optimizers[0]
             for module, _ in self._tbes
         }
-        fused = [made_by[id(module)] for module, _ in self._tbes]
+        fused = [optimizers_by_module[id(module)] for module, _ in self._tbes]
         if _is_pooled(old) and len({config.pooling for config in _configs(old)}) > 1:
             self.note = "columns follow the names; TorchRec's come in the order of the poolings"
         Replaced.__init__(self, paths, old, _collection(old, fused))

@@ -131,6 +131,8 @@ def shard_modules(
         plan: plan of all collections; None makes one with the default planner.
         sharders: list of sharders, one per module class; None uses the default ones.
         init_params: whether other modules on the meta device are allocated and initialized.
+
+    A collection without a sharder stays as it is.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
     sharders = default_sharders() if sharders is None else list(sharders)
@@ -189,9 +191,13 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         bucket_cap_mb: size of the messages in MiB.
         static_graph: whether every step uses the same parameters.
         find_unused_parameters: whether some steps do not use all of them.
-        allreduce_comm_precision: "fp16" or "bf16" sends and adds up gradients in it.
+        allreduce_comm_precision: "fp16" or "bf16", in which gradients are sent and added up; None
+            or "fp32" for the dtype of the parameters.
         params_to_ignore: names of parameters whose gradients are not averaged.
-        ddp_kwargs: further arguments of DistributedDataParallel.
+        ddp_kwargs: further arguments of DistributedDataParallel, which win over these.
+
+    Raises:
+        ValueError: another `allreduce_comm_precision`.
     """
 
     def __init__(
@@ -250,7 +256,8 @@ def shard_quant_model(
         sharding_device: ignored.
         sharders: list of sharders, one per module class; None uses the default ones.
         device_memory_size: bytes for tables on a GPU; None for no limit. Ignored on a CPU.
-        constraints: constraints by table, which must allow table-wise sharding.
+        constraints: constraints by table, which must allow table-wise sharding; their other fields
+            are ignored.
         ddr_cap: bytes for tables on a CPU; None for no limit. Ignored on GPUs.
         sharding_plan: plan to use; None places the largest tables first.
 

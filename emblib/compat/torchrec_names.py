@@ -143,6 +143,8 @@ DIFFERS = {
     "EmbeddingConfig": "as `EmbeddingBagConfig`",
     "BaseEmbeddingConfig": "a record; `EmbeddingBagConfig`, `EmbeddingConfig` are instances of it",
     "EmbeddingTableConfig": "as `BaseEmbeddingConfig`",
+    "data_type_to_dtype": "quantised types and integers raise",
+    "dtype_to_data_type": "uint8 is INT8; other integers and `quint2x4` raise",
     "DataType": "rows have FP32, FP16, BF16, INT8 or INT4; equal to the dtype of a configuration",
     "KeyedJaggedTensor": "validates sizes; `length_per_key` and `inverse_indices` are keywords; "
     "other cached fields (`jt_dict`, `index_per_key`, ...) follow from the rest: nothing is stale; "

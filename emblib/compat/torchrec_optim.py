@@ -85,12 +85,16 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if wrong:
             raise ValueError(f"the numbers of RowWiseAdagrad must be >= 0, got {wrong}")
         super().__init__(params, {**numbers, "maximize": maximize})
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                total = parameter.detach().new_full(
-                    (parameter.shape[0], 1), group["initial_accumulator_value"]
-                )
-                self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with initial states; the constructor adds its groups by this, too."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            total = parameter.detach().new_full(
+                (parameter.shape[0], 1), group["initial_accumulator_value"]
+            )
+            self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -44,10 +44,10 @@ _RATES = {
 class Topology:
     """Ranks and their memory, by default this machine's.
 
-    `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
-    rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. Bandwidths are bytes per millisecond, as in TorchRec: between the ranks of a host
-    (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
+    `hbm_cap`, `ddr_cap` and `ssd_cap` are bytes a rank may use of a GPU's memory, of the host's and
+    of a disk; on a CPU `hbm_cap` has no effect. Left out, they are what the machine has: TorchRec
+    assumes 32 and 128 GiB. Bandwidths are bytes per millisecond, as in TorchRec: between the ranks
+    of a host (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
     (`hbm_to_ddr_mem_bw`) and of disks (`ssd_mem_bw`); left out, they are those of
     `emblib.sharding.planner.Calibration`, which also has the measured times of lookups.
 
@@ -140,7 +140,7 @@ class ParameterConstraints:
         return [checked_kernel(kernel) for kernel in self.compute_kernels or ()]
 
     def forced_storage(self) -> Dense | None:
-        """Return the storage of the table if its kernels leave no other; None as configured."""
+        """Return the storage of the first kernel if all name one; None leaves it as configured."""
         kernels = self._kernels()
         return self._storages()[kernels[0]] if kernels and set(kernels) <= STORAGES.keys() else None
 
@@ -295,8 +295,8 @@ class EmbeddingShardingPlanner:
 
     Topology, batch size and constraints may be arguments or those of `enumerator`.
     `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
-    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `print(plan)` shows the
-    report of emblib's planner.
+    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `debug` has no effect:
+    `print(plan)` shows the report of emblib's planner.
 
     Raises:
         ValueError: parts of TorchRec's planner, which emblib's does not have.

@@ -21,7 +21,13 @@ from emblib.compat.torchrec_sharding import (
     ShardingPlan,
     ShardingType,
 )
-from emblib.compat.torchrec_types import DataType, QuantConfig, Subscripted, dtype_to_data_type
+from emblib.compat.torchrec_types import (
+    DataType,
+    QuantConfig,
+    Subscripted,
+    data_type_to_dtype,
+    dtype_to_data_type,
+)
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
@@ -35,18 +41,18 @@ def _with_type(config: Any, data_type: DataType | torch.dtype) -> Any:
     kind = data_type if isinstance(data_type, DataType) else dtype_to_data_type(data_type)
     if kind in _BITS:
         return replace(config, storage=Quantized(_BITS[kind]), optimizer=None)
-    dtype = {DataType.FP32: torch.float32, DataType.FP16: torch.float16}.get(kind, torch.bfloat16)
-    return replace(config, storage=Dense(), data_type=dtype, optimizer=None)
+    return replace(config, storage=Dense(), data_type=data_type_to_dtype(kind), optimizer=None)
 
 
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments that are set; `arguments` are by name."""
-    set_arguments = sorted(name for name, value in arguments.items() if value)
-    if set_arguments:
-        raise ValueError(
-            f"{', '.join(set_arguments)} must be left out: they lay out FBGEMM's tables; "
-            "load_state_dict takes the `values` and `scales` of each table"
-        )
+_LAYOUT = (
+    "it lays out FBGEMM's tables; load_state_dict takes the `values` and `scales` of each table"
+)
+
+
+def _refuse(name: str, value: object, reason: str = _LAYOUT) -> None:
+    """Raise ValueError for an argument that is set, with what to use instead."""
+    if value:
+        raise ValueError(f"{name} must be left out: {reason}")
 
 
 _IGNORED_OPTIONS = (  # of FBGEMM's memory
@@ -60,7 +66,7 @@ _IGNORED_OPTIONS = (  # of FBGEMM's memory
 def _options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a quantised collection that emblib's has."""
     name = "table_name_to_quantized_weights"
-    _refuse({name: options.pop(name, None)})
+    _refuse(name, options.pop(name, None))
     return {name: value for name, value in options.items() if name not in _IGNORED_OPTIONS}
 
 
@@ -89,7 +95,7 @@ class _Quantised:
         `use_precomputed_fake_quant` is ignored.
 
         Raises:
-            ValueError: a collection without a `qconfig`.
+            ValueError: a collection without a `qconfig`, or a dtype that rows cannot have.
         """
         qconfig = getattr(module, "qconfig", None)
         if qconfig is None:
@@ -135,7 +141,10 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
 
 
 class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
-    """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference."""
+    """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference.
+
+    `need_indices` returns the ids as weights; the others are as in `QuantEmbeddingBagCollection`.
+    """
 
     _flag = "need_indices"
 
@@ -198,7 +207,7 @@ class _OverDevices(Subscripted, nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        _refuse({"fused_params": fused_params})
+        _refuse("fused_params", fused_params)
         device = module.device if device is None else torch.device(device)
         self._device, self.configs = device, module.configs
         self._plan = dict(table_name_to_parameter_sharding)
@@ -321,7 +330,7 @@ class _QuantSharder(Subscripted):
     def __init__(
         self, fused_params: None = None, shardable_params: Sequence[str] | None = None
     ) -> None:
-        _refuse({"fused_params": fused_params})
+        _refuse("fused_params", fused_params)
         self._names = None if shardable_params is None else set(shardable_params)
         self.optimizer = self.comm_precision = None
 
@@ -406,8 +415,8 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
         plans[path][name] = ParameterSharding(ShardingType.TABLE_WISE.value, "quant", [device])
     if capacity is not None and max(loads) > capacity:
         raise ValueError(
-            f"the tables take {max(loads)} bytes on one of {world_size} devices, more than "
-            f"device_memory_size={capacity}: use more devices, or INT4"
+            f"the tables take {max(loads)} bytes on one of {world_size} devices, more than the "
+            f"{capacity} bytes for tables: use more devices, or INT4"
         )
     return ShardingPlan(
         {path: EmbeddingModuleShardingPlan(tables) for path, tables in plans.items()}
@@ -443,11 +452,13 @@ def quantize_embeddings(
         module: the model, or one collection.
         dtype: dtype of the stored rows.
         inplace: whether to change `module`; else a copy.
-        additional_qconfig_spec_keys: further classes; `additional_mapping` has their quantised
-            classes, which have `from_float`.
-        additional_mapping: quantised classes by class.
+        additional_qconfig_spec_keys: further classes, which `additional_mapping` must have.
+        additional_mapping: further quantised classes, which have `from_float`, by class.
         output_dtype: dtype of the output of lookups.
         per_table_weight_dtype: dtypes of the rows of some tables, by name.
+
+    Raises:
+        ValueError: a dtype that rows cannot have, or a class that `additional_mapping` lacks.
     """
     observer = torch.ao.quantization.PlaceholderObserver
     qconfig = QuantConfig(
@@ -456,6 +467,12 @@ def quantize_embeddings(
         dict(per_table_weight_dtype or {}),
     )
     mapping: dict[Any, Any] = {**QUANTISED, **(additional_mapping or {})}
+    unmapped = [kind for kind in additional_qconfig_spec_keys or () if kind not in mapping]
+    if unmapped:
+        raise ValueError(
+            f"additional_mapping must have the quantised class of each of {unmapped}, of "
+            "additional_qconfig_spec_keys"
+        )
     module = module if inplace else deepcopy(module)
 
     def converted(part: nn.Module) -> nn.Module | None:
@@ -490,11 +507,11 @@ def quantize_inference_model(
     Raises:
         ValueError: a `quantization_mapping`, or other rows for feature processors.
     """
+    _refuse("quantization_mapping", quantization_mapping, "quantize_embeddings takes one")
     _refuse(
-        {
-            "quantization_mapping": quantization_mapping,
-            "fp_weight_dtype": fp_weight_dtype is not torch.int8,
-        }
+        "fp_weight_dtype",
+        fp_weight_dtype is not torch.int8,
+        "weights of feature processors are not quantised",
     )
     return quantize_embeddings(
         model,

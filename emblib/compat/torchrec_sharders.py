@@ -331,7 +331,7 @@ class _WithContexts(Subscripted):
         return parent.compute_and_output_dist(input)
 
     def prefetch(self, ctx: Any, dist_input: Any = None, forward_stream: Any = None) -> Any:
-        """Load the rows of received ids into caches."""
+        """Load the rows of received ids into caches; `forward_stream` is ignored."""
         parent: Any = super()
         return parent.prefetch(dist_input if isinstance(ctx, _Context) else ctx)
 
@@ -498,7 +498,7 @@ class FusedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
 
 
 def check_kernels(params: Mapping[str, ParameterSharding], optimizer: Optimizer | None) -> None:
-    """Raise for a DENSE table where all tables get an optimizer in backward."""
+    """Raise ValueError for a DENSE table where all tables get an optimizer in backward."""
     dense = [n for n, p in params.items() if p.compute_kernel == EmbeddingComputeKernel.DENSE.value]
     if dense and optimizer is not None:
         raise ValueError(

@@ -458,14 +458,18 @@ def data_parallel() -> Placing:
 
 
 def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> Placing:
-    """Place the whole table on one rank."""
+    """Place the whole table on one rank; `device` is ignored."""
     return Placing(sharding.table_wise(rank), compute_kernel)
 
 
 def row_wise(
     sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
 ) -> Placing:
-    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, one size per rank."""
+    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, one size per rank.
+
+    `sizes_placement[1]`, a device, is ignored. Sizes that do not add up to the rows of a table
+    raise ValueError where the plan is made.
+    """
     if sizes_placement is None:
         return Placing(sharding.row_wise(), compute_kernel)
     sizes = list(sizes_placement[0])
@@ -521,7 +525,7 @@ def grid_shard(host_indexes: Sequence[int], compute_kernel: str | None = None) -
 
 
 def configs_of(module: Any) -> Iterator[TableConfig]:
-    """Return the configurations of a collection's tables."""
+    """Yield the configurations of a collection's tables."""
     configs = getattr(module, "embedding_bag_configs", None) or module.embedding_configs
     yield from configs()
 

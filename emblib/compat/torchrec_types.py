@@ -76,16 +76,19 @@ _TYPE_OF_BITS = {bits: data_type for data_type, bits in _BITS.items()}
 
 
 def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
-    """Return the dtype of a type that is not quantised; a dtype is returned as it is.
+    """Return the dtype of rows of FP32, FP16 or BF16; a dtype is returned as it is.
 
     Raises:
-        ValueError: a quantised type, which has none.
+        ValueError: another type.
     """
     if isinstance(data_type, torch.dtype):
         return data_type
     dtype = _DTYPES.get(DataType(data_type).value)
     if dtype is None:
-        raise ValueError(f"{data_type} is quantised and has no dtype; use one of {list(_DTYPES)}")
+        raise ValueError(
+            f"{data_type} is quantised or an integer, and no dtype of rows; use one of "
+            f"{list(_DTYPES)}"
+        )
     return dtype
 
 
@@ -263,7 +266,7 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
-    """Return the data type of a dtype.
+    """Return the data type of a dtype; integers of 8 bits, signed or not, are INT8.
 
     Raises:
         ValueError: a dtype that rows cannot have.

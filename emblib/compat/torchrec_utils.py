@@ -223,7 +223,7 @@ def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None
 def state_dict_to_device(
     state_dict: Mapping[str, Any], pg: Any, device: torch.device
 ) -> dict[str, Any]:
-    """Return the entries on `device`; sharded tables stay sharded over the ranks `pg`."""
+    """Return the entries on `device`; sharded tables stay sharded. `pg` is ignored."""
     return {key: value.to(device) for key, value in state_dict.items()}
 
 

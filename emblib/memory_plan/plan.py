@@ -177,7 +177,7 @@ class MemoryPlan:
 
     @property
     def plain_nbytes(self) -> int:
-        """Return the bytes of all tables as configured."""
+        """Return the bytes of all tables in device memory as they were configured."""
         return sum(choice.plain_nbytes for choice in self.choices)
 
     @property

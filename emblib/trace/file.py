@@ -92,11 +92,12 @@ class LookupTrace:
         The whole file is read once, to compare its checksums.
 
         Raises:
+            OSError: there is no such file, or it cannot be read.
             ValueError: a file of another kind or of an unknown version, or a damaged one.
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, PermissionError):
             raise
         except Exception as error:  # damaged bytes make torch's reader raise any class of error
             message = str(error).partition("\n")[0]

@@ -157,6 +157,12 @@ def test_factors_that_fbtt_was_seen_to_suggest(n: int, d: int, factors: list[int
     assert suggested_tt_shapes(n, d) == factors
 
 
+@pytest.mark.parametrize(("n", "d"), [(0, 3), (7, 0)])
+def test_no_rows_or_cores_have_no_factors(n: int, d: int) -> None:
+    with pytest.raises(ValueError, match=f"positive number of factors, got {n} and {d}"):
+        suggested_tt_shapes(n, d)
+
+
 def test_suggested_factors_cover_the_rows() -> None:
     for n, d in itertools.product((1, 7, 97, 1009, 65_537, 999_983), (2, 3, 4)):
         exact = suggested_tt_shapes(n, d, allow_round_up=False)

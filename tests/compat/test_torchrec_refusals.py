@@ -45,6 +45,27 @@ def by_hand(rules: dict[str, Any]) -> torchrec.EmbeddingModuleShardingPlan:
         ),
         (lambda: torchrec.QCommsConfig(forward_precision="int3"), "int3"),  # type: ignore[arg-type]
         (
+            lambda: torchrec.quantize_embeddings(
+                collection(),
+                torch.int8,
+                False,
+                per_table_weight_dtype={"a": torchrec.DataType.INT2},
+            ),
+            "INT2 is quantised or an integer",
+        ),
+        (
+            lambda: torchrec.quantize_embeddings(
+                collection(), torch.int8, False, additional_qconfig_spec_keys=[nn.Linear]
+            ),
+            "additional_mapping must have the quantised class of each of .*Linear",
+        ),
+        (
+            lambda: torchrec.quantize_inference_model(
+                nn.Sequential(collection()), quantization_mapping={"a": nn.Linear}
+            ),
+            "quantization_mapping must be left out: quantize_embeddings takes one",
+        ),
+        (
             lambda: torchrec.CombinedOptimizer([dense().wrapped]),  # type: ignore[list-item]
             "a KeyedOptimizer, got SGD: .*KeyedOptimizerWrapper",
         ),

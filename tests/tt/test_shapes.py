@@ -47,3 +47,11 @@ def test_the_documentation_has_the_sizes_of_cores() -> None:
         rows, dim, *shown = (int(number.replace(",", "")) for number in row)
         specs = [TTSpec(rows, dim, (rank, rank)).usable() for rank in (8, 16, 32)]
         assert shown == [round(4 * rows * dim / spec.nbytes) for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("rows", "percent"), [(range(10_000, 20_000, 7), 5), (range(100_000, 200_000, 77), 2.2)]
+)
+def test_three_row_factors_pad_little(rows: range, percent: float) -> None:
+    padding = max(math.prod(shapes.row_factors(n, 3)) / n - 1 for n in rows)
+    assert 100 * padding <= percent
