@@ -68,6 +68,7 @@ def formats_of(num_tables: int, bits: int | None, formats: Formats | None) -> tu
     """Return the format of each table, for integers of `bits` bits or for `formats`.
 
     Raises:
+        TypeError: `formats` is neither a format nor a sequence.
         ValueError: both arguments, other bits, or not one format per table.
     """
     if formats is None:
@@ -79,6 +80,11 @@ def formats_of(num_tables: int, bits: int | None, formats: Formats | None) -> tu
         raise ValueError(f"pass bits or formats, got both, {bits} and {formats!r}")
     if isinstance(formats, RowFormat | str):
         return (RowFormat(formats),) * num_tables
+    if not isinstance(formats, Sequence):
+        raise TypeError(
+            "formats must be a RowFormat or its name, e.g. 'int8' or 'float16', or a sequence with "
+            f"one per table, got {formats!r}"
+        )
     if len(formats) != num_tables:
         raise ValueError(f"formats must have one entry per table, {num_tables}, got {len(formats)}")
     return tuple(RowFormat(format) for format in formats)
@@ -697,7 +703,8 @@ class FloatTables(NamedTuple):
             raise TypeError(
                 "source must be TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, "
                 "nn.EmbeddingBag, nn.Embedding, a matrix or matrices by name, got "
-                f"{type(source).__name__}"
+                f"{type(source).__name__}; of a model convert each module of tables, and with "
+                "for_inference each collection"
             )
         for name, tensor in sources_by_name.items():
             if not isinstance(tensor, Tensor) or tensor.dim() != 2:

@@ -12,6 +12,8 @@ from emblib import (
     CachedTTEmbeddingBags,
     DynamicEmbeddingBags,
     DynamicSpec,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     HostRows,
     Pooling,
     Precision,
@@ -90,6 +92,16 @@ def test_plain_and_tensor_train_tables(format: str | None) -> None:
         kept = RowFormat.FP16 if source is plain else RowFormat.FP32
         assert error.format is (kept if format is None else RowFormat(format))
         assert (error.largest == 0) == (format is None)
+
+
+@pytest.mark.parametrize("formats", [8, torch.float16, {"item": "int4"}])
+def test_wrong_formats_are_named(formats: Any) -> None:
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(30, 8, "item")])
+    for source in (nn.EmbeddingBag(30, 8, mode="sum"), collection):
+        with pytest.raises(TypeError, match="must be a RowFormat or its name"):
+            for_inference(source, formats)
+    with pytest.raises(TypeError, match="of a model convert each module of tables"):
+        for_inference(nn.Sequential(collection))
 
 
 def test_stored_rows_of_a_cached_train_are_converted() -> None:
