@@ -72,13 +72,16 @@ class CapturedStep:
     time.
 
     Args:
-        step: function of a batch that returns any tree of tensors.
+        step: function of a batch that returns any tree of tensors and other values.
         bounds: numbers of ids, one graph each. A batch uses the smallest bound that is not below
             the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
         device: device of the static tensors; None is the device of the first batch. Batches may be
             on the host or on the device.
         warmup: uncaptured steps before the first capture, at least 1; `DistributedDataParallel`
             needs 11. Every later size class has one uncaptured step.
+
+    Raises:
+        ValueError: `bounds` that are no ascending positive ints, or a `warmup` below 1.
 
     Example:
         >>> optimizer = emblib.optim.SGD(0.1)
@@ -118,9 +121,12 @@ class CapturedStep:
         """Train on a batch and return the result of the step.
 
         Raises:
-            ValueError: a batch that differs from the first one in more than the number of ids.
-            RuntimeError: the step cannot be captured, or a number of an optimizer has changed since
-                the capture. Nothing is changed then.
+            TypeError: a batch with a leaf that is neither a tensor, a jagged tensor nor a plain
+                value.
+            ValueError: a batch that differs from the first one in more than the number of ids, is
+                on another device, or has no fixed shape (`BatchLayout.of`).
+            RuntimeError: the step cannot be captured; or a number of an optimizer has changed, or a
+                parameter or state was replaced, since the capture. In each case nothing is changed.
         """
         layout, leaves = self._check_layout(batch)
         bound = self._bound_of(layout.num_ids(leaves))
@@ -146,12 +152,14 @@ class CapturedStep:
     def run_eagerly(self, batch: Any) -> Any:
         """Train on a batch uncaptured and unpadded, e.g. on the last one, which has fewer samples.
 
-        The batch is moved to `device`; it may have any structure that the step takes.
+        The batch is moved to `device`, by default its own. It may differ from all other batches.
+
+        Raises:
+            TypeError, ValueError: a batch that no layout describes, see `BatchLayout.of`.
         """
-        if self._layout is None:
-            self._check_layout(batch)
-            self._layout = None  # this batch may be an exception; the next one sets the layout
         layout, leaves = BatchLayout.of(batch)
+        if self.device is None:
+            self.device = layout.device_of(leaves)
         return self._run_eagerly(layout, leaves)
 
     def reset(self) -> None:
@@ -190,13 +198,11 @@ class CapturedStep:
     def _check_layout(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
         """Return the common layout and a batch's leaves; raise ValueError if they do not fit."""
         layout, leaves = BatchLayout.of(batch)
-        if self._layout is None:
-            if self.device is None:
-                self.device = layout.device_of(leaves)
-            self._layout = layout
-        else:
+        if self._layout is not None:
             self._layout.check(layout)
-        layout.check_devices(leaves, self._device)
+        device = layout.device_of(leaves) if self.device is None else self.device
+        layout.check_devices(leaves, device)
+        self.device, self._layout = device, self._layout or layout
         return self._layout, leaves
 
     def _bound_of(self, num_ids: int) -> int | None:

@@ -32,13 +32,13 @@ def in_grad_mode(function: Callable[_P, _R], *, enabled: bool) -> Callable[_P, _
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         was_enabled = torch.is_grad_enabled()
-        in_c, again_in_c = _DisableTorchFunction(), _DisableTorchFunction()
+        entering, leaving = _DisableTorchFunction(), _DisableTorchFunction()  # each is used once
         try:
-            with in_c:
+            with entering:
                 _set_grad_enabled(enabled)
             return function(*args, **kwargs)
         finally:
-            with again_in_c:
+            with leaving:
                 _set_grad_enabled(was_enabled)
 
     return call

@@ -369,6 +369,13 @@ def test_leaves_that_a_graph_would_not_see_are_refused() -> None:
         step([1, 2])
 
 
+def test_a_refused_batch_sets_no_layout() -> None:
+    step = CapturedStep(lambda batch: batch[0] + 1, [8], device="cpu")
+    with pytest.raises(ValueError, match="a batch must be on the host or on cpu"):
+        step([torch.ones(3, device="meta")])
+    assert step([torch.ones(2)]).tolist() == [2.0, 2.0]
+
+
 def test_an_odd_batch_runs_eagerly(device: torch.device) -> None:
     one, other = twins(Problem(), device)
     step = CapturedStep(other.step, BOUNDS, device=device)

@@ -563,6 +563,8 @@ class EmbeddingBagCollection(TableCollection):
         batch = self._checked(features)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
+        if not self._units:
+            return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.device()))
         if batch.values().is_meta:  # without data: shapes
             out = torch.empty(batch.stride(), sum(self._columns), device="meta")
             return KeyedTensor(self._names, self._columns, out)

@@ -21,7 +21,7 @@ from emblib.inference.served import (
     is_collection,
     readers_of,
 )
-from emblib.specs import BoundsCheck, DynamicSpec, TableSpec
+from emblib.specs import BoundsCheck, DynamicSpec, TableSpec, check_count
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats
 
@@ -67,8 +67,9 @@ def for_inference(
         output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
-        TypeError: another source.
-        ValueError: rows that the format does not hold, or another format for quantised rows.
+        TypeError: another source, or a table with rows on other ranks.
+        ValueError: rows that the format does not hold, another format for quantised rows, or not
+            one format per table.
 
     Example:
         >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(1_000, 16, name="item")])
@@ -148,7 +149,7 @@ def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[RowsByKey, D
 
 
 class QuantizationError(NamedTuple):
-    """Errors that the format of a table causes.
+    """The errors of a table's rows, which its format causes.
 
     Attributes:
         table: name of the table; of a component, `table.component`, where ids share rows.
@@ -158,7 +159,7 @@ class QuantizationError(NamedTuple):
         largest: largest error of a value.
         rms: root mean square of the errors.
         relative: norm of the errors of pooled outputs, sums of `bag` rows drawn at random, divided
-            by the norm of these outputs.
+            by the norm of these outputs; 0 for a table with fewer than `bag` rows.
     """
 
     table: str
@@ -182,7 +183,7 @@ def quantization_errors(
         seed: seed of the draw of bags.
 
     Raises:
-        ValueError: tables of other sizes.
+        ValueError: tables of other names or sizes, or `bag` < 1.
 
     Example:
         >>> weights = torch.randn(1_000, 16, generator=torch.Generator().manual_seed(0))
@@ -191,22 +192,28 @@ def quantization_errors(
         >>> error.table, error.nbytes, 0.05 < error.relative < 0.1
         ('item', 12000, True)
     """
+    check_count("bag", bag)
     errors = []
     generator = torch.Generator().manual_seed(seed)
-    for name, blocks, module, table in _tables_to_compare(source, served):
+    for name, blocks, module, table, num_shared in _tables_to_compare(source, served):
         sums = _ErrorSums(generator, bag)
         for block in blocks:
             if sums.rows + block.size(0) > module.tables[table].rows:
                 raise ValueError(f"table {name!r} has fewer rows than the source: was it pruned?")
             sums.add(block, module.dense_rows(table, sums.rows, block.size(0)))
+        if max(sums.rows + num_shared, 1) < module.tables[table].rows:
+            raise ValueError(f"table {name!r} has more rows than the source: is it of another one?")
         errors.append(sums.result(name, module, table))
     return errors
 
 
 def _tables_to_compare(
     source: Any, served: ReadOnly | Collections
-) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int]]:
-    """Yield each table: its name, the rows that it was made of, its module and its number there."""
+) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int, int]]:
+    """Yield each table: its name, the rows that it was made of, its module and its number there.
+
+    The last number is that of the rows that keys without a row share, which are not compared.
+    """
     if isinstance(served, InferenceCollection):
         readers = readers_of(source)
         for part in served.parts:
@@ -216,16 +223,21 @@ def _tables_to_compare(
             if isinstance(part, ComposedEmbeddingBags):
                 names = component_names(any_part.tables, any_part.storages)
             for table, name in enumerate(names):
-                yield name, readers[name].blocks(), module, table
+                if name not in readers:
+                    raise ValueError(f"the source has no table {name!r}, only {sorted(readers)}")
+                keyed = readers[name].keyed
+                num_shared = 0 if keyed is None else keyed.shared.size(0)
+                yield name, readers[name].blocks(), module, table, num_shared
         return
     module = _stored_rows(served)
     if isinstance(source, DynamicEmbeddingBags):
         for table, (keyed, _) in enumerate(_dynamic_tables(source)):
-            yield module.table_names[table], keyed.rows.split(_CHUNK), module, table
+            num_shared = keyed.shared.size(0)
+            yield module.table_names[table], keyed.rows.split(_CHUNK), module, table, num_shared
         return
     tables = _float_tables(source)
     for table, name in enumerate(module.table_names):
-        yield name, tables.blocks(table), module, table
+        yield name, tables.blocks(table), module, table, 0
 
 
 def _stored_rows(part: Any) -> QuantizedEmbeddingBags:

@@ -108,13 +108,14 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
 
     Returns:
         `QuantizedEmbeddingBags`, `InferenceEmbeddingBags` for tables with an index,
-        `TableBatchedTTEmbeddingBags` whose cores are frozen, or the collection for inference that
-        `for_inference` made of a collection.
+        `ComposedEmbeddingBags` for a part whose ids share rows, `TableBatchedTTEmbeddingBags` whose
+        cores are frozen, or the collection for inference that `for_inference` made of a collection.
 
     Raises:
         ChecksumError: the file is truncated, or the header or a section that is checked is altered.
+        OSError: the file cannot be read, or mapped.
         ValueError: it does not begin as a frozen file, its version is another one, or its tables
-            are of an unknown kind.
+            are of an unknown kind or storage.
 
     Example:
         >>> import tempfile, os

@@ -126,6 +126,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
 
     Raises:
         ChecksumError: it is truncated, or the header or a section that is checked is altered.
+        OSError: it cannot be read, or mapped.
         ValueError: it does not begin as a frozen file, or its version is another one.
     """
     path = Path(path)

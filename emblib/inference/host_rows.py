@@ -26,7 +26,8 @@ class HostEmbeddingBags(nn.Module):
 
     Lookups return what `QuantizedEmbeddingBags` returns, except that the sums of a bag's rows in
     either memory are added at the end: results may differ in the last bits. The rows on the device
-    are chosen once; for other rows make another module over the same `tables`.
+    are chosen once; for other rows make another module over the same `tables`. `to` another device
+    raises RuntimeError.
 
     Args:
         tables: the rows, on the CPU. For a GPU they are copied into pinned memory once.
@@ -40,7 +41,9 @@ class HostEmbeddingBags(nn.Module):
         output_dtype: dtype of the output.
 
     Raises:
-        ValueError: tables that are not on the CPU, or a table without a mask.
+        KeyError: a mask of no table.
+        ValueError: tables that are not on the CPU, a table without a mask, or a mask that does not
+            fit or has no row.
 
     Example:
         >>> tables = emblib.inference.for_inference({"item": torch.eye(4)})
@@ -98,6 +101,7 @@ class HostEmbeddingBags(nn.Module):
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: `batch_sizes` that do not fit.
         """
         rows, bag_layout, all_offsets = self.rows, None, offsets
         if not rows.include_last_offset:

@@ -1,13 +1,15 @@
 """Read-only tables with rows for some ids alone: pruned tables, and tables keyed by any id.
 
-A `QuantizedEmbeddingBags` stores the rows. Before it is an index per table, which maps an id to its
-row: an array with an entry per id, or a hash table with an entry per key that has a row.
+A `QuantizedEmbeddingBags` stores the rows. An index per table maps an id to its row: an array with
+an entry per id, or a hash table with an entry per key that has a row.
 An id without a row reads zeros, or a row that such ids share: one of default values, or one of the
 fallback rows of a dynamic table, which the key's route selects.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -61,8 +63,11 @@ class RowIndex:
         The other arguments are the fields of these names. Reads the keys from the device.
 
         Raises:
+            TypeError: keys of another dtype or shape.
             ValueError: a key occurs twice.
         """
+        if keys.dtype is not torch.int64 or keys.dim() != 1:
+            raise TypeError(f"keys must be int64 [n], got {keys.dtype} {list(keys.shape)}")
         if keys.unique().numel() != keys.numel():
             raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
         rows = torch.arange(keys.numel(), device=keys.device)
@@ -256,6 +261,9 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
         scores: `[rows]`, for example how often each row was looked up, or its norm.
         share: share of the rows to keep, in [0, 1]; their number is rounded up.
 
+    Raises:
+        ValueError: scores that are no vector or have NaN, or another share.
+
     Example:
         >>> emblib.inference.top_rows(torch.tensor([3.0, 9.0, 1.0, 9.0]), 0.5)
         tensor([False,  True, False,  True])
@@ -267,7 +275,8 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
     if scores.is_floating_point() and bool(scores.isnan().any()):
         raise ValueError("scores must not be NaN; scores.nan_to_num() makes them so")
     keep = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
-    count = -int(-scores.numel() * share // 1)
+    # 0.07 of 100 rows are 7, though 100 * 0.07 is more in floating point.
+    count = math.ceil(Fraction(str(float(share))) * scores.numel())
     keep[scores.argsort(descending=True, stable=True)[:count]] = True
     return keep
 
@@ -280,12 +289,13 @@ def prune(
     Args:
         tables: the tables, of any formats; `for_inference` makes them of trained ones.
         keep: bool `[rows]` by table name, as of `top_rows`; other tables keep all rows.
-        index: "array", 4 bytes per row of before, "hash", 32 to 64 bytes per row that is kept, or
-            None for the smaller one.
+        index: "array" with 4 bytes per row of `tables`, "hash" with 32 to 64 bytes per row of the
+            result, or None for the smaller one.
 
     Raises:
         KeyError: a table of another name.
-        ValueError: a mask that does not fit, or another index.
+        TypeError: tables of another class.
+        ValueError: a mask that does not fit or keeps no row, or another index.
 
     Example:
         >>> tables = emblib.QuantizedEmbeddingBags.from_float({"item": torch.randn(1_000, 16)})
@@ -321,10 +331,9 @@ def _mask(tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]
     if name not in keep:
         return None
     mask, rows = keep[name], tables.tables[table].rows
-    if mask.dtype != torch.bool or tuple(mask.shape) != (rows,):
-        raise ValueError(
-            f"the mask of table {name!r} must be bool [{rows}], got {mask.dtype} {list(mask.shape)}"
-        )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (rows,):
+        kind = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else repr(type(mask))
+        raise ValueError(f"the mask of table {name!r} must be bool [{rows}], got {kind}")
     if not bool(mask.any()):
         raise ValueError(f"table {name!r} must keep at least one row")
     return mask.to(tables.packed.device)

@@ -272,9 +272,14 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
 
         Raises:
             KeyError: the batch lacks a feature of a table.
-            ValueError: features with different numbers of bags, or no weights for a weighted
-                collection.
+            RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`.
+            TypeError: ids of another dtype than those of the collection that was converted.
+            ValueError: features with different numbers of bags, no weights for a weighted
+                collection, or ids that are not one-dimensional.
         """
+        if not self._names:
+            batch = KeyedJaggedTensor.adopt(features)
+            return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.device()))
         blocks: dict[int, Tensor] = {}
         for tables, positions, batch in self._inputs(features):
             weights = batch.weights_or_none() if self.is_weighted else None
@@ -314,8 +319,9 @@ class InferenceEmbeddingCollection(InferenceCollection):
         """Return the vectors `[L, D]` by feature, as jagged as the ids.
 
         Raises:
-            KeyError: the batch lacks a feature of a table.
-            ValueError: features with different numbers of bags.
+            KeyError, RuntimeError, TypeError: as `InferenceEmbeddingBagCollection.forward`.
+            ValueError: features with different numbers of bags, or ids that are not
+                one-dimensional.
         """
         by_position: dict[int, JaggedTensor] = {}
         for tables, positions, batch in self._inputs(features):
@@ -342,6 +348,11 @@ def convert(
         source: the collection.
         formats: formats of the rows of each table; None keeps their dtypes.
         output_dtype: dtype of the output; None keeps the collection's, float32 if it is sharded.
+
+    Raises:
+        TypeError: a table whose rows cannot be read.
+        ValueError: another number of formats than of tables, or another format than that of rows
+            that are quantised already.
     """
     configs, readers = configs_of(source), readers_of(source)
     features = table_features(configs)

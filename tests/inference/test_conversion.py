@@ -158,3 +158,7 @@ def test_wrong_use_is_refused() -> None:
         for_inference(torch.full((2, 2), 1e6), "int8")
     with pytest.raises(ValueError, match="fewer rows than the source"):
         quantization_errors(torch.ones(5, 2), served)
+    with pytest.raises(ValueError, match="more rows than the source"):
+        quantization_errors(torch.ones(3, 2), served)
+    with pytest.raises(ValueError, match="bag must be >= 1, got 0"):
+        quantization_errors(torch.ones(4, 2), served, bag=0)

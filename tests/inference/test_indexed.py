@@ -162,6 +162,7 @@ def test_top_rows() -> None:
     assert top_rows(scores, 0.6).tolist() == [True, False, True, True]
     assert top_rows(scores, 1.0).all()
     assert not top_rows(scores, 0.0).any()
+    assert top_rows(torch.arange(100), 0.07).sum() == 7  # 100 * 0.07 > 7 in floating point
     for wrong, message in (((scores, 1.1), "share"), ((scores.view(2, 2), 0.5), "vector")):
         with pytest.raises(ValueError, match=message):
             top_rows(*wrong)
@@ -175,12 +176,16 @@ def test_wrong_use_is_refused() -> None:
         ({"other": torch.ones(60, dtype=torch.bool)}, KeyError, "no tables"),
         ({"item": torch.ones(61, dtype=torch.bool)}, ValueError, r"must be bool \[60\]"),
         ({"item": torch.ones(60)}, ValueError, "got torch.float32"),
+        ({"item": [True] * 60}, ValueError, r"must be bool \[60\], got <class 'list'>"),
         ({"item": torch.zeros(60, dtype=torch.bool)}, ValueError, "at least one row"),
     ):
         with pytest.raises(error, match=message):
             prune(bags, keep)
     with pytest.raises(ValueError, match="index must be 'array', 'hash' or None"):
         prune(bags, {}, index="tree")
+    for keys in (torch.ones(2), torch.tensor([1, 2]).int(), torch.tensor([[1, 2]])):
+        with pytest.raises(TypeError, match=r"keys must be int64 \[n\], got"):
+            RowIndex.of_keys(keys)
     with pytest.raises(TypeError, match="for_inference"):
         prune(torch.nn.Linear(2, 2), {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one entry per table, 3, got 1"):

@@ -305,3 +305,17 @@ def test_a_sharded_dynamic_table_is_converted_on_all_ranks() -> None:
         torch.testing.assert_close(got, want)
         assert parts == ["InferenceEmbeddingBags"]
     assert torch.equal(answers[0][0], answers[1][0])
+
+
+def test_a_collection_without_tables() -> None:
+    source = EmbeddingBagCollection([])
+    for bags in (source, for_inference(source)):
+        assert bags(batch()).values().shape == (3, 0)
+    assert for_inference(EmbeddingCollection([]))(batch()) == {}
+
+
+def test_tables_of_other_names_are_not_compared() -> None:
+    served = for_inference(EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "a")]))
+    other = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "b")])
+    with pytest.raises(ValueError, match=r"no table 'a', only \['b'\]"):
+        quantization_errors(other, served)
