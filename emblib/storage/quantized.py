@@ -229,10 +229,7 @@ class QuantizedHandle(TableHandle):
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         views = self.views()
         if set(entries) == {"weight"}:
-            try:
-                self.module.write_rows(self.index, entries["weight"])
-            except ValueError as error:
-                errors.append(f"{prefix}weight: {error}")
+            self.module.write_rows(self.index, entries["weight"])
             return
         if set(entries) == set(FORMER_ENTRIES):
             entries = {"packed": self._pack_former(entries)}
@@ -248,6 +245,11 @@ class QuantizedHandle(TableHandle):
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
             problem = state_dicts.tensor_problem(weight, float_tensor, shape)
+            try:
+                if not problem:
+                    self.module.check_values(self.index, weight)
+            except ValueError as error:
+                problem = str(error)
             if problem:
                 yield f"{prefix}weight: {problem}"
         elif set(entries) == set(FORMER_ENTRIES):

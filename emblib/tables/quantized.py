@@ -17,7 +17,15 @@ from emblib.columns import FeatureColumn, FeatureRow, RowFormatCode
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.one_call import native
-from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
+from emblib.specs import (
+    FLOAT_DTYPES,
+    BoundsCheck,
+    Choice,
+    Placement,
+    Pooling,
+    TableSpec,
+    check_float_dtype,
+)
 from emblib.tables import base, batches, state_dicts
 from emblib.tables.base import check_features, warn_of_dtype
 from emblib.tables.parameters import refuse_averages
@@ -338,10 +346,9 @@ class QuantizedEmbeddingBags(nn.Module):
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
         """Quantise `weights` `[rows, dim]` into a table, from `first_row` on.
 
-        They are float32, float16 or bfloat16, on any device.
+        They are of any real dtype and on any device.
 
         Raises:
-            RuntimeError: weights of another dtype.
             ValueError: another dim, rows out of range, or values that are not finite or exceed the
                 range of float16, +-65504, where the format needs it. Nothing is written then.
         """
@@ -354,15 +361,21 @@ class QuantizedEmbeddingBags(nn.Module):
         end = first_row + weights.size(0)
         self._check_rows(table, first_row, end)
         weights = weights.detach()
-        needs_range = location.format <= RowFormatCode.FP16  # codes ascend: scaled ones, then FP16
+        self.check_values(table, weights)
+        packed = location.view(self.packed)[first_row:end]
+        dtype = weights.dtype if weights.dtype in FLOAT_DTYPES else torch.float32
+        for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
+            quant.quantize_rows_(rows, block.to(rows.device, dtype).contiguous(), location.format)
+
+    def check_values(self, table: int, weights: Tensor) -> None:
+        """Raise ValueError if the format of a table lacks the range of `weights` `[rows, dim]`."""
+        if self._locations[table].format > RowFormatCode.FP16:  # codes ascend: scaled ones, FP16
+            return
         try:
-            for block in weights.split(_BLOCK_ROWS) if needs_range else ():
+            for block in weights.split(_BLOCK_ROWS):
                 _check_range(block)
         except ValueError as error:
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
-        packed = location.view(self.packed)[first_row:end]
-        for rows, block in zip(packed.split(_BLOCK_ROWS), weights.split(_BLOCK_ROWS), strict=True):
-            quant.quantize_rows_(rows, block.to(rows.device).contiguous(), location.format)
 
     def _check_rows(self, table: int, first_row: int, end: int) -> None:
         """Raise ValueError unless a table has the rows from `first_row` to `end`."""
@@ -603,7 +616,7 @@ def _check_range(weights: Tensor) -> None:
     """Raise ValueError unless float16 has the range of the rows."""
     if weights.numel() == 0 or weights.is_meta:
         return
-    largest = float(weights.abs().amax())
+    largest = float((weights if weights.is_floating_point() else weights.float()).abs().amax())
     if not largest <= quant.LARGEST:  # true for NaN, too
         limit = int(quant.LARGEST)
         raise ValueError(

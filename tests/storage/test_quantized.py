@@ -166,3 +166,18 @@ def test_first_values_are_those_of_plain_tables() -> None:
     assert torch.equal(cut.to_dense(0), modules[0].to_dense(0)[30:80])
     with pytest.raises(ValueError, match="not divided by columns"):
         TableSlice(config, (0, IDS), (0, 3))
+
+
+def test_dense_weights_of_all_tables_are_loaded_or_of_none() -> None:
+    configs = [EmbeddingBagConfig(9, 4, name, storage=Quantized()) for name in "ab"]
+    bags = EmbeddingBagCollection(configs)
+    before = {key: value.clone() for key, value in bags.state_dict().items()}
+    weights = {f"embedding_bags.{name}.weight": torch.randn(9, 4).double() for name in "ab"}
+    wrong = {**weights, "embedding_bags.b.weight": torch.full((9, 4), torch.nan)}
+    with pytest.raises(RuntimeError, match="rows must be finite"):
+        bags.load_state_dict(wrong)
+    assert all(torch.equal(value, before[key]) for key, value in bags.state_dict().items())
+    bags.load_state_dict(weights)  # of any real dtype, as dense tables take them
+    for name in "ab":
+        rows = bags.handles()[name].module.to_dense(bags.handles()[name].index)
+        assert torch.allclose(rows.double(), weights[f"embedding_bags.{name}.weight"], atol=0.02)

@@ -333,3 +333,10 @@ def test_says_what_it_is() -> None:
     assert "int4, pooling=mean" in text
     both = QuantizedEmbeddingBags(TABLES, formats=["float16", "int2"])
     assert "float16, int2, pooling=sum" in repr(both)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_rows_of_any_real_dtype(dtype: torch.dtype) -> None:
+    rows = (torch.randn(50, 12) * 9).to(dtype)
+    tables = QuantizedEmbeddingBags.from_float(rows)
+    assert torch.equal(tables.packed, QuantizedEmbeddingBags.from_float(rows.float()).packed)
