@@ -121,11 +121,11 @@ def _find_names() -> dict[str, _Any]:
 
 def _make_modules() -> dict[str, _ModuleType]:
     """Make the modules of `_MODULES` below this one, and register them with `sys.modules`."""
-    every = _names | _RAISES
+    implementations = _names | _RAISES
     modules: dict[str, _ModuleType] = {}
     for path, names in _MODULES.items():
         module = _ModuleType(f"{__name__}.{path}", f"Names of DynamicEmb's module {path}.")
-        vars(module).update({name: every[name] for name in names.split()})
+        vars(module).update({name: implementations[name] for name in names.split()})
         parent, _, last = path.rpartition(".")
         if parent:
             modules[parent].__path__ = []

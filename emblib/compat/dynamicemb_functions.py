@@ -138,9 +138,9 @@ def checked(
     hyper = {} if rule is None else _hyper(path, content, rule)
     step = score = None
     if rule is not None and "iters" in content:
-        step = _whole(path, content, "iters", 0, 2**53)
+        step = _whole_number(path, content, "iters", 0, 2**53)
     if counts_steps and "step_score" in content:
-        score = _whole(path, content, "step_score", -(2**63), 2**63 - 1)
+        score = _whole_number(path, content, "step_score", -(2**63), 2**63 - 1)
     return Saved(hyper, step, score)
 
 
@@ -170,13 +170,15 @@ def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
             change = parse()
             replace(rule, **change)  # which checks ranges
         except (TypeError, ValueError, OverflowError) as error:
-            words = " and ".join(map(repr, names))
-            raise DumpError(f"{path} is malformed: {words}: {error}") from error
+            quoted_names = " and ".join(map(repr, names))
+            raise DumpError(f"{path} is malformed: {quoted_names}: {error}") from error
         hyper |= change
     return hyper
 
 
-def _whole(path: Path, content: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int:
+def _whole_number(
+    path: Path, content: Mapping[str, Any], name: str, minimum: int, maximum: int
+) -> int:
     number: int = entry_of(path, content, name, int)
     if not minimum <= number <= maximum:
         raise DumpError(
@@ -325,7 +327,7 @@ class DynamicEmbTables:
         Raises:
             ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one.
         """
-        before: dict[str, int] = self.get_score()
+        scores_before: dict[str, int] = self.get_score()
         scores: dict[int, tuple[DynamicEmbeddingBags, dict[int, int]]] = {}
         for name, score in named_score.items():
             self._check_name(name)
@@ -336,9 +338,10 @@ class DynamicEmbTables:
         for module, scores_by_index in scores.values():
             module.set_eviction_score(scores_by_index)
         for name, score in named_score.items():
-            if name in before and score < before[name] and warns_of_lower_scores():
+            if name in scores_before and score < scores_before[name] and warns_of_lower_scores():
                 warnings.warn(
-                    f"the score of table {name!r} is less than before: {score} < {before[name]}",
+                    f"the score of table {name!r} is less than before: "
+                    f"{score} < {scores_before[name]}",
                     stacklevel=2,
                 )
 

@@ -284,13 +284,13 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         return plan
 
     def _plan_natively(
-        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+        self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
         """Plan with hash storage for dynamic tables, so that their memory counts."""
         names = [config.name for config in _configs_in(module)]
         if self._names is not None and sorted(self._names) != sorted(names):
             raise ValueError(f"eb_configs must be those of the model, {names}, got {self._names}")
-        dynamic, world_size = self._dynamic(), native.topology.world_size
+        dynamic, world_size = self._dynamic(), native_planner.topology.world_size
 
         def as_planned(work: planner.TableWorkload) -> planner.TableWorkload:
             options = dynamic.get(work.config.name)
@@ -304,10 +304,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
                 dynamicemb_options=options,
             )
             rule = work.optimizer or optim.SGD(0.0)
-            config = dynamic_config(work.config, sharding, rule, device=native.topology.device)
+            config = dynamic_config(
+                work.config, sharding, rule, device=native_planner.topology.device
+            )
             return dataclasses.replace(work, config=config)
 
-        return plan_with_report(native, module, sharders, as_planned)
+        return plan_with_report(native_planner, module, sharders, as_planned)
 
 
 def _configs_in(module: nn.Module) -> list[Any]:

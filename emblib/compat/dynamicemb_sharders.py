@@ -352,8 +352,8 @@ def _goes_to(rank: int, world_size: int, dist_type: str, keys: Tensor) -> Tensor
 
 def _copied(entries: Entries) -> Entries:
     """Return entries whose rows are tensors on the CPU, which can be sent to other ranks."""
-    every = torch.arange(len(entries))
-    rows = {name: rows[every].cpu() for name, rows in entries.rows.items()}
+    positions = torch.arange(len(entries))
+    rows = {name: rows[positions].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 
 

@@ -544,10 +544,10 @@ def with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> S
     current = SimpleNamespace(**vars(args))
     if bags.hyperparams.is_meta:
         return current
-    current.learning_rate, now = bags.learning_rate, bags.optimizer
-    current.eps = getattr(now, "eps", args.eps)
-    current.beta1, current.beta2 = getattr(now, "betas", (args.beta1, args.beta2))
-    decay = getattr(now, "global_decay", None) or now.weight_decay
+    current.learning_rate, optimizer_of_bags = bags.learning_rate, bags.optimizer
+    current.eps = getattr(optimizer_of_bags, "eps", args.eps)
+    current.beta1, current.beta2 = getattr(optimizer_of_bags, "betas", (args.beta1, args.beta2))
+    decay = getattr(optimizer_of_bags, "global_decay", None) or optimizer_of_bags.weight_decay
     if decay is not None:
         current.weight_decay = decay.rate
     return current

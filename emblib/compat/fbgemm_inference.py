@@ -398,10 +398,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 if view is None and values is None:
                     continue
                 expected = None if view is None else list(view.shape)
-                got = None if values is None else list(values.shape)
-                is_of_each_row = expected is not None and got == expected[1:]
-                if view is None or values is None or not (expected == got or is_of_each_row):
-                    raise ValueError(f"table {name!r}: expected {expected}, got {got}")
+                shape = None if values is None else list(values.shape)
+                is_of_each_row = expected is not None and shape == expected[1:]
+                if view is None or values is None or not (expected == shape or is_of_each_row):
+                    raise ValueError(f"table {name!r}: expected {expected}, got {shape}")
                 if values.dtype != torch.uint8:
                     raise ValueError(f"table {name!r}: rows must be uint8, got {values.dtype}")
                 if kind is SparseType.FP8:

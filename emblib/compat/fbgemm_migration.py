@@ -290,8 +290,10 @@ class ReplacedSplitTBE(_ReplacedTBE):
         """Return a module of FBGEMM with some of the rows; it trains itself."""
         specs = self._made_with["embedding_specs"]
         rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
-        fewer = [(len(few), *spec[1:]) for few, spec in zip(rows, specs, strict=True)]
-        module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
+        smaller_specs = [
+            (len(row_ids), *spec[1:]) for row_ids, spec in zip(rows, specs, strict=True)
+        ]
+        module = type(self.old)(**{**self._made_with, "embedding_specs": smaller_specs})
         _copy_values(self.new, module, rows, counts_rows=self._is_counted)
         return module, []
 
@@ -436,12 +438,14 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         """Return a module of FBGEMM with some of the rows."""
         specs = self.old.embedding_specs
         rows = [chosen_rows(spec[1], max_rows, seed) for spec in specs]
-        fewer = [(spec[0], len(few), *spec[2:]) for few, spec in zip(rows, specs, strict=True)]
-        module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
+        smaller_specs = [
+            (spec[0], len(row_ids), *spec[2:]) for row_ids, spec in zip(rows, specs, strict=True)
+        ]
+        module = type(self.old)(**{**self._made_with, "embedding_specs": smaller_specs})
         module.initialize_weights()
         pairs = zip(self.rows(module), self.rows(self.new), rows, strict=True)
-        for target, source, few in pairs:
-            target.copy_(source[few.to(source.device)])
+        for target, source, row_ids in pairs:
+            target.copy_(source[row_ids.to(source.device)])
         return module, []
 
 

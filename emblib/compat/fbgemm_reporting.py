@@ -292,11 +292,11 @@ class Events:
         table, module = self._names
         self.reporter.report_data_amount(self.step, event, amount, table, module)
 
-    def tensor(self, event: str, data: Tensor) -> None:
+    def tensor(self, event: str, tensor: Tensor) -> None:
         """Report bytes and elements of inputs or outputs."""
         if self.reporter.should_report(self.step):
-            self._amount(f"tbe.{event}_size", data.element_size() * data.numel())
-            self._amount(f"tbe.{event}_count", data.numel())
+            self._amount(f"tbe.{event}_size", tensor.element_size() * tensor.numel())
+            self._amount(f"tbe.{event}_count", tensor.numel())
 
     def memory(self, bags: TableBatchedEmbeddingBags) -> None:
         """Report the bytes of the module in device memory and in host memory."""

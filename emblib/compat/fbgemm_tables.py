@@ -279,11 +279,11 @@ class TableViews(nn.Module):
                 )
             memory = getattr(self.bags, targets[name])
             expected = (memory.dtype, memory.device, (memory.numel(),))
-            got = (buffer.dtype, buffer.device, tuple(buffer.shape))
-            if got != expected or not buffer.is_contiguous():
+            actual = (buffer.dtype, buffer.device, tuple(buffer.shape))
+            if actual != expected or not buffer.is_contiguous():
                 raise AssertionError(
                     f"preallocated_host_buffers[{name!r}] must be contiguous and of {expected}, "
-                    f"got {got}"
+                    f"got {actual}"
                 )
         for name, buffer in buffers.items():
             memory = getattr(self.bags, targets[name])

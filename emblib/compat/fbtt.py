@@ -158,8 +158,8 @@ def tt_matrix_to_full(
     for k, core in enumerate(tt_cores):
         sizes = (full[k], tt_p_shapes[k], tt_q_shapes[k], full[k + 1])
         stored = core.reshape([sizes[axis] for axis in axes])
-        back = [axes.index(axis) for axis in (1, 0, 2, 3)]
-        laid_out.append(stored.permute(back).reshape(tt_p_shapes[k], -1))
+        emblib_axes = [axes.index(axis) for axis in (1, 0, 2, 3)]
+        laid_out.append(stored.permute(emblib_axes).reshape(tt_p_shapes[k], -1))
     return reference.to_dense(laid_out, math.prod(tt_p_shapes), tt_p_shapes, tt_q_shapes)
 
 
@@ -379,10 +379,12 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             raise ValueError("the module has no cache: construct it with use_cache=True")
         return self.bags
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
         """Accept FBTT's state dicts, and state dicts of versions with one core per table."""
-        StateDictReader(self.bags, state_dict, prefix, rest[-1]).convert()
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        StateDictReader(self.bags, state_dict, prefix, arguments[-1]).convert()
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 class TTEmbeddingBag(TableBatchedTTEmbeddingBag):

@@ -177,13 +177,13 @@ class StateDictReader:
     def convert(self) -> None:
         """Convert the entries; entries that do not fit are replaced by the module's own."""
         own_keys = [key for key in self._entries if key.startswith(self._bags_prefix)]
-        before = len(self._errors)
+        num_errors_before = len(self._errors)
         if own_keys:
             self._stack()
         elif f"{self._prefix}tt_cores.0" in self._entries:
             self._convert_fbtt()
         self._check_layout()
-        if len(self._errors) > before:
+        if len(self._errors) > num_errors_before:
             self._keep_own()
 
     def _stack(self) -> None:

@@ -185,7 +185,7 @@ def alltoall_pooled(
 ) -> Awaitable[Tensor]:
     """Send pooled rows [sum B, D of this rank] to [B of this rank, sum D].
 
-    The tensors of sizes are not needed.
+    The tensors of sizes are ignored.
     """
     ranks, options = _ranks_and_options(group, codecs)
     return collectives.alltoall_pooled(

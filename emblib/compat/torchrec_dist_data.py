@@ -195,7 +195,7 @@ def _feature_major(
         for stride, row in zip(strides, counts, strict=True)
         for n in [stride] * num_features + row
     ]
-    pieces = list(values.wait().split(sizes))
+    segments = list(values.wait().split(sizes))
     scales = None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
 
     def in_order(first: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
@@ -205,9 +205,9 @@ def _feature_major(
 
     return KeyedJaggedTensor(
         keys,
-        in_order(num_features, 2 * num_features, pieces),
+        in_order(num_features, 2 * num_features, segments),
         None if scales is None else in_order(0, num_features, scales),
-        in_order(0, 2 * num_features, pieces).long(),
+        in_order(0, 2 * num_features, segments).long(),
         stride=sum(strides),
         length_per_key=[sum(row[f] for row in counts) for f in range(num_features)],
     )
@@ -500,9 +500,10 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         """Start to send vectors; arguments are as for `alltoall_sequence`.
 
         `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
-        `sparse_features_recat` the order of the segments where batch sizes differ by rank.
+        `sparse_features_recat` the order of the segments where batch sizes differ by rank;
+        `batch_size_per_rank` is ignored.
         """
-        order, back = self._order, unbucketize_permute_tensor
+        order, positions = self._order, unbucketize_permute_tensor
         if sparse_features_recat is not None:
             order = sparse_features_recat.argsort()
         pending = comms.alltoall_sequence(
@@ -515,9 +516,9 @@ class SequenceEmbeddingsAllToAll(nn.Module):
             group=self._pg,
             codecs=self._codecs,
         )
-        if back is None:
+        if positions is None:
             return pending
-        return pending.then(lambda vectors: vectors.index_select(0, back))
+        return pending.then(lambda vectors: vectors.index_select(0, positions))
 
 
 def construct_output_kt(

@@ -218,7 +218,7 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
         ValueError: the tables differ from the collection's, or remapped features are wanted.
     """
 
-    _kind: ClassVar[Any] = EmbeddingCollection
+    _collection_class: ClassVar[Any] = EmbeddingCollection
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
         if list(embedding_collection.configs) != managed_collision_collection.embedding_configs():
             raise ValueError("the two collections must have the same configurations of tables")
         self._managed_collision_collection = managed_collision_collection
-        self._embedding_module = self._kind(
+        self._embedding_module = self._collection_class(
             tables=managed_collision_collection.hashed_configs(),
             device=embedding_collection.device,
             optimizer=embedding_collection.optimizer,
@@ -254,7 +254,7 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
 class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddingCollection):
     """An embedding bag collection whose tables take any ids; a call returns its result and None."""
 
-    _kind = EmbeddingBagCollection
+    _collection_class = EmbeddingBagCollection
 
     def __init__(
         self,

@@ -252,15 +252,15 @@ class ReplacedCollection(Replaced):
         module, rows = _smaller(self.old, max_rows, seed)
         optimizers: list[TorchOptimizer] = []
         pairs = zip(self.weights, self._tables, _children(module).values(), rows, strict=True)
-        for weight, table, child, few in pairs:
-            few = few.to(table.rows.device)
+        for weight, table, child, row_ids in pairs:
+            row_ids = row_ids.to(table.rows.device)
             with torch.no_grad():
-                child.weight.copy_(table.rows[few])
+                child.weight.copy_(table.rows[row_ids])
             if weight.trained is None or not weight.weight.requires_grad:
                 child.weight.requires_grad_(weight.weight.requires_grad)
                 continue
             optimizers.append(weight.trained.copied([child.weight]))
-            state = weight.state_of(table, few)
+            state = weight.state_of(table, row_ids)
             if state:
                 optimizers[-1].state[child.weight] = state
         return module, optimizers
@@ -343,11 +343,11 @@ class ReplacedFusedCollection(ReplacedCollection):
         self._copy_into(self._tbes, [torch.arange(len(table.rows)) for table in self._tables])
 
     def _copy_into(self, tbes: Sequence[tuple[Any, int]], rows: Sequence[Tensor]) -> None:
-        for (module, number), table, few in zip(tbes, self._tables, rows, strict=True):
-            few = few.to(table.rows.device)
-            module.split_embedding_weights()[number].copy_(table.rows[few])
+        for (module, number), table, row_ids in zip(tbes, self._tables, rows, strict=True):
+            row_ids = row_ids.to(table.rows.device)
+            module.split_embedding_weights()[number].copy_(table.rows[row_ids])
             for new, old in _pairs(table, module, number):
-                old.copy_(new[few].view_as(old))
+                old.copy_(new[row_ids].view_as(old))
             module.iter.fill_(int(table.module.step))
             module.iter_cpu.fill_(int(table.module.step))
             module.set_learning_rate(float(table.module.learning_rate))
@@ -465,10 +465,11 @@ def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tenso
             "optimizer_kwargs": old.optimizer_kwargs(),
         }
     device = next(iter(_children(old).values())).weight.device
-    fewer = [
-        replace(config, num_embeddings=len(few)) for config, few in zip(configs, rows, strict=True)
+    smaller_configs = [
+        replace(config, num_embeddings=len(row_ids))
+        for config, row_ids in zip(configs, rows, strict=True)
     ]
-    return type(old)(tables=fewer, device=device, **options), rows
+    return type(old)(tables=smaller_configs, device=device, **options), rows
 
 
 def _refuse_sharded(paths: Sequence[str], old: Any, optimizers: Any, tables: Any) -> Replaced:

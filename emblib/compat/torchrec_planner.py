@@ -266,10 +266,10 @@ class EmbeddingEnumerator:
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
-        for each in estimators:
-            if each is not None:
-                self.agreed("topology", each.topology)
-                self.constraints = self.agreed("constraints", each.constraints)
+        for default in estimators:
+            if default is not None:
+                self.agreed("topology", default.topology)
+                self.constraints = self.agreed("constraints", default.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
         """Raise NotImplementedError: the options of a plan are not objects here."""
@@ -341,15 +341,17 @@ class EmbeddingShardingPlanner:
             storage_reservation = storage_reservation.reservation
         self._reservation = storage_reservation or planner.Reservation()
         constraints = constraints or {}
-        self._constraints = {name: each.to_emblib() for name, each in constraints.items()}
+        self._constraints = {
+            name: constraint.to_emblib() for name, constraint in constraints.items()
+        }
         self._forced = {
             name: storage
-            for name, each in constraints.items()
-            if (storage := each.forced_storage()) is not None
+            for name, constraint in constraints.items()
+            if (storage := constraint.forced_storage()) is not None
         }
         self._callbacks = list(callbacks or ())
 
-    def _native(self, ranks: RankGroup) -> planner.Planner:
+    def _native_planner(self, ranks: RankGroup) -> planner.Planner:
         topology = None if self._topology is None else self._topology.native
         if topology is None:
             topology = planner.Topology.detect(
@@ -361,23 +363,23 @@ class EmbeddingShardingPlanner:
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
         """Plan on this rank; the memory includes the optimizers of `sharders`."""
-        return self._planned(self._native(RankGroup()), module, sharders)
+        return self._planned(self._native_planner(RankGroup()), module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
         """Plan on rank 0, and return its plan on all ranks."""
         ranks = RankGroup.from_value(pg)
-        native = self._native(ranks)
+        native_planner = self._native_planner(ranks)
         plan: ShardingPlan = invoke_on_rank_and_broadcast_result(
-            ranks, 0, lambda: self._planned(native, module, sharders)
+            ranks, 0, lambda: self._planned(native_planner, module, sharders)
         )
         return plan
 
     def _planned(
-        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+        self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        plan = self._plan_natively(native, module, sharders)
+        plan = self._plan_natively(native_planner, module, sharders)
         for callback in self._callbacks:
             plan = callback(plan)
             if not isinstance(plan, ShardingPlan):
@@ -387,7 +389,7 @@ class EmbeddingShardingPlanner:
         return plan
 
     def _plan_natively(
-        self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
+        self, native_planner: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
         def as_forced(work: planner.TableWorkload) -> planner.TableWorkload:
             storage = self._forced.get(work.config.name, work.config.storage)
@@ -395,7 +397,7 @@ class EmbeddingShardingPlanner:
                 work, config=dataclasses.replace(work.config, storage=storage)
             )
 
-        plan = plan_with_report(native, module, sharders, as_forced)
+        plan = plan_with_report(native_planner, module, sharders, as_forced)
         for tables in plan.plan.values():
             for name in tables.keys() & self._forced.keys():
                 tables[name].set_storage(self._forced[name])
@@ -403,7 +405,7 @@ class EmbeddingShardingPlanner:
 
 
 def plan_with_report(
-    native: planner.Planner,
+    native_planner: planner.Planner,
     module: nn.Module,
     sharders: Sequence[Any],
     as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
@@ -411,12 +413,12 @@ def plan_with_report(
     """Plan with the optimizers of the sharders; `as_planned` replaces each table's workload."""
     workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
-        for work in workloads_of(module, native.batch_size, native.constraints)
+        for work in workloads_of(module, native_planner.batch_size, native_planner.constraints)
     ]
     if as_planned is not None:
         workloads = [as_planned(work) for work in workloads]
-    result = native.solve_workloads(workloads, dense_bytes(module))
-    return plan_of(result.plan, native.topology.device, str(result))
+    result = native_planner.solve_workloads(workloads, dense_bytes(module))
+    return plan_of(result.plan, native_planner.topology.device, str(result))
 
 
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:

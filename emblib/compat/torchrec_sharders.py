@@ -525,6 +525,6 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
 def replace_child(module: nn.Module, child: nn.Module, replacement: nn.Module) -> None:
     """Replace `child` by `replacement` wherever a model has it, in place."""
     for parent in list(module.modules()):
-        for name, each in list(parent.named_children()):
-            if each is child:
+        for name, current_child in list(parent.named_children()):
+            if current_child is child:
                 setattr(parent, name, replacement)

@@ -242,8 +242,10 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
     indices, units_left = [], list(units)
     for choices, best_choice in zip(reversed(options), reversed(chosen_by_table), strict=True):
         indices.append(int(best_choice[units_left[0], units_left[1]]))
-        used = _units_used(choices[indices[-1]], limits, units)
-        units_left = [left - taken for left, taken in zip(units_left, used, strict=True)]
+        used_units = _units_used(choices[indices[-1]], limits, units)
+        units_left = [
+            available - used for available, used in zip(units_left, used_units, strict=True)
+        ]
     return indices[::-1]
 
 

@@ -81,6 +81,8 @@ def test_hashing_refuses_to_insert() -> None:
         remapping.zero_collision_hash(IDS, slots, 4, readonly=True)
     with pytest.raises(RuntimeError, match="local_sizes and offsets"):
         find(IDS, slots, 4, offsets=IDS)
+    with pytest.raises(RuntimeError, match="_modulo_identity_DPRECATED must be False"):
+        find(IDS, slots, 4, _modulo_identity_DPRECATED=True)
     assert torch.equal(slots, before)
 
 

@@ -59,10 +59,10 @@ def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[
     return order, counts.scatter_add(0, slot, torch.ones_like(slot, dtype=lengths.dtype))
 
 
-def _bag_positions(lengths: Tensor, like: Tensor) -> Tensor:
+def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
     """Return the position of each lookup in its bag, in the shape and dtype of `like` `[L]`."""
-    lengths = lengths.to(like.dtype)
-    return segment_positions(torch.zeros_like(lengths), lengths, like.numel())
+    lengths = lengths.to(indices.dtype)
+    return segment_positions(torch.zeros_like(lengths), lengths, indices.numel())
 
 
 class _Bucketed(NamedTuple):

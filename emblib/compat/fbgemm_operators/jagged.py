@@ -584,7 +584,10 @@ def _unique(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tensor, Tenso
 def get_unique_indices(
     linear_indices: Tensor, max_indices: int, compute_count: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct indices, filled up with 0, their number, and int32 uses of each."""
+    """Return distinct indices, filled up with 0, their number, and int32 uses of each.
+
+    `max_indices` is ignored.
+    """
     return _unique(linear_indices, with_counts=compute_count)
 
 

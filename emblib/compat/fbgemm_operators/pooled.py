@@ -36,7 +36,7 @@ def permute_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`; each block appears once."""
+    """Return the blocks of columns `permute_list`, each once; the inverse lists are ignored."""
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, pooled_embs.size(1))
 
 
@@ -56,7 +56,10 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`, which may omit or repeat some."""
+    """Return the blocks of columns `permute_list`, which may omit or repeat some.
+
+    The inverse lists are ignored.
+    """
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
 
 
@@ -277,7 +280,7 @@ def merge_pooled_embeddings(
     target_device: torch.device,
     cat_dim: SymInt = 1,
 ) -> Tensor:
-    """Concatenate tensors on one device."""
+    """Concatenate tensors on one device; `uncat_dim_size` is ignored."""
     if any(tensor.is_meta for tensor in pooled_embeddings):  # while a graph is exported
         return torch.empty_like(torch.cat(list(pooled_embeddings), cat_dim), device=target_device)
     return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)

@@ -128,6 +128,7 @@ def zero_collision_hash(
         identities: slots `[S, 1]`.
         max_probe: number of slots to look at.
         circular_probe: flag that must be True.
+        _modulo_identity_DPRECATED: flag that must be False.
         exp_hours: number that must be -1.
         readonly: flag that must be True: FBGEMM's CPU build does not insert either.
         local_sizes: slots of the part of each id, `[N]`; without it, all.
@@ -155,6 +156,7 @@ def zero_collision_hash(
             "a table with storage=emblib.storage.Hash(): docs/dynamic.md"
         )
     check(circular_probe, "circular_probe must be True")
+    check(not _modulo_identity_DPRECATED, "_modulo_identity_DPRECATED must be False")
     check_ids("input", input)
     check_one_per("local_sizes", local_sizes, "id", len(input))
     check_one_per("offsets", offsets, "id", len(input))
