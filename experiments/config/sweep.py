@@ -39,7 +39,7 @@ ONLY_ARMS = {
     "trains": "tensor trains",
 }
 PLAIN = "plain"
-# Methods of kind=quality, in the order of training.
+# Methods of kind=quality; `PLAIN` is trained first, because some methods start from it.
 TRAINED = {
     "plain": "plain",
     "bf16": "16-bit rows",

@@ -229,9 +229,9 @@ def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
 
 
 def fill_(weights: Tensor, seed: int) -> Tensor:
-    """Fill `weights` with repeated noise in [-0.01, 0.01], at memory speed; return it.
+    """Fill `weights`, contiguous and not empty, with repeated noise in [-0.01, 0.01]; return it.
 
-    Pages that were never written would be read too fast.
+    Filling runs at memory speed. Pages that were never written would be read too fast.
     """
     flat = weights.view(-1)
     size = min(1 << 20, flat.numel())

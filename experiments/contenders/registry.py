@@ -199,7 +199,7 @@ def identity(name: str) -> dict[str, str]:
 
 @functools.cache
 def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
-    """Read the entries of all folders.
+    """Read the entries of all folders; raise RegistryError for a file that is missing or wrong.
 
     `torch` is the installed version, or "". It and the folders are arguments because the result is
     cached by them: tests change both.
@@ -213,8 +213,10 @@ def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
             raise RegistryError(f"EMBLIB_CONTENDERS: there is no {path}") from error
         except yaml.YAMLError as error:
             raise RegistryError(f"{path}: {' '.join(str(error).split())}") from error
+        if not isinstance(table, dict) or not all(isinstance(v, dict) for v in table.values()):
+            raise RegistryError(f"{path}: it must have an entry 'name: {{class: ..., ...}}' each")
         words = table.get("_by_torch", {})
-        for name, shared in table.items():
+        for name, shared in ((str(key), facts) for key, facts in table.items()):
             if name.startswith("_"):
                 continue
             facts = _fill_versions(shared, words, torch)

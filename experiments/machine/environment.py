@@ -44,7 +44,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
             "usable_cores": len(usable_cores()),
             "instructions": [name for name in INSTRUCTIONS if name in flags],
             "last_level_cache": cpu.text(f"{CORES}/cpu0/cache/index3/size"),
-            "governor": cpu.text(f"{CORES}/cpu0/cpufreq/scaling_governor"),
+            "governor": cpu.governor(),
         },
         "gpu": _gpu_facts(device) if device.type == "cuda" else None,
         "memory_bytes": psutil.virtual_memory().total,

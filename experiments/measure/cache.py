@@ -138,7 +138,7 @@ def run_keys(
     """Run batches of ids through a hash table of `slots` slots; return its counters per batch.
 
     A hit is an id that was present before its batch was inserted. First, another table of the
-    contender, with other keys and more slots, is checked.
+    contender, whose slots suffice for all its keys, is checked.
     """
 
     def table_of(slots: int) -> KeyTable:

@@ -27,7 +27,7 @@ from typing import Any
 POLL_SECONDS = 0.5  # period of checks whether a child is alive
 GOODBYE_SECONDS = 5.0  # time to end before a child is killed
 START_SECONDS = 60.0  # minimum of the first time limit, for loading libraries
-NOTE_BYTES = 128  # maximum length of a note
+NOTE_BYTES = 128  # shared memory of a note: its text and a final zero
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,14 @@ class Child:
         deadline = time.monotonic() + limit
         while not self._pipe.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self.note != noted:
-                noted, deadline = self.note, time.monotonic() + self.limits.seconds
+                noted, limit = self.note, self.limits.seconds
+                deadline = time.monotonic() + limit
             if watch:
                 watch(noted)
             if time.monotonic() >= deadline:
                 self.kill()
                 doing = f" while {noted.rpartition('|')[2]}" if noted else ""
-                raise Died("timeout", f"no sign of life for {self.limits.seconds:g} s{doing}")
+                raise Died("timeout", f"no sign of life for {limit:g} s{doing}")
             if not self.process.is_alive() and not self._pipe.poll(0):
                 raise self._death()
         try:
@@ -175,7 +176,7 @@ _pages: list[Any] = []  # the shared memory of a child's note; empty in the pare
 def note(text: str) -> None:
     """Set the note of this child: its present activity, which the parent shows.
 
-    Longer texts are cut to NOTE_BYTES. Outside of a child this does nothing.
+    The text is cut to NOTE_BYTES - 1 bytes. Outside of a child this does nothing.
     """
     if _pages:
         _pages[0].value = text.encode()[: NOTE_BYTES - 1]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ VALID, TEST = 0.1, 0.2  # shares of the samples for validation and test
 
 
 class Unreadable(Exception):
-    """A file of samples is missing or has another layout; the message says which."""
+    """A file of samples is damaged or has another layout; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def load(source: DataSource) -> Clicks:
     """Load or draw the samples of a source.
 
     Raises:
-        Unreadable: a file has another layout.
+        Unreadable: a file is damaged or has another layout.
         Missing: the package of a data set is not installed.
     """
     return SOURCES[source.name](source)
@@ -253,10 +254,10 @@ def criteo(source: DataSource) -> Clicks:
 
     path = Path(source.path)
     columns = 1 + CRITEO_NUMBERS + CRITEO_FIELDS
-    kinds: dict[Any, Any] = {k: str for k in range(1 + CRITEO_NUMBERS, columns)}
+    kinds: dict[Any, Any] = {k: float if k <= CRITEO_NUMBERS else str for k in range(1, columns)}
     try:
         frame = pd.read_csv(path, sep="\t", header=None, dtype=kinds, nrows=source.samples or None)
-    except (ValueError, pd.errors.ParserError) as error:
+    except ValueError as error:
         raise Unreadable(f"{path} is not of Criteo's layout: {error}") from error
     if frame.shape[1] != columns or not frame[0].isin((0, 1)).all():
         raise Unreadable(
@@ -279,15 +280,16 @@ def interactions(source: DataSource) -> Clicks:
 
     path = Path(source.path)
     names = ["user", "item", "time"]
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as arrays:
-            if missing := sorted(set(names) - set(arrays)):
-                raise Unreadable(f"{path} has no array {', '.join(missing)}")
-            frame = pd.DataFrame({name: arrays[name] for name in names})
-    else:
-        frame = pd.read_csv(path)
-        if missing := sorted(set(names) - set(frame)):
-            raise Unreadable(f"{path} has no column {', '.join(missing)}")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                frame = pd.DataFrame({name: arrays[name] for name in names if name in arrays})
+        else:
+            frame = pd.read_csv(path)
+    except (ValueError, BadZipFile) as error:
+        raise Unreadable(f"{path} is no CSV or npz of three columns: {error}") from error
+    if missing := sorted(set(names) - set(frame)):
+        raise Unreadable(f"{path} has no column {', '.join(missing)}")
     frame = frame.sort_values("time", kind="stable").iloc[: source.samples or None]
     rng = np.random.default_rng(source.seed)
     negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))

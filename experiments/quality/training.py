@@ -16,7 +16,7 @@ from experiments.quality.methods import METHODS, NETWORK_RATE, Method, MethodTas
 
 HIDDEN = 64  # width of the network's hidden layer
 CHUNK_SIZE = 8192  # samples per prediction
-SEED_STEP = 1000  # difference of the seeds of two plans; larger than any number of epochs
+SEED_STEP = 1000  # plans of other seeds have other orders of samples for this many epochs
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model, its scores on test and validation samples, and its rate and epoch."""
+    """A trained model, its scores on test and validation samples, and its rate and epoch.
+
+    Scores are those of `epoch`. If the next epoch was worse, `model` has trained it too.
+    """
 
     test: Scores
     valid: Scores

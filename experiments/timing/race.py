@@ -44,7 +44,7 @@ class Race:
         warmed: function that is called with an arm after its warm-up.
         counters: function that returns the running totals of an arm's cache.
         telemetry: observer of the machine.
-        note: function that is called with "arm|activity" before each sample.
+        note: function that is called with "arm|activity" before each warm-up and each sample.
         sleep: function that waits for some seconds.
         results: samples by arm.
         spent: seconds that each arm has used of the budget.

@@ -13,7 +13,7 @@ from zipfile import is_zipfile
 import numpy as np
 
 import emblib
-from experiments.config.schema import Distribution, Format, Ids, WorkloadConfig
+from experiments.config.schema import Format, Ids, WorkloadConfig
 from experiments.workloads.trace_formats import (
     READERS,
     Integers,
@@ -50,17 +50,16 @@ class TableBags:
 
 
 def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
-    """Complete a workload by the tables of its trace file; return a workload without one as it is.
+    """Complete a workload by the tables of its trace file.
 
     Args:
-        work: workload.
+        work: workload with distribution=trace.
         sized: True if tables will be built, so that their rows must be known.
 
     Raises:
-        TraceError: there is no such file, its sha256 is another, or the rows are unknown.
+        TraceError: the file is missing, damaged, another one by its sha256, or empty; its tables
+            do not fit columns, T or sizes; or their rows are unknown.
     """
-    if work.distribution is not Distribution.trace:
-        return work
     path = _path(work)
     sha256 = _checksum(path, path.stat().st_size, path.stat().st_mtime_ns)
     if work.sha256 and work.sha256 != sha256:
@@ -108,7 +107,7 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
         count: maximum number of batches; a short file has fewer.
 
     Raises:
-        TraceError: an id is outside its table, with ids=exact.
+        TraceError: an id is outside its table, with ids=exact, or the file is damaged.
     """
     names = work.columns or [column.name for column in _chosen_columns(work)]
     blocks = _regroup(_blocks(work, names, work.B), work.B)

@@ -114,7 +114,8 @@ def make_pool(
     tables are folded.
 
     Raises:
-        TraceError: the trace has no complete batch, or an id outside its table with ids=exact.
+        TraceError: the trace is damaged, has no complete batch, or, with ids=exact, an id outside
+            its table.
     """
     digest = hashlib.sha256()
     batches, unique, folded = [], 0, 0

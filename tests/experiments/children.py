@@ -38,6 +38,10 @@ def killed(pipe: Connection) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def silent(pipe: Connection) -> None:
+    time.sleep(600)
+
+
 def sleep(pipe: Connection) -> None:
     pipe.send("asleep")
     time.sleep(600)

@@ -136,6 +136,9 @@ def test_a_folder_of_ones_own_is_read_too(folder: Path) -> None:
         (entry('variants: "size"'), "variants must be one of"),
         (entry('requires: ["numpy>=1"]'), "requires must be like"),
         ("mine: {", "contenders.yaml: while parsing"),
+        ("[mine]", "contenders.yaml: it must have an entry"),
+        ('mine: "mine:Mine"', "contenders.yaml: it must have an entry"),
+        (entry("").replace("mine", "7", 1), "7: a name is lower-case letters"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_an_error_with_its_place(

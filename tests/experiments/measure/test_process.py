@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.measure import process
 from experiments.measure.process import Child, Died, Limits
 from experiments.paths import ROOT
 
@@ -61,6 +62,14 @@ def test_silence_is_a_timeout_and_ends_the_child() -> None:
             one.receive()
         assert death.value.status == "timeout"
         assert not one.process.is_alive()
+
+
+def test_silence_from_the_start_has_the_time_that_was_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "START_SECONDS", 0.4)
+    with child("silent", seconds=0.2) as one, pytest.raises(Died, match=r"life for 0\.4 s"):
+        one.receive()
 
 
 def test_a_changing_note_is_a_sign_of_life() -> None:

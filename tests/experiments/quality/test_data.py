@@ -116,7 +116,13 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
     [
         ("criteo", "1\t2\t3\n", "has 3 columns by tabs"),
         ("criteo", "\t".join(["7", *["1"] * (CRITEO - 1)]) + "\n", "the first is 0 or 1"),
+        (
+            "criteo",
+            "\t".join(["1", "many", *["1"] * (CRITEO - 2)]) + "\n",
+            "not of Criteo's layout",
+        ),
         ("interactions", "user,item\n1,2\n", "no column time"),
+        ("interactions", "", "no CSV or npz"),
     ],
 )
 def test_files_of_another_layout(tmp_path: Path, name: str, text: str, message: str) -> None:
