@@ -35,6 +35,7 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
+from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 
@@ -165,7 +166,7 @@ class TableCollection(nn.Module):
         handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
-        self.add_module(self.handles_name, nn.ModuleDict(handles))
+        self.add_module(self.handles_name, TableHandles(handles))
         self._set_handle_owners()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups

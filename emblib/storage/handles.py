@@ -8,8 +8,8 @@ to the user: its parameters are views of the module's memory, so optimizers, sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -212,3 +212,46 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
 def is_marked_by_torch(parameter: nn.Parameter) -> bool:
     """Return whether torch's own `_apply_optimizer_in_backward` gave it an optimizer."""
     return "_optimizer_classes" in parameter.__dict__
+
+
+class TableHandles(nn.ModuleDict):
+    """Hold the handles of the tables of a collection by name; refuse to replace or remove one.
+
+    Lookups go through the kernels of `groups`, so a module in the place of a handle would have no
+    effect on them, and state dicts would have its rows.
+    """
+
+    def __init__(self, handles: Mapping[str, TableHandle]) -> None:
+        super().__init__(handles)
+        self._is_complete = True
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add a handle at construction; raise RuntimeError later."""
+        if "_is_complete" in self.__dict__:
+            _refuse_other_tables(name)
+        super().add_module(name, module)
+
+    def clear(self) -> None:
+        """Raise RuntimeError."""
+        _refuse_other_tables(*self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", {}):
+            _refuse_other_tables(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._modules:
+            _refuse_other_tables(name)
+        super().__delattr__(name)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_other_tables(name)
+
+
+def _refuse_other_tables(*names: str) -> NoReturn:
+    raise RuntimeError(
+        f"the tables of a collection cannot be replaced, removed or added, here {list(names)}: "
+        "lookups do not go through these modules. Make a collection of other configurations, and "
+        "load the rows of the tables that stay from a state dict"
+    )

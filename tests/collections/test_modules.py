@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -515,3 +516,25 @@ def test_state_dict_and_questions() -> None:
     assert configs[0].storage == Dense()
     with pytest.raises(KeyError, match=r"missing are \['f0', 'g0'\]"):
         two(batch(["f1", "g1"], 2))
+
+
+def test_tables_are_not_replaced_or_removed() -> None:
+    """Lookups would not notice, and the state dict would have other rows, or none."""
+    collection = EmbeddingBagCollection(
+        [EmbeddingBagConfig(9, 4, "a"), EmbeddingBagConfig(9, 4, "b")]
+    )
+    other, tables = nn.EmbeddingBag(9, 4), collection.embedding_bags
+    changes: list[Callable[[], Any]] = [
+        lambda: tables.__setitem__("a", other),
+        lambda: setattr(tables, "a", other),
+        lambda: tables.update({"c": other}),
+        lambda: tables.pop("a"),
+        lambda: delattr(tables, "a"),
+        tables.clear,
+    ]
+    for copied in (collection, copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))):
+        tables = copied.embedding_bags
+        for change in changes:
+            with pytest.raises(RuntimeError, match="cannot be replaced, removed or added"):
+                change()
+        assert list(copied.state_dict()) == ["embedding_bags.a.weight", "embedding_bags.b.weight"]
