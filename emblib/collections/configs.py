@@ -1,11 +1,15 @@
-"""Configurations of the tables of a collection: sizes, features, initial values, storage."""
+"""Configurations of the tables of a collection: sizes, features, initial values, storage.
+
+`table_features` lists the features that read the tables of configurations.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -191,3 +195,37 @@ class EmbeddingConfig(TableConfig):
     """
 
     pooled: ClassVar[bool] = False
+
+
+class TableFeature(NamedTuple):
+    """A feature that reads a table.
+
+    Attributes:
+        feature: name of the feature in batches.
+        table: index of the table among the configurations.
+        name: name in the output.
+    """
+
+    feature: str
+    table: int
+    name: str
+
+
+def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
+    """Return the features of all tables; one that reads several is named `feature@table`.
+
+    Raises:
+        ValueError: two of them would have one name in the output.
+    """
+    reads = [(feature, t) for t, config in enumerate(configs) for feature in config.feature_names]
+    num_reads = Counter(feature for feature, _ in reads)
+    features = [
+        TableFeature(f, t, f if num_reads[f] == 1 else f"{f}@{configs[t].name}") for f, t in reads
+    ]
+    for name, count in Counter(feature.name for feature in features).items():
+        if count > 1:
+            raise ValueError(
+                f"{name!r} would be the name of {count} outputs, one of a feature that reads "
+                "several tables: rename the feature or the table"
+            )
+    return features

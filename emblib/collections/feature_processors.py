@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from emblib.collections.modules import EmbeddingBagCollection
 from emblib.grad_mode import without_gradients
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.specs import check_count
 
 
 class PositionWeightedModule(nn.Module):
@@ -22,6 +23,10 @@ class PositionWeightedModule(nn.Module):
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
         device: device of the weights; None is torch's default device.
+
+    Raises:
+        TypeError: a length that is no int.
+        ValueError: a length below 1.
 
     Example:
         >>> positions = emblib.collections.PositionWeightedModule({"seen": 3})
@@ -36,8 +41,7 @@ class PositionWeightedModule(nn.Module):
         super().__init__()
         self.max_feature_lengths = dict(max_feature_lengths)
         for feature, length in self.max_feature_lengths.items():
-            if length <= 0:
-                raise ValueError(f"max_feature_lengths must be > 0, got {length} for {feature!r}")
+            check_count(f"max_feature_lengths of {feature!r}", length)
         self.position_weights = nn.ParameterDict(
             {
                 feature: nn.Parameter(torch.ones(length, device=device))
@@ -133,6 +137,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             one module per feature, each from a dict of JaggedTensor to one with weights, such as
             `PositionWeightedModule`.
 
+    Raises:
+        ValueError: the collection is not weighted.
+
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "seen")
         >>> bags = emblib.EmbeddingBagCollection([table], is_weighted=True)
@@ -163,7 +170,13 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Look up the batch with its computed weights."""
+        """Look up the batch with its computed weights.
+
+        Features without a module keep their weights, or have weights of 1.
+
+        Raises:
+            KeyError: the batch lacks the feature of a module, or of a table.
+        """
         result: KeyedTensor = self.embedding_bag_collection(self._with_computed_weights(features))
         return result
 
@@ -173,6 +186,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         if not isinstance(processors, nn.ModuleDict):
             processed: KeyedJaggedTensor = processors(features)
             return processed
+        missing_keys = sorted(set(processors) - set(features.keys()))
+        if missing_keys:
+            raise KeyError(f"there are no features {missing_keys}; there are {features.keys()}")
         weights = []
         for key, jagged in features.to_dict().items():
             if key in processors:

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
-from emblib.collections.configs import EmbeddingBagConfig, EmbeddingConfig, TableConfig
+from emblib.collections.configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    TableConfig,
+    TableFeature,
+    table_features,
+)
 from emblib.collections.fused_states import (
     FusedTableEntry,
     check_optimizer_state,
@@ -38,34 +44,6 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.handles import TableHandles
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
-
-
-class TableFeature:
-    """A feature that reads a table.
-
-    Attributes:
-        feature: name of the feature in batches.
-        table: index of the table among the configurations.
-        name: name in the output.
-    """
-
-    __slots__ = ("feature", "name", "table")
-
-    def __init__(self, feature: str, table: int, name: str) -> None:
-        self.feature, self.table, self.name = feature, table, name
-
-
-def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
-    """Return the features of all tables; one that reads several is named `feature@table`."""
-    tables_of: dict[str, int] = {}
-    for config in configs:
-        for feature in config.feature_names:
-            tables_of[feature] = tables_of.get(feature, 0) + 1
-    return [
-        TableFeature(feature, t, feature if tables_of[feature] == 1 else f"{feature}@{config.name}")
-        for t, config in enumerate(configs)
-        for feature in config.feature_names
-    ]
 
 
 def _sequence_of(tables: Any, kind: type[TableConfig]) -> tuple[Any, ...]:
@@ -117,6 +95,8 @@ class TableCollection(nn.Module):
                 f"{optimizer!r}; for one of torch.optim leave it out and give it the parameters"
             )
         self.optimizer = optimizer
+        if shared is not None and not isinstance(shared, SharedTables):
+            raise TypeError(f"shared must be None or SharedTables(...), got {shared!r}")
         self._shared = {} if shared is None else shared.read_by(self.configs)
         self._units = table_features(self.configs)
         self._set_groups(self._make_groups(device, None))
@@ -500,8 +480,8 @@ class EmbeddingBagCollection(TableCollection):
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: two tables of one name, a table that differs from the shared one of its name, or
-            an optimizer that a table does not support.
+        ValueError: two tables or outputs of one name, a table that differs from the shared one of
+            its name, or an optimizer that a table does not support.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000, 16, "user")

@@ -488,11 +488,11 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
         >>> emblib.duplicate_tables(torch.nn.ModuleDict({"left": left, "right": right}))
         {'item': ['left', 'right']}
     """
-    return {name: sorted(collections) for name, collections in _duplicates(model)}
+    return {name: sorted(collections) for name, collections in _duplicates(model).items()}
 
 
-def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names of tables that are not shared, and the collections by path."""
+def _duplicates(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the collections by path, by the name of a table that they have but do not share."""
     collections: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
     for path, submodule in model.named_modules():
         handles: Any = getattr(submodule, "handles", None)
@@ -501,11 +501,11 @@ def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
                 key = (config.name, config.num_embeddings, config.embedding_dim)
                 table = _identity(submodule, handles(), config.name)
                 collections.setdefault(key, {}).setdefault(id(table), (path, submodule))
-    return [
-        (name, dict(tables.values()))
-        for (name, _, _), tables in collections.items()
-        if len(tables) > 1
-    ]
+    duplicates: dict[str, dict[str, Any]] = {}
+    for (name, _, _), tables in collections.items():
+        if len(tables) > 1:
+            duplicates.setdefault(name, {}).update(tables.values())
+    return duplicates
 
 
 def _identity(collection: Any, handles: Any, name: str) -> Any:
@@ -534,7 +534,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         ValueError: a storage other than `Dense`; tables of one name that differ in their
             configuration or optimizer; a table whose rows would be lost after steps of its fused
             optimizer (steps of torch.optim are not seen). Nothing is changed then.
-        TypeError: a collection is sharded.
+        TypeError: a collection is sharded, or `names` is one string.
 
     Example:
         >>> item = emblib.EmbeddingBagConfig(1000, 16, "item", ["basket"])
@@ -544,7 +544,9 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         >>> emblib.share_tables(model)
         {'item': ['0', '1']}
     """
-    duplicates = dict(_duplicates(model))
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of names, got {names!r}: write [{names!r}]")
+    duplicates = _duplicates(model)
     shared_names = list(duplicates) if names is None else list(names)
     unknown = sorted(set(shared_names) - duplicates.keys())
     if unknown:

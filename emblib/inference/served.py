@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.checked_batch import check_ids, checked_batch
-from emblib.collections.modules import TableCollection, table_features
+from emblib.collections.configs import table_features
+from emblib.collections.modules import TableCollection
 from emblib.dynamic.handles import DynamicTable
 from emblib.inference.composed import (
     ComposedEmbeddingBags,

@@ -13,6 +13,7 @@ from emblib import (
     DynamicSpec,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
+    EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
     Placement,
@@ -89,6 +90,16 @@ def test_refused(options: dict, error: str) -> None:
             "such tables are {'t': 'Placement.MANAGED'}",
         ),
         (lambda table: EmbeddingBagCollection([table])(torch.ones(1)), "Tensor has no keys()"),
+        (lambda table: EmbeddingBagCollection([table], shared=[table]), "shared must be None or"),
+        (
+            lambda table: EmbeddingCollection(
+                [
+                    EmbeddingConfig(9, 4, name, features)
+                    for name, features in (("a", ["x"]), ("b", ["x"]), ("c", ["x@a"]))
+                ]
+            ),
+            "'x@a' would be the name of 2 outputs",
+        ),
     ],
 )
 def test_collections_refuse(make: Callable[[EmbeddingBagConfig], Any], error: str) -> None:

@@ -127,11 +127,17 @@ def test_wrong_use() -> None:
         processor(batch(["b"], 2))
     with pytest.raises(KeyError, match="there is no feature 'a'"):
         PositionWeightedModule({"a": 2})({})
-    with pytest.raises(ValueError, match="must be > 0"):
+    with pytest.raises(ValueError, match="max_feature_lengths of 'a' must be >= 1, got 0"):
         PositionWeightedModule({"a": 0})
     plain = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "a")])
     with pytest.raises(ValueError, match="must be weighted"):
         FeatureProcessedEmbeddingBagCollection(plain, processor)
+    weighted = EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "b")], is_weighted=True)
+    misnamed = FeatureProcessedEmbeddingBagCollection(
+        weighted, {"a": PositionWeightedModule({"a": 2})}
+    )
+    with pytest.raises(KeyError, match=r"there are no features \['a'\]; there are \['b'\]"):
+        misnamed(batch(["b"], 2))
     processor.position_weights["a"].data.fill_(3.0)
     processor.reset_parameters()
     assert torch.equal(processor.position_weights["a"].data, torch.ones(2))

@@ -621,6 +621,15 @@ def test_duplicates_that_cannot_be_one() -> None:
     with pytest.raises(ValueError, match="one collection all features"):
         emblib.share_tables(model)
     assert emblib.duplicate_tables(model) == {"item": ["history", "sums"]}
+    with pytest.raises(TypeError, match=r"names must be a list of names, got 'item'"):
+        emblib.share_tables(model, "item")
+    tables = [emblib.EmbeddingBagConfig(rows, DIM, "item") for rows in (10, 10, 20, 20)]
+    model = nn.ModuleList([emblib.EmbeddingBagCollection([table]) for table in tables])
+    assert emblib.duplicate_tables(model) == {"item": ["0", "1", "2", "3"]}
+    with pytest.raises(ValueError, match="cannot be one, they have num_embeddings 10 and 20"):
+        emblib.share_tables(model)
+    with pytest.raises(TypeError, match="tables must be EmbeddingBagConfig or EmbeddingConfig"):
+        emblib.SharedTables(["item"])  # type: ignore[list-item]
 
 
 def test_optimizers_change_for_all_tables_or_none() -> None:
