@@ -82,23 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "What is installed and works here, and what would make measurements better."
     )
     parser.add_argument("--json", action="store_true", help="for other programs")
-    parser.add_argument(
-        "--clocks",
-        nargs="?",
-        choices=("auto", "cpu", "cuda"),
-        const="auto",
-        help="instead: time a gather after flushes of several sizes and, on a GPU, behind several "
-        "spins, to see whether the clocks do what they promise",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks, or the clocks' check only; return 1 if something needed is broken, else 0."""
-    if arguments.clocks:
-        from experiments.timing import clock_check
-
-        clock_check.show(arguments.clocks, as_json=arguments.json)
-        return 0
+    """Run all checks; return 1 if something needed is broken, else 0."""
     findings = [f for section, check in CHECKS.items() for f in run_check(section, check)]
     if arguments.json:
         broken = [f.what for f in findings if f.state is State.broken]

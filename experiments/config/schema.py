@@ -285,7 +285,6 @@ class TimingConfig:
     cell_seconds: float = 2.5  # timing budget of a cell, all contenders together
     total_seconds: float = 75.0  # budget of the run, which shortens and drops cells; 0: none
     precision: float = 0.01  # relative half-width of the median's 95 % interval that ends timing
-    energy_seconds: float = 0.0  # duration of the steps whose energy is measured; 0: not measured
     limit_seconds: float = 120.0  # silence after which a contender's process is ended; 0: never
     max_rows: int = 0  # cap of the rows of a table; set in smoke runs only
     max_batch: int = 0  # cap of B

@@ -21,9 +21,8 @@ from experiments.machine import memory
 from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
-from experiments.measure.timing import check_batch, task_of, whole_steps
+from experiments.measure.timing import check_batch, counting_pass, task_of, whole_steps
 from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
-from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
 
@@ -142,8 +141,7 @@ class Bench:
         """
         ready, contender = self.ready[name], self.ready[name].contender
         weights: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}
-        pool = self.setup.config.timing.pool
-        totals = counting_pass(ready.step, pool, contender.reset_counters, contender.counters)
+        totals = counting_pass(contender, ready.step, self.setup.config.timing.pool)
         if totals.get("lookups"):
             weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
         peak = memory.measure(partial(ready.step, 0), self.device).get("peak")

@@ -135,14 +135,6 @@ class Cpu:
         core_counts = [count for count in counts if count is not None]
         return sum(core_counts) if core_counts else None
 
-    def joules(self) -> float | None:
-        """Return the energy counter of all packages in joules; None if a package has none."""
-        zones = (self.root / "sys/class/powercap").glob("intel-rapl:*")
-        counts = [self.number(f"{z}/energy_uj") for z in zones if z.name.count(":") == 1]
-        if not counts or None in counts:
-            return None
-        return sum(count for count in counts if count is not None) / 1e6
-
     def quota(self) -> float | None:
         """Return the limit of a container in cores; None without a limit."""
         limits = (self.text("sys/fs/cgroup/cpu.max") or "").split()

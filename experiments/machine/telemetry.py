@@ -144,18 +144,15 @@ class NvmlTelemetry(Telemetry):
 
     def __init__(self, nvml: Nvml, pause: Callable[[float], bool] | None = None) -> None:
         self.nvml = nvml
-        self.energy: float | None = None  # joules from `start` to `stop`
         self._samples: dict[str, list[float]] = {}
         self._slowed: set[str] = set()  # reasons since the last check
         self._seen: set[str] = set()  # reasons since the start
-        self._joules: float | None = None  # energy counter at `start`
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._pause = pause or self._stopped.wait
         self._thread = threading.Thread(target=self._watch, name="nvml", daemon=True)
 
     def start(self) -> None:
-        self._joules = self.nvml.joules()
         self._thread.start()
 
     def check(self) -> list[str]:
@@ -172,16 +169,12 @@ class NvmlTelemetry(Telemetry):
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
         self.sample()
-        now = self.nvml.joules()
-        if now is not None and self._joules is not None:
-            self.energy = now - self._joules
 
     def summary(self) -> dict[str, Any]:
-        """Return clocks, temperature and power as [min, median, max], energy, and throttling."""
+        """Return clocks, temperature and power as [min, median, max], and throttling."""
         with self._lock:
             return _without_none(
                 **{name: min_median_max(values) for name, values in self._samples.items()},
-                energy_j=None if self.energy is None else round(self.energy, 3),
                 throttle=sorted(self._seen) or None,
             )
 
@@ -262,10 +255,6 @@ class Nvml:
             temperature_c=self.ask("GetTemperature", library.NVML_TEMPERATURE_GPU),
             power_w=_thousandth(self.ask("GetPowerUsage")),
         )
-
-    def joules(self) -> float | None:
-        """Return the energy since the driver was loaded, in joules."""
-        return _thousandth(self.ask("GetTotalEnergyConsumption"))
 
     def processes(self) -> dict[int, int | None] | None:
         """Return {process number: bytes} of the processes that compute on the device."""

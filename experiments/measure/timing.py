@@ -22,7 +22,6 @@ from experiments.measure.outcome import Outcome, build_arms, describe, facts, ve
 from experiments.measure.session import Session
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, clock_for
-from experiments.timing.passes import counting_pass, energy
 from experiments.timing.race import Phase, Race
 from experiments.workloads.workload import Batch, Pool, make_pool, table_shapes
 
@@ -124,13 +123,24 @@ def race_modes(
 def _measure_sizes(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
-    """Measure counters, sizes and memory, and energy if asked for, in passes after the timing."""
-    step, pool, device = phases["step"], timing.pool, contender.task.device
-    outcome.counters = counting_pass(step, pool, contender.reset_counters, contender.counters)
+    """Measure counters, sizes and memory, in passes after the timing."""
+    step = phases["step"]
+    outcome.counters = counting_pass(contender, step, timing.pool)
     outcome.nbytes = contender.nbytes()
-    outcome.memory = memory.measure(partial(step, 0), device)
-    if timing.energy_seconds and (joules := energy(step, pool, device, timing.energy_seconds)):
-        outcome.measured.hardware["energy"] = joules
+    outcome.memory = memory.measure(partial(step, 0), contender.task.device)
+
+
+def counting_pass(contender: Contender, step: Phase, pool: int) -> dict[str, int]:
+    """Step on each of `pool` batches once; return the counts of the cache, {} without a cache.
+
+    The cache starts with its present rows.
+    """
+    if not contender.counters():
+        return {}
+    contender.reset_counters()
+    for number in range(pool):
+        step(number)
+    return contender.counters()
 
 
 def _flops(contender: Contender, pool: Pool) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Timing: clocks, warm-up, the race of contenders, statistics, memory and energy."""
+"""Timing: clocks, warm-up, the race of contenders, and statistics."""

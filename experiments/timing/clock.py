@@ -137,8 +137,8 @@ class Clock:
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
 
-    It adds to a buffer of `size` times the last-level cache, by default twice. Adding reads as well
-    as writes; plain stores may bypass the caches and leave their content.
+    It adds to a buffer of CACHES_FLUSHED last-level caches. Adding reads as well as writes; plain
+    stores may bypass the caches and leave their content.
     """
 
     mode = Mode.cold
@@ -147,9 +147,8 @@ class ColdClock(Clock):
         self,
         flush: Callable[[], object] | None = None,
         now: Callable[[], int] = time.perf_counter_ns,
-        size: float = CACHES_FLUSHED,
     ) -> None:
-        self.flush_bytes = int(size * last_level_cache_bytes())
+        self.flush_bytes = CACHES_FLUSHED * last_level_cache_bytes()
         self.now = now
         self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
 
@@ -174,13 +173,13 @@ class CudaClock(Clock):
     """A clock for a GPU: hot, cold and graph launch behind a spin; wall starts on an idle GPU.
 
     Attributes:
-        ahead: seconds of the next spin by the key of a task; `spin` for unknown keys, 0 for calls
-            that wait for the GPU themselves.
+        ahead: seconds of the next spin by the key of a task; SPIN_SECONDS for unknown keys, 0 for
+            calls that wait for the GPU themselves.
         in_vain: number of longer spins in a row without effect, by key.
     """
 
-    def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot, spin: float = SPIN_SECONDS) -> None:
-        self.gpu, self.mode, self.spin = gpu, mode, spin
+    def __init__(self, gpu: TorchGpu, mode: Mode = Mode.hot) -> None:
+        self.gpu, self.mode = gpu, mode
         if mode is Mode.wall:
             self.min_sample_seconds = 0.0  # the launch of a second call would be hidden
         self.ahead: dict[str, float] = {}
@@ -217,7 +216,7 @@ class CudaClock(Clock):
 
     def _launch(self, task: SampleTask) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
-        gpu, spin_s = self.gpu, self.ahead.get(task.key, self.spin)
+        gpu, spin_s = self.gpu, self.ahead.get(task.key, SPIN_SECONDS)
         if self.mode is Mode.cold:
             gpu.flush()
         if spin_s:
@@ -285,15 +284,12 @@ class CudaClock(Clock):
 
 
 class TorchGpu:
-    """The current stream of a device and the host's clock, which tests replace by a fake.
+    """The current stream of a device and the host's clock, which tests replace by a fake."""
 
-    `flush` writes `size` times the L2 cache, by default twice.
-    """
-
-    def __init__(self, device: torch.device, size: float = CACHES_FLUSHED) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         properties = torch.cuda.get_device_properties(device)
-        self.flush_bytes = int(size * properties.L2_cache_size)
+        self.flush_bytes = CACHES_FLUSHED * properties.L2_cache_size
         self._buffer: torch.Tensor | None = None
 
     def now(self) -> float:

@@ -62,7 +62,6 @@ def healthy() -> dict[str, Any]:
         "GetPowerUsage": 300_000,
         "GetPowerManagementLimit": 700_000,
         "GetPowerManagementDefaultLimit": 700_000,
-        "GetTotalEnergyConsumption": [1_000_000, 1_600_000],
         "GetCurrentClocksEventReasons": 0x1,
         "GetPersistenceMode": 1,
         "GetEccMode": [[1, 1]],

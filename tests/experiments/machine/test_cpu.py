@@ -36,18 +36,9 @@ def test_two_last_level_caches_count_both(cpu: Cpu) -> None:
 
 def test_where_a_system_shows_nothing_nothing_is_known(tmp_path: Path) -> None:
     bare = Cpu(tmp_path)
-    assert (bare.last_level_cache(), bare.governor(), bare.joules(), bare.boost()) == (None,) * 4
+    assert (bare.last_level_cache(), bare.governor(), bare.boost()) == (None,) * 3
     assert (bare.throttled(), bare.quota(), bare.info("flags")) == (None, None, "")
     assert last_level_cache_bytes() >= 1 << 18
-
-
-def test_energy_of_a_processor_is_that_of_its_packages(tmp_path: Path) -> None:
-    assert Cpu(tmp_path).joules() is None
-    for name, energy in (("intel-rapl:0", 3_000_000), ("intel-rapl:1", 4_500_000)):
-        for zone, value in ((name, energy), (f"{name}:0", 9_000_000)):  # a part is in its package
-            (tmp_path / "sys/class/powercap" / zone).mkdir(parents=True)
-            (tmp_path / "sys/class/powercap" / zone / "energy_uj").write_text(f"{value}\n")
-    assert Cpu(tmp_path).joules() == 7.5
 
 
 def test_the_frequency_is_that_of_the_usable_cores(

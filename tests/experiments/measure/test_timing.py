@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,3 +43,15 @@ def test_an_arm_that_cannot_prepare_its_batches_fails_alone(
     assert by_arm["managed"]["reason"].startswith("ValueError: this batch cannot be prepared")
     assert by_arm["tbe"]["status"] == "ok"
     assert len(by_arm["tbe"]["samples"]["step"]) == 2
+
+
+def test_counters_are_those_of_one_pass_over_all_batches() -> None:
+    steps = [9, 9]
+    contender: Any = SimpleNamespace(
+        counters=lambda: {"lookups": len(steps)}, reset_counters=steps.clear
+    )
+    assert timing.counting_pass(contender, steps.append, 3) == {"lookups": 3}
+    assert steps == [0, 1, 2]
+    contender.counters = dict
+    assert timing.counting_pass(contender, steps.append, 3) == {}
+    assert steps == [0, 1, 2]

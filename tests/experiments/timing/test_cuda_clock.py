@@ -61,7 +61,7 @@ def test_a_race_is_watched() -> None:
     assert len(found.samples["step"]) == 12
     described = found.describe()
     assert set(described["hardware"]) <= {
-        *("sm_mhz", "memory_mhz", "temperature_c", "power_w", "energy_j", "throttle"),
+        *("sm_mhz", "memory_mhz", "temperature_c", "power_w", "throttle"),
         "throttled_rounds",
     }
     assert len(described["wall_samples"]["step"]) == 12
