@@ -119,7 +119,7 @@ inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an inser
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
 inline constexpr int64_t kOneStreamItems = 2048;
 inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
-// Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
+// Maximum size of an input of one part that is sorted without buckets.
 inline constexpr int64_t kSmallInput = int64_t{1} << 16;
 inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
 inline constexpr int kUnbucketedDigitBits = 11;  // maximum width without buckets

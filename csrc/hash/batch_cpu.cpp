@@ -31,9 +31,6 @@
 namespace emb {
 namespace {
 
-// The maximum number of positions of a table that one thread numbers, so that the scratch table
-// fits into the private cache of a core.
-constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
 constexpr int64_t kPositionGrain = 4096;  // grain of parallel_balanced for positions
 // The maximum number of positions of a table, relative to the number of all positions per thread.
 constexpr int64_t kMaxImbalance = 4;
@@ -143,17 +140,16 @@ struct TableSegments {
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads can take whole tables: no table is too large for the cache of a core,
-  // and the other threads do not wait long for the thread of the largest table.
+  // Return whether threads can take whole tables: the other threads do not wait long for the thread
+  // of the largest table.
   bool are_balanced() const {
     int64_t largest = 0;
     for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
       largest = std::max(largest, positions_before[t + 1] - positions_before[t]);
     }
     const int64_t max_threads = positions_before.back() / kPositionGrain + 1;
-    return largest <= kMaxTablePositions &&
-           largest * std::min<int64_t>(num_threads(), max_threads) <=
-               kMaxImbalance * positions_before.back();
+    return largest * std::min<int64_t>(num_threads(), max_threads) <=
+           kMaxImbalance * positions_before.back();
   }
 
   // Call `body(t)` for every table, in parallel.
@@ -194,8 +190,9 @@ struct DistinctKeys {
 
  private:
   // Number the keys of table t; return their count. A cell of the scratch table has the number of a
-  // key, or -1. Whether a key is new is unpredictable, so nothing branches on it: every key is
-  // written after the last known key, and stays there if it is new.
+  // key, or -1. Cells are prefetched, because those of a large batch do not fit into the cache of a
+  // core. Whether a key is new is unpredictable, so nothing branches on it: every key is written
+  // after the last known key, and stays there if it is new.
   int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
                       int64_t t) {
     const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
@@ -211,6 +208,8 @@ struct DistinctKeys {
       const int64_t f = tables.segments[s];
       for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
         const int64_t key = batch.ids[i];
+        const int64_t later = batch.ids[std::min(i + kKeysAhead, batch.starts[f + 1] - 1)];
+        __builtin_prefetch(cells.get() + (table.hash(later) >> kCellShift & mask));
         known[next] = key;
         uint64_t cell = table.hash(key) >> kCellShift & mask;
         int32_t number = number_or(cells[cell], next);
@@ -235,6 +234,7 @@ struct DistinctKeys {
 
   // A cell depends on other bits than a bucket address, so that keys of a bucket have many cells.
   static constexpr int kCellShift = 16;
+  static constexpr int64_t kKeysAhead = 16;  // keys between the prefetch of a cell and its use
 };
 
 // Return whether no table has to grow even if it has none of the batch's keys yet.

@@ -104,7 +104,7 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
     threads = torch.get_num_threads()
     first, second = (Tables(eviction, policy, (64, 160)) for _ in range(2))
     # The last ones are large enough for several threads.
-    batches = (*_batches(24, 30, seed=1), *_batches(3, 2000, seed=2))
+    batches = (*_batches(24, 30, seed=1), *_batches(3, 2000, seed=2), *_batches(1, 50_000, seed=3))
     for step, (ids, offsets) in enumerate(batches):
         scores = torch.tensor([step % 7, 3 - step % 5]) if first.index.order == "assigned" else None
         torch.set_num_threads(1 + step % 3)
@@ -131,13 +131,16 @@ def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> 
 
 def test_does_not_serve_a_table_that_threads_would_wait_for() -> None:
     tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160))
-    assert tables.at_once(
-        torch.zeros(1 << 16, dtype=torch.int64), torch.tensor([0, 0, 1 << 16, 1 << 16]), None
-    )
-    too_many = (1 << 16) + 1
-    assert not tables.at_once(
-        torch.zeros(too_many, dtype=torch.int64), torch.tensor([0, 0, too_many, too_many]), None
-    )
+    count = 1 << 17  # one of the two tables has all lookups
+    ids, offsets = torch.zeros(count, dtype=torch.int64), torch.tensor([0, 0, count, count])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert tables.at_once(ids, offsets, None)
+        torch.set_num_threads(5)
+        assert tables.at_once(ids, offsets, None) == []
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_does_not_serve_what_needs_the_host() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, optim
+from emblib import BoundsCheck, Pooling, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.ops import tbe
 from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference import tbe as reference
@@ -303,6 +303,25 @@ def test_extreme_indices_are_counted(index: int, device: torch.device) -> None:
         1
     ]
     assert violations.tolist() == [1, 0]
+
+
+# A run of a table without buckets, with three passes, and one that is too long for it.
+@pytest.mark.parametrize(
+    ("lookups", "rows"), [(100_000, 3_000), (70_000, 5_000_000), (270_000, 40)]
+)
+def test_groups_of_many_lookups(lookups: int, rows: int, device: torch.device) -> None:
+    specs = [TableSpec(rows, 1), TableSpec(9, 1)]
+    module = TableBatchedEmbeddingBags(specs, optim.SGD(0.1), device=device)
+    generator = torch.Generator().manual_seed(3)
+    indices = torch.cat(
+        [torch.randint(spec.rows, (lookups,), generator=generator) for spec in specs]
+    ).to(device)
+    offsets = torch.tensor([0, 7, lookups, lookups, 2 * lookups], device=device)
+    groups = tbe.group(module.features, indices, offsets, module.total_rows)
+    wanted = reference.group(module.features, indices, offsets)
+    assert int(groups.count) == wanted.rows.numel()
+    for found, want in zip(groups, wanted, strict=False):
+        assert torch.equal(found[: want.numel()].long(), want)
 
 
 def _opcheck_arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
