@@ -62,8 +62,8 @@ def for_inference(
             a source of `QuantizedEmbeddingBags.from_float` (a module of dense or tensor-train
             tables, `nn.EmbeddingBag`, `nn.Embedding` or a matrix); or a collection, whose result
             takes the same batches.
-        formats: format of the rows of all tables, or of each; None keeps the dtype of the rows, or
-            their format where they are quantised already.
+        formats: format of the rows of all tables, or of each; None keeps the dtype of the rows
+            (float32 for one that no format has), or their format where they are quantised already.
         output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
@@ -110,8 +110,8 @@ def _float_tables(source: Any) -> FloatTables:
 
 
 def _formats_of(tables: FloatTables) -> list[RowFormat]:
-    """Return the formats that keep the dtypes of the rows."""
-    return [FORMAT_OF[dtype] for dtype in tables.dtypes()]
+    """Return the formats that keep the dtypes of the rows; float32 for a dtype without a format."""
+    return [FORMAT_OF.get(dtype, RowFormat.FP32) for dtype in tables.dtypes()]
 
 
 def _of_dynamic(

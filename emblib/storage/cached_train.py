@@ -301,6 +301,10 @@ class CachedTTPlaceholder(nn.Module):
         self.trains = make_trains(slices, reads, optimizer, pooling, seeds, device)
         self.rows = make_rows(slices, reads, optimizer, pooling, joint_cache(slices), device)
 
+    def forward(self, *arguments: Any, **options: Any) -> None:
+        """Raise RuntimeError: there is no cache to look rows up in."""
+        as_cached_module(self)
+
     @property
     def hyperparams(self) -> Tensor:
         """Return the numbers of the optimizer, on meta."""

@@ -435,7 +435,7 @@ class DenseHandle(TableHandle):
         if self._is_on_meta(state_dict, prefix, other_arguments[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
-        metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
+        metadata = {k: v for k, v in metadata.items() if k != state_dicts.ASSIGN}
         module.settle()
         with module.overwriting(), torch._C.DisableTorchFunctionSubclass():
             super()._load_from_state_dict(state_dict, prefix, metadata, *other_arguments)

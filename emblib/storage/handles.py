@@ -154,7 +154,8 @@ class TableHandle(nn.Module):
     def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
         """Return whether the table is on meta; if it has entries to load, append an error."""
         has_entries = any(key.startswith(prefix) for key in state_dict)
-        on_meta = has_entries and any(parameter.is_meta for parameter in self.parameters())
+        tensors = (*self.parameters(), *self.buffers())
+        on_meta = has_entries and any(tensor.is_meta for tensor in tensors)
         if on_meta:
             errors.append(
                 f"{prefix}: the table is on meta; call to_empty(device=...) of the model first"

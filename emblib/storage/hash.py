@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -269,9 +269,7 @@ class Hash(Storage):
             RuntimeError: the module is on meta, where hash tables have no memory.
         """
         if self.is_placeholder(module):
-            raise RuntimeError(
-                "hash tables have no memory on meta: move the module with to_empty(device=...)"
-            )
+            _refuse_meta()
         return [module.table_rows(t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
@@ -419,9 +417,19 @@ class MetaPlaceholder(nn.Module):
         self.optimizer, self.output_dtype = optimizer, torch.float32
         self.grad_anchor = torch.empty((), device="meta")
 
+    def forward(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Raise RuntimeError: there are no rows to look up."""
+        _refuse_meta()
+
     def nbytes(self) -> dict[str, int]:
         """Return nothing: there is no memory."""
         return {}
+
+
+def _refuse_meta() -> NoReturn:
+    raise RuntimeError(
+        "hash tables have no memory on meta: move the module with to_empty(device=...)"
+    )
 
 
 class HashHandle(TableHandle):
@@ -532,7 +540,9 @@ class HashHandle(TableHandle):
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors) or self._is_placeholder:
+        if self._is_on_meta(state_dict, prefix, errors):
+            return
+        if self._is_placeholder:
             missing_keys.append(f"{prefix}keys")
             return
         module: DynamicEmbeddingBags = self.module

@@ -180,9 +180,10 @@ class TTHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         unexpected, errors = arguments[-2:]
-        if state_dicts.refuses(self, state_dict, prefix, errors):
+        problems: list[str] = []
+        self._is_on_meta(state_dict, prefix, problems)
+        if state_dicts.refuses(self, state_dict, prefix, errors, problems):
             return
-        self._is_on_meta(state_dict, prefix, errors)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         if f"{prefix}{layout_entry.NAME}" in unexpected:
             unexpected.remove(f"{prefix}{layout_entry.NAME}")

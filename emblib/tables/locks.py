@@ -64,8 +64,8 @@ def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def call(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # On one line: the end of a `with` of several lines is a line again, `with`, at which an
-        # interrupt would leave the lock held.
+        # On one line: Python goes back to the line of a longer `with` when its block ends, and an
+        # interrupt there would leave the lock held.
         with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
 
     return call

@@ -552,7 +552,7 @@ class QuantizedEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        _, _, missing_names, unexpected, errors = arguments
+        metadata, _, missing_names, unexpected, errors = arguments
         targets = self._targets()
         problems: list[str] = []
         packed_state = self._with_packed_rows(state_dict, prefix, problems)
@@ -561,6 +561,13 @@ class QuantizedEmbeddingBags(nn.Module):
         sources = state_dicts.select_entries(
             targets, packed_state, prefix, missing_names, unexpected
         )
+        if self.packed.is_meta and sources:
+            if metadata.get(state_dicts.ASSIGN):
+                self.to_empty(device=next(iter(sources.values())).device)
+                self.reset_parameters()
+                targets = self._targets()
+            else:
+                state_dicts.warn_of_meta(prefix, sources)
         for key, value in state_dicts.without_shared_memory(sources, targets).items():
             targets[key].copy_(value)
 

@@ -7,6 +7,7 @@ the module that torch reaches first checks the entries of all its descendants, t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import Hyper
+from emblib.tables.parameters import caller_level
+
+ASSIGN = "assign_to_params_buffers"
+"""The key of the local metadata of a module that `load_state_dict(assign=True)` sets."""
 
 _REFUSED = "(refused)"  # entry that marks a module, by its prefix, whose load was refused
 
@@ -36,8 +41,8 @@ def refuses(
     """Return whether a module must load nothing; called first in `_load_from_state_dict`.
 
     If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
-    the entries of them all from `state_dict`, from which torch loads the descendants next. Those
-    that check their entries get a mark instead, other ones the values that they have.
+    the entries of them all from `state_dict`, from which torch loads the descendants next. There,
+    descendants that check their entries get a mark, and others the values that they have.
 
     Non-empty `problems_found` are reported instead, and the entries are not checked.
     """
@@ -241,6 +246,19 @@ def select_entries(
     missing_keys.extend(prefix + key for key in targets if key not in entries)
     unexpected_keys.extend(prefix + key for key in sorted(names) if key not in targets)
     return entries
+
+
+def warn_of_meta(prefix: str, values: Mapping[str, Tensor]) -> None:
+    """Warn, as torch does, that values are copied to a module on meta, which has no memory.
+
+    `prefix` names the module. Values that are on meta themselves are no reason to warn.
+    """
+    if not all(value.is_meta for value in values.values()):
+        warnings.warn(
+            f"for {prefix or 'tables'}: copying to a module on meta, which is a no-op: pass "
+            "assign=True to load_state_dict, or call to_empty(device=...) of the module first",
+            stacklevel=caller_level(),
+        )
 
 
 def without_shared_memory(

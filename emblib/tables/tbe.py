@@ -730,8 +730,10 @@ class TableBatchedEmbeddingBags(FusedTables):
             self.flush()
         if "hyper" in sources:
             hyperparameters.adopt(self, sources["hyper"])
-        if self.hyperparams.is_meta and metadata.get("assign_to_params_buffers"):
+        if self.hyperparams.is_meta and metadata.get(state_dicts.ASSIGN):
             self.to_empty(device=next(iter(sources.values())).device)
+        elif self.hyperparams.is_meta:
+            state_dicts.warn_of_meta(prefix, sources)
         with self.overwriting():
             for key, target in self._checkpoint().items():
                 if key in sources:

@@ -44,7 +44,6 @@ from emblib.tt.work import TTWork
 
 _LOG = logging.getLogger(__name__)
 _BLOCK_ROWS = 1 << 16  # rows per block of `dense_blocks`
-_ASSIGN = "assign_to_params_buffers"  # metadata key that load_state_dict(assign=True) sets
 
 
 class Cores(nn.ParameterList):
@@ -71,7 +70,7 @@ class Cores(nn.ParameterList):
 
 def _without_assign(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a load without `assign`: values are copied."""
-    return {key: value for key, value in metadata.items() if key != _ASSIGN}
+    return {key: value for key, value in metadata.items() if key != state_dicts.ASSIGN}
 
 
 class TableBatchedTTEmbeddingBags(FusedTables):
@@ -265,7 +264,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
         if (
             self.hyperparams.is_meta
-            and metadata.get(_ASSIGN)
+            and metadata.get(state_dicts.ASSIGN)
             and all(key in state_dict for key in keys)
         ):
             self.to_empty(device=state_dict[keys[0]].device)

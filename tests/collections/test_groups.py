@@ -15,6 +15,7 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    KeyedJaggedTensor,
     Placement,
     Precision,
     StochasticRounding,
@@ -30,6 +31,7 @@ from emblib.storage import (
     Dense,
     Hash,
     Hashed,
+    Quantized,
     QuotientRemainder,
     Storage,
     TableSlice,
@@ -467,3 +469,24 @@ def test_tables_that_were_frozen_on_meta_stay_frozen(
         assert [h.is_trained(n) for h in bags.groups.handles for n, _ in h.named_parameters()] == [
             *trained.values()
         ]
+
+
+@pytest.mark.parametrize("storage", [Hash(), TensorTrain((4, 4), cache=TTCache(20))], ids=str)
+def test_a_lookup_in_a_placeholder_says_how_to_get_off_meta(storage: Storage) -> None:
+    configs = [EmbeddingBagConfig(IDS, 16, "x", ["x"], storage=storage)]
+    bags = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1), device="meta")
+    with pytest.raises(RuntimeError, match=r"to_empty\(device=\.\.\.\)"):
+        bags(KeyedJaggedTensor(["x"], torch.tensor([1]), lengths=torch.tensor([1])))
+
+
+@pytest.mark.parametrize(
+    "storage", [Dense(), Hash(), TensorTrain((4, 4)), Quantized()], ids=lambda s: s.plan_name
+)
+@pytest.mark.filterwarnings("error")
+def test_a_load_into_tables_on_meta_raises(storage: Storage) -> None:
+    configs = [EmbeddingBagConfig(IDS, 16, "x", ["x"], storage=storage)]
+    state = EmbeddingBagCollection(configs).state_dict()
+    bags = EmbeddingBagCollection(configs, device="meta")
+    with pytest.raises(RuntimeError, match=r"call to_empty\(device=") as caught:
+        bags.load_state_dict(state)
+    assert "Missing key" not in str(caught.value)

@@ -104,6 +104,13 @@ def test_wrong_formats_are_named(formats: Any) -> None:
         for_inference(nn.Sequential(collection))
 
 
+def test_rows_of_a_dtype_without_a_format_become_float32() -> None:
+    source = nn.Embedding(30, 8, dtype=torch.float64)
+    served = for_inference(source)
+    assert served.formats == (RowFormat.FP32,)
+    assert torch.equal(served.to_dense(0), source.weight.detach().float())
+
+
 def test_stored_rows_of_a_cached_train_are_converted() -> None:
     torch.manual_seed(0)
     cache = TTCache(4)

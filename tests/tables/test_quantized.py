@@ -340,3 +340,14 @@ def test_rows_of_any_real_dtype(dtype: torch.dtype) -> None:
     rows = (torch.randn(50, 12) * 9).to(dtype)
     tables = QuantizedEmbeddingBags.from_float(rows)
     assert torch.equal(tables.packed, QuantizedEmbeddingBags.from_float(rows.float()).packed)
+
+
+@pytest.mark.parametrize("make", [TableBatchedEmbeddingBags, QuantizedEmbeddingBags])
+def test_a_load_into_meta_moves_the_module_or_warns(make: type[nn.Module]) -> None:
+    saved: Any = make([TableSpec(9, 4)])
+    state = {key: torch.ones_like(value) for key, value in saved.state_dict().items()}
+    other: Any = make([TableSpec(9, 4)], device="meta")
+    with pytest.warns(UserWarning, match="copying to a module on meta, which is a no-op"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, assign=True)
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items())
