@@ -67,10 +67,12 @@ class NormalizedEntropy(Metric):
             weights: float `[N]`, weight of each example; None is 1.
 
         Raises:
-            ValueError: shapes differ, or a probability is outside of [0, 1].
+            ValueError: shapes differ, or a label or probability is outside of [0, 1].
         """
         _check_shapes(predictions, labels=labels, weights=weights)
         values, targets = predictions.detach().double(), labels.detach().double()
+        if not bool(((targets >= 0) & (targets <= 1)).all()):
+            raise ValueError("labels must be in [0, 1]: 0 or 1, or the share of clicks")
         if self.from_logits:
             losses = functional.binary_cross_entropy_with_logits(values, targets, reduction="none")
         else:
@@ -155,8 +157,14 @@ class GroupedAUC(Metric):
         super().sync(*arguments, **options)
 
     def compute(self) -> Tensor:
-        """Return the mean AUC of the groups, a scalar tensor."""
+        """Return the mean AUC of the groups, a scalar tensor.
+
+        Raises:
+            ValueError: a prediction is NaN, which has no rank.
+        """
         predictions, labels, groups = (_concatenate(getattr(self, name)) for name in _DTYPES)
+        if bool(predictions.isnan().any()):
+            raise ValueError("predictions must not be NaN")
         order = predictions.argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         predictions, positive, groups = predictions[order], labels[order] > 0, groups[order]

@@ -105,6 +105,12 @@ def test_wrong_input_is_refused() -> None:
         GroupedAUC().update(scores, labels, labels)
     with pytest.raises(ValueError, match="from_logits=True"):
         NormalizedEntropy().update(scores + 2, labels)
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 1\]"):
+        NormalizedEntropy(from_logits=True).update(scores, labels + 5)
+    metric = GroupedAUC()
+    metric.update(scores * torch.nan, labels, labels.long())
+    with pytest.raises(ValueError, match="must not be NaN"):
+        metric.compute()
 
 
 def _over_ranks(ranks: RankGroup, sizes: list[int]) -> tuple[float, float, float]:

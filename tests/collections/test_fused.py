@@ -275,6 +275,14 @@ def test_a_refused_call_gives_no_parameter_an_optimizer() -> None:
     assert len(list(in_backward_optimizer_filter(named))) == 3
 
 
+def test_init_state_makes_no_gradients_of_tables_that_backward_updates() -> None:
+    model = Model(optim.SGD(0.1), ("plain",))
+    dense_part = KeyedOptimizerWrapper(_dense_part(model), torch.optim.Adam)
+    CombinedOptimizer([FusedOptimizer.of(model), dense_part]).init_state()
+    assert model.over.weight.grad is not None
+    assert all(parameter.grad is None for parameter in model.sparse.parameters())
+
+
 def test_states_of_bare_tables_that_are_missing() -> None:
     tables = TableBatchedEmbeddingBags([TableSpec(9, 4)], optimizer=optim.Adagrad(0.1))
     optimizer = FusedOptimizer.of(nn.ModuleDict({"tables": tables}))

@@ -157,6 +157,10 @@ def test_no_optimizer_takes_groups_that_it_would_not_step() -> None:
             WarmupStage("interpolate", 2, 0.0, start_interpolating_iters=0, end_value=1.0),
             [0.0, 1.0, 2.0, 2.0],
         ),
+        (
+            WarmupStage("interpolate", 3, 0.5, start_interpolating_iters=1, end_value=1.0),
+            [1.0, 1.0, 1.5, 2.0],
+        ),
     ],
 )
 def test_stages_of_warm_up(stage: WarmupStage, wanted: list[float]) -> None:

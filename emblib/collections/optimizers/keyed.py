@@ -24,7 +24,7 @@ class KeyedOptimizer(TorchOptimizer):
     """Base of optimizers with a state dict by name: `state` by parameter, and `param_groups`.
 
     It is a `torch.optim.Optimizer`: learning-rate schedulers work on its `param_groups`. Loading
-    keeps these dicts, and writes into state tensors of equal shape.
+    updates the dicts of the groups, and writes into state tensors of equal shape.
 
     Args:
         params: the parameters by name.
@@ -129,11 +129,12 @@ class KeyedOptimizer(TorchOptimizer):
         """Make a step with gradients of zero, some of them sparse, so that all states exist.
 
         The gradients are replaced by these and stay; weight decay and momentum change parameters.
-        `sparse_grad_parameter_names` are the parameters that get sparse ones.
+        `sparse_grad_parameter_names` are the parameters that get sparse ones. Parameters that are
+        frozen, or that backward updates, get none.
         """
         sparse = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not is_updated_in_backward(parameter):
                 zeros = torch.zeros_like(parameter)
                 parameter.grad = zeros.to_sparse(1) if name in sparse else zeros
         self.step(closure=None)

@@ -29,8 +29,8 @@ class WarmupPolicy(Choice):
     INVSQRT                        1 / sqrt(max(i, 1))
     COSINE_ANNEALING_WARM_RESTARTS v + (1 - v) * (1 + cos(pi * (i mod sgdr_period) /
                                    sgdr_period)) / 2
-    INTERPOLATE                    v + (end_value - v) * (i - start) / (max_iters - start), with
-                                   start = `start_interpolating_iters`
+    INTERPOLATE                    v up to start = `start_interpolating_iters`, then
+                                   v + (end_value - v) * (i - start) / (max_iters - start)
     =============================  =========================================================
     """
 
@@ -119,7 +119,7 @@ class WarmupStage:
             start, end = self.start_interpolating_iters, self.end_value
             assert start is not None
             assert end is not None
-            return value + (end - value) * (step - start) / (self.max_iters - start)
+            return value + (end - value) * max(step - start, 0) / (self.max_iters - start)
         return 1.0
 
 
