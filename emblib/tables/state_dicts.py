@@ -86,6 +86,8 @@ def tensor_problem(
     """
     if not isinstance(value, Tensor):
         return f"must be a tensor, got {type(value).__name__}"
+    if value.is_nested or value.is_quantized:
+        return "must be a dense tensor with values, got a nested or a quantised one"
     if value.layout is not torch.strided or (value.is_meta and not expected.is_meta):
         return f"must be a dense tensor with values, got {value.layout} on {value.device}"
     if shape is not None and (

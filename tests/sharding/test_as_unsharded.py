@@ -230,8 +230,10 @@ def refused(ranks: RankGroup) -> None:
         sharding.shard(source, {"": {**rules, "t1": plain}}, ranks)
     one = make_source(Case(tables(SUM), MIXED, optimizer=None)).quantized()
     assert isinstance(one.configs[0].storage, Quantized)
-    with pytest.raises(ValueError, match="not divided by columns"):
-        sharding.shard(one, {"": {**rules, "t0": sharding_types.column_wise()}}, ranks)
+    dim = one.configs[0].embedding_dim
+    columns = sharding_types.column_wise(sizes=[dim - 1, 1])
+    with pytest.raises(ValueError, match=rf"its columns can be cut at multiples of {dim} only"):
+        sharding.shard(one, {"": {**rules, "t0": columns}}, ranks)
 
 
 def test_what_a_kind_of_table_cannot_be_is_told() -> None:

@@ -309,3 +309,15 @@ def test_a_checkpoint_is_of_the_pooling_it_is_loaded_into() -> None:
     other = make(dim=8, pooling=Pooling.NONE)
     other.load_state_dict(module.state_dict())
     assert torch.equal(other.table_weights()[1], module.table_weights()[1])
+
+
+def test_tensors_that_cannot_be_copied_are_refused() -> None:
+    module = make()
+    key, value = next(iter(module.state_dict().items()))
+    for wrong in (
+        value.to_sparse(),
+        torch.nested.as_nested_tensor([value]),
+        torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+    ):
+        with pytest.raises(RuntimeError, match="must be a dense tensor with values"):
+            module.load_state_dict({**module.state_dict(), key: wrong})
