@@ -157,7 +157,7 @@ class TableGroups(nn.Module):
         column_of: first output column of each unit.
         dims: number of columns of each unit.
         groups: the modules, with the units of each; `active` has the groups that have units.
-        is_one: whether `forward` just calls one module.
+        has_one_module: whether `forward` just calls one module.
         handles: one module per slice, with its parameters.
         seeds: seeds of the initial values, by table.
     """
@@ -189,7 +189,7 @@ class TableGroups(nn.Module):
         self._bounds_check, self._features = BoundsCheck.WARNING, [""] * len(self.reads)
         self.device = torch.empty(0, device=device).device
         self.seeds = dict(new_seeds(self.slices) if seeds is None else seeds)
-        self._groupings = group(
+        self._groupings = group_slices(
             self.slices, self.reads, optimizer, self.pooling, {key.table for key in self._shared}
         )
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
@@ -254,12 +254,12 @@ class TableGroups(nn.Module):
             )
         ]
         self.active = [slice_group for slice_group in self.groups if slice_group.units]
-        self.is_one = len(self.active) == 1
+        self.has_one_module = len(self.active) == 1
         self._views = parameters.registered(
             module for _, handle in self.unshared_handles() for module in handle.checked_modules()
         )
         # `self._only_module = ...` would make it a child of this module.
-        only_module = self.active[0].module if self.is_one else None
+        only_module = self.active[0].module if self.has_one_module else None
         object.__setattr__(self, "_only_module", only_module)
 
     def unshared_handles(self) -> list[tuple[int, TableHandle]]:
@@ -338,7 +338,7 @@ class TableGroups(nn.Module):
         return (
             torch.cat(outs, 1)
             if batch_sizes is None
-            else by_rank(self.active, self.dims, outs, batch_sizes)
+            else join_by_rank(self.active, self.dims, outs, batch_sizes)
         )
 
     def outputs(
@@ -358,7 +358,7 @@ class TableGroups(nn.Module):
         parameters.check_registered(self._views)
         inputs = self._take_prefetched(ids)
         if inputs is None:
-            inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
+            inputs = split_batch(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
         for group_input in inputs:
             slice_group, sizes = group_input.slice_group, group_input.batch_sizes
@@ -506,7 +506,7 @@ class TableGroups(nn.Module):
         if self._only_module is not None:
             self._only_module.prefetch(ids, offsets, batch_sizes=batch_sizes)
             return
-        inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
+        inputs = split_batch(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
             for group_input in inputs:
                 if is_cached(group_input.slice_group.module):
@@ -600,7 +600,7 @@ def _count_argument(slice_group: SliceGroup, use_counts: Tensor) -> dict[str, Te
     return {"counts": use_counts} if slice_group.storage.counts_uses else {}
 
 
-def group(
+def group_slices(
     slices: Sequence[TableSlice],
     reads: Sequence[int],
     optimizer: Optimizer | None,
@@ -646,7 +646,7 @@ def group(
     return result
 
 
-def split(
+def split_batch(
     groups: Sequence[SliceGroup],
     ids: Tensor,
     offsets: Tensor,
@@ -719,7 +719,7 @@ def _bag_bounds(
     return [bags[unit] for unit in units]
 
 
-def by_rank(
+def join_by_rank(
     groups: Sequence[SliceGroup],
     dims: Sequence[int],
     outs: Sequence[Tensor],

@@ -195,7 +195,7 @@ class TableCollection(nn.Module):
         """
         if self._is_in_order(features):
             check_ids(features.values(), allow_uint64=self._all_keyed)
-            is_cut = not self.groups.is_one or self.groups.pooling is Pooling.NONE
+            is_cut = not self.groups.has_one_module or self.groups.pooling is Pooling.NONE
             return checked_batch(features, self.bounds_check) if is_cut else features
         batch = KeyedJaggedTensor.adopt(features)
         check_ids(batch.values(), allow_uint64=self._all_keyed)
@@ -551,7 +551,7 @@ class EmbeddingBagCollection(TableCollection):
             return KeyedTensor(self._names, self._columns, out)
         groups = self.groups
         weights = self._sample_weights(batch) if self._weighted else None
-        if groups.is_one:
+        if groups.has_one_module:
             out = groups.forward(batch.values(), batch.offsets(), weights)
         else:
             counts = self._id_counts(batch)
@@ -749,7 +749,7 @@ class EmbeddingCollection(TableCollection):
         strides = None
         if batch.variable_stride_per_key():
             strides = [[stride] for stride in batch.stride_per_key()]
-        if groups.is_one:
+        if groups.has_one_module:
             return groups.forward(values, offsets, batch_sizes=strides).split(sizes)
         counts = self._id_counts(batch)
         outs = groups.outputs(values, offsets, batch_sizes=strides, id_counts=counts)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.collections.checked_batch import check_ids, checked_batch
-from emblib.collections.groups import SliceKey, TableGroups, group
+from emblib.collections.groups import SliceKey, TableGroups, group_slices
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
 from emblib.collections.shared import SharedTable
@@ -433,7 +433,9 @@ class ShardedTables(nn.Module):
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
-            return [u for g in group(slices, reads, optimizer, pooling, shared) for u in g.units]
+            return [
+                u for g in group_slices(slices, reads, optimizer, pooling, shared) for u in g.units
+            ]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
@@ -650,7 +652,7 @@ class ShardedTables(nn.Module):
         check_ids(features.values(), allow_uint64=self._all_keyed)
         order = [unit.feature for unit in self._layout_here.units]
         is_whole = self._is_local and order == sorted(order) and features.keys() == self._keys
-        if is_whole and self.groups.is_one and self.groups.pooling is not Pooling.NONE:
+        if is_whole and self.groups.has_one_module and self.groups.pooling is not Pooling.NONE:
             return features
         return checked_batch(features, self._bounds_check)
 

@@ -103,7 +103,7 @@ def test_one_kernel_for_tables_that_agree() -> None:
     configs = bag_configs(("plain",) * 5)
     groups = _groups(configs, optim.SGD(0.1))
     assert len(groups.groups) == 1
-    assert groups.is_one
+    assert groups.has_one_module
     assert groups.order == list(range(9))
     half = EmbeddingBagConfig(10, 4, "h", data_type=torch.float16)
     other = EmbeddingBagConfig(10, 4, "o", optimizer=optim.Adam(0.1))

@@ -162,7 +162,7 @@ def test_twenty_steps_are_those_of_the_module(
     """Bit for bit, with rows chosen in time and by calls."""
     optimizer = CASES[name]
     model = collection(caches(eviction, spill_rows, every=3), optimizer, pooling=pooling)
-    assert model.groups.is_one
+    assert model.groups.has_one_module
     bags = bare(model, TTCache(STORED, eviction, 1000, every=3, spill_rows=spill_rows))
     for step in range(20):
         if step == 11:
@@ -243,7 +243,7 @@ def test_vectors_of_a_sequence_collection() -> None:
     torch.manual_seed(0)
     tables = configs(caches("drop"), EmbeddingConfig, dim=DIMS[0])
     model = EmbeddingCollection(tables, optimizer=optim.Adagrad(0.1))
-    assert model.groups.is_one
+    assert model.groups.has_one_module
     for step in range(6):
         if step in (2, 4):
             populate(model)
