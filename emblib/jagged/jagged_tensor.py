@@ -405,7 +405,8 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     """Return offsets `[N + 1]` of bags with `lengths` `[...]` (flattened), in the same dtype.
 
     Raises:
-        ValueError: lengths that are not integers, or negative; reads the device.
+        ValueError: lengths of another dtype, negative ones, or int32 lengths whose sum is no int32.
+            The check reads the device.
 
     Example:
         >>> emblib.jagged.offsets_from_lengths(torch.tensor([2, 0, 1]))
@@ -416,6 +417,7 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     flat = lengths.flatten()
     if flat.numel() and int(flat.min()) < 0:
         raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
+    check_int32_range(flat, int(flat.sum(dtype=torch.int64)), "lengths")
     return running_sums(flat)
 
 

@@ -433,9 +433,8 @@ class ShardedTables(nn.Module):
         pooling = Pooling.SUM if pooled else Pooling.NONE
 
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
-            return [
-                u for g in group_slices(slices, reads, optimizer, pooling, shared) for u in g.units
-            ]
+            groupings = group_slices(slices, reads, optimizer, pooling, shared)
+            return [unit for grouping in groupings for unit in grouping.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)

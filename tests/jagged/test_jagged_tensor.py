@@ -174,6 +174,8 @@ def test_no_bags_have_one_offset() -> None:
 
 
 def test_wrong_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"int32 lengths count up to 2147483647 values, got 2147"):
+        offsets_from_lengths(torch.tensor([2**31 - 1, 1], dtype=torch.int32))
     with pytest.raises(ValueError, match=r"int32 or int64, got torch\.float32"):
         offsets_from_lengths(torch.ones(2))
     with pytest.raises(ValueError, match="must be >= 0, got -1"):
