@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 import emblib
 from emblib.compat import fbgemm
+from emblib.compat.fbgemm_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+from emblib.inference import InferenceEmbeddingBags, RowIndex
+from emblib.tables.bounds_report import lookups_with_padding
 from emblib.trace.recorder import distinct
 from tests.compat.peer import peer_module
 
@@ -84,6 +87,61 @@ def test_fbgemm_by_our_adaptor() -> None:
     trace = recorded(module, torch.tensor([49, 1]), torch.tensor([0, 1, 2]))
     assert bags(trace) == [[49], [1]]
     assert trace.features[0].rows == 50
+
+
+@pytest.mark.parametrize("include_last_offset", [True, False])
+def test_every_module_of_tables(include_last_offset: bool) -> None:
+    """The ids of the caller, not the rows of a cache or of a pruned table."""
+    last: dict[str, bool] = {"include_last_offset": include_last_offset}
+    sgd, spec = emblib.optim.SGD(0.1), emblib.TableSpec(50, 4)
+    trains = [emblib.TTSpec(50, 8, (2, 2))]
+    quantised = emblib.QuantizedEmbeddingBags([spec], formats=[emblib.RowFormat.INT8])
+    cached = emblib.CachedTTEmbeddingBags(trains, emblib.TTCache(4), sgd, **last)
+    cached(torch.tensor([7, 7, 8]), torch.tensor([0, 1, 3][: 2 + include_last_offset]))
+    cached.populate()
+    modules: list[nn.Module] = [
+        emblib.TableBatchedEmbeddingBags([spec], sgd, **last),
+        emblib.TableBatchedTTEmbeddingBags(trains, sgd, **last),
+        emblib.TTEmbeddingBag(trains[0], sgd, **last),
+        emblib.QuantizedEmbeddingBags([spec], formats=[emblib.RowFormat.INT8], **last),
+        cached,
+    ]
+    if include_last_offset:
+        index = RowIndex.of_mask(torch.arange(60) >= 10)
+        modules += [
+            emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], sgd),
+            InferenceEmbeddingBags(quantised, [index]),
+        ]
+    for module in modules:
+        offsets = torch.tensor([0, 1, 3] if include_last_offset else [0, 1])
+        trace = recorded(module, torch.tensor([7, 8, 49]), offsets)
+        assert bags(trace) == [[7], [8, 49]], type(module)
+        assert len(trace.features) == 1
+
+
+def test_padding_before_the_first_bag_is_not_recorded() -> None:
+    trains, sgd = [emblib.TTSpec(50, 8, (2, 2))], emblib.optim.SGD(0.1)
+    cached = emblib.CachedTTEmbeddingBags(trains, emblib.TTCache(4), sgd)
+    batch = torch.tensor([-1, 8, 49]), torch.tensor([1, 2, 3])
+    for module in (
+        emblib.TableBatchedEmbeddingBags([emblib.TableSpec(50, 4)], sgd),
+        emblib.TTEmbeddingBag(trains[0], sgd),
+    ):
+        assert bags(recorded(module, *batch)) == [[8], [49]], type(module)
+    with lookups_with_padding():
+        for other in (cached, emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], sgd)):
+            assert bags(recorded(other, *batch)) == [[8], [49]], type(other)
+    assert bags(recorded(cached, torch.tensor([[7, 8], [9, 1]]))) == [[7, 8], [9, 1]]
+
+
+def test_fbgemm_for_inference() -> None:
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("items", 50, 4, fbgemm.SparseType.INT8, fbgemm.EmbeddingLocation.HOST)], device="cpu"
+    )
+    module.fill_random_weights()
+    trace = recorded(module, torch.tensor([49, 1]), torch.tensor([0, 1, 2]))
+    assert bags(trace) == [[49], [1]]
+    assert (trace.features[0].rows, trace.features[0].dim) == (50, 4)
 
 
 class LikeFbgemm(nn.Module):

@@ -300,7 +300,9 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         if padding := num_padding_ids(indices, offsets):  # which would be counted as an id
             weights_of_ids = None if per_sample_weights is None else per_sample_weights[padding:]
             offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
-            out: Tensor = self(indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes)
+            out: Tensor = self.forward(
+                indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes
+            )
             is_pooled = self.trains.pooling is not Pooling.NONE
             return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
         offsets = self._checked_offsets(indices, offsets, batch_sizes)

@@ -305,7 +305,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 None if part is None else part[padding:] for part in (per_sample_weights, counts)
             )
             ids = indices[padding:]
-            out = self(ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses)
+            out = self.forward(
+                ids, offsets - padding, weights, batch_sizes=batch_sizes, counts=uses
+            )
             is_pooled = self.pooling is not Pooling.NONE
             return out if is_pooled else torch.cat([out.new_zeros(padding, out.shape[1]), out])
         if not is_compiling():

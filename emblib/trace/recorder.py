@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
 from emblib.reference.tbe import repair_offsets
 from emblib.tables import (
+    QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TTEmbeddingBag,
@@ -41,6 +43,13 @@ class Bags(NamedTuple):
     lengths: Tensor
 
 
+_BATCHED = (
+    TableBatchedEmbeddingBags,
+    TableBatchedTTEmbeddingBags,
+    CachedTTEmbeddingBags,
+    DynamicEmbeddingBags,
+    QuantizedEmbeddingBags,
+)
 Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
 NamedEmbedding = tuple[str, nn.Module, Reading]  # name in the trace, module, its reading
 
@@ -92,11 +101,16 @@ def _reading_of(module: nn.Module) -> Reading | None:
         return _read_embedding
     if isinstance(module, TTEmbeddingBag):
         return _read_tensor_train
-    if isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags):
+    if isinstance(module, _BATCHED) or _is_indexed(module):
         return _read_batched
     if hasattr(module, "embedding_specs") and hasattr(module, "feature_table_map"):
         return _read_fbgemm
     return _read_keyed if _configurations(module) else None
+
+
+def _is_indexed(module: nn.Module) -> bool:
+    """Return whether a module maps ids to rows before its lookup: `InferenceEmbeddingBags`."""
+    return isinstance(getattr(module, "rows", None), QuantizedEmbeddingBags)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
@@ -154,20 +168,29 @@ def _read_tensor_train(
     feature = TracedFeature(name, spec.name or name, spec.rows, spec.dim)
     if offsets is None:
         return [Bags(feature, *_bags_of_one_length(ids))]
-    return [Bags(feature, ids, repair_offsets(offsets, ids.numel()).diff())]
+    if not module.include_last_offset:
+        offsets = _append_offset(offsets, ids.numel())
+    return [Bags(feature, *_ids_and_lengths(ids, offsets))]
 
 
 def _read_batched(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     """Return the bags of a call of a table-batched module of emblib, feature by feature."""
-    assert isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags)
+    is_indexed = _is_indexed(module)  # then there are more ids than rows
+    bags: Any = module.rows if is_indexed else module
     features = []
-    for f, t in enumerate(module.feature_tables):
-        spec, table = module.tables[t], f"{name}.{module.table_names[t]}"
-        features.append(TracedFeature(f"{name}.{f}", table, spec.rows, spec.dim))
-    sizes = kwargs.get("batch_sizes")
-    return _feature_major(features, args, kwargs, sizes)
+    for f, t in enumerate(bags.feature_tables):
+        spec, table = bags.tables[t], f"{name}.{bags.table_names[t]}"
+        features.append(
+            TracedFeature(f"{name}.{f}", table, 0 if is_indexed else spec.rows, spec.dim)
+        )
+    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
+    if offsets is None:  # bags of one length, in rows
+        offsets = torch.arange(len(ids) + 1, device=ids.device) * (ids.numel() // max(len(ids), 1))
+    elif not getattr(bags, "include_last_offset", True):
+        offsets = _append_offset(offsets, ids.numel())
+    return _feature_major(features, ids.reshape(-1), offsets, kwargs.get("batch_sizes"))
 
 
 def _read_fbgemm(
@@ -176,28 +199,36 @@ def _read_fbgemm(
     """Return the bags of a call of a table-batched module of FBGEMM, feature by feature."""
     features = []
     for f, t in enumerate(module.feature_table_map):
-        rows, dim = (int(n) for n in module.embedding_specs[t][:2])
+        spec = module.embedding_specs[t]
+        first = int(isinstance(spec[0], str))  # modules for inference have the name before the rows
+        rows, dim = (int(n) for n in spec[first : first + 2])
         features.append(TracedFeature(f"{name}.{f}", f"{name}.{t}", rows, dim))
+    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     sizes = _argument(args, kwargs, 4, "batch_size_per_feature_per_rank")
-    return _feature_major(features, args, kwargs, sizes)
+    return _feature_major(features, ids, offsets, sizes)
 
 
 def _feature_major(
     features: Sequence[TracedFeature],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    ids: Tensor,
+    offsets: Tensor,
     sizes: Sequence[Sequence[int]] | None,
 ) -> list[Bags]:
     """Split ids and offsets of all features in one call; `sizes` if their batches differ.
 
     Invalid offsets are repaired as the modules repair them.
     """
-    ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     batch_size = (offsets.numel() - 1) // len(features)
     bags_per_feature = (
         [sum(s) for s in sizes] if sizes is not None else [batch_size] * len(features)
     )
-    return _split(features, ids, repair_offsets(offsets, ids.numel()).diff(), bags_per_feature)
+    return _split(features, *_ids_and_lengths(ids, offsets), bags_per_feature)
+
+
+def _ids_and_lengths(ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids from the first bag on, and the lengths of the bags of repaired offsets."""
+    bounds = repair_offsets(offsets, ids.numel())
+    return ids[int(bounds[0]) :], bounds.diff()
 
 
 def _split(
@@ -253,8 +284,9 @@ class TraceRecorder:
     recorder.save("lookups.pt")
     ```
 
-    It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's modules,
-    FBGEMM's (recognised by their attributes) and TorchRec's collections (by their configurations);
+    It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's modules
+    (of dynamic tables the keys), FBGEMM's (recognised by their attributes) and TorchRec's
+    collections (by their configurations);
     of nested modules only the outermost. A module in `modules` that contains none of these must be
     called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
     The recorder leaves out negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and forwards
