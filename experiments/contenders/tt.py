@@ -38,7 +38,7 @@ class TTTables(Contender):
         self.plain = [i for i in tables if i not in self.compressed]
         self.trains = self._build_trains([task.shapes[i] for i in self.compressed])
         plain_task = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
-        self.rest = BatchedTables(plain_task) if self.plain else None
+        self.plain_tables = BatchedTables(plain_task) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
         """Build the module of the compressed tables, whose shapes are given."""
@@ -46,7 +46,7 @@ class TTTables(Contender):
             tt_specs(self.task, shapes), optimizer_of(self.task), device=self.task.device
         )
 
-    def _part(self, batch: Batch, tables: Sequence[int]) -> Batch:
+    def _batch_of(self, batch: Batch, tables: Sequence[int]) -> Batch:
         """Return the lookups and gradients of some tables of a batch, as a batch."""
         features = [batch.feature(f) for f in tables]
         lengths = torch.cat([offsets.diff() for _, offsets in features])
@@ -61,8 +61,12 @@ class TTTables(Contender):
         """Return the plain tables' prepared batch or None, the trains' arguments, the gradient."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
-        compressed = self._part(batch, self.compressed)
-        plain_batch = self.rest.prepare(self._part(batch, self.plain)) if self.rest else None
+        compressed = self._batch_of(batch, self.compressed)
+        plain_batch = (
+            self.plain_tables.prepare(self._batch_of(batch, self.plain))
+            if self.plain_tables
+            else None
+        )
         gradients = [columns[f] for f in (*self.plain, *self.compressed)]
         ids, offsets = compressed.indices.to(device), compressed.offsets.to(device)
         return plain_batch, (ids, offsets), torch.cat(gradients, dim=1).to(device)
@@ -70,9 +74,9 @@ class TTTables(Contender):
     def _lookup(self, prepared: Any) -> Tensor:
         plain_batch, arguments_of_trains, _ = prepared
         outputs = []
-        if self.rest:
+        if self.plain_tables:
             ids, offsets, _ = plain_batch
-            outputs.append(self.rest.module(ids, offsets))
+            outputs.append(self.plain_tables.module(ids, offsets))
         outputs.append(self.trains(*arguments_of_trains))
         return join_columns(outputs)
 
@@ -86,30 +90,36 @@ class TTTables(Contender):
 
     def flops(self, batch: Batch) -> dict[str, float]:
         """Count two operations per multiply-add of the trains' products."""
-        part = self._part(batch, self.compressed)
+        part = self._batch_of(batch, self.compressed)
         device = self.task.device
         work = self.trains.work(part.indices.to(device), part.offsets.to(device))
         forward = 2.0 * sum(table.forward for table in work)
         return {"forward": forward, "step": forward + 2.0 * sum(table.backward for table in work)}
 
     def nbytes(self) -> dict[str, int]:
-        parts = [self.trains.nbytes()] + ([self.rest.nbytes()] if self.rest else [])
+        parts = [self.trains.nbytes()] + ([self.plain_tables.nbytes()] if self.plain_tables else [])
         return {k: sum(p[k] for p in parts) for k in ("weights", "optimizer_state")}
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of the plain tables, then all cores."""
-        rows = self.rest.observe(self._part(batch, self.plain)) if self.rest else []
+        rows = (
+            self.plain_tables.observe(self._batch_of(batch, self.plain))
+            if self.plain_tables
+            else []
+        )
         return rows + [core.detach().cpu().clone() for core in self.trains.cores]
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
         plain_state: State = []
         plain_before, tt_before = before[: len(self.plain)], before[len(self.plain) :]
-        if self.rest:
-            output, plain_state = self.rest.expect(self._part(batch, self.plain), plain_before)
+        if self.plain_tables:
+            output, plain_state = self.plain_tables.expect(
+                self._batch_of(batch, self.plain), plain_before
+            )
             outputs.append(output)
         output, cores = expect_tt(
-            self._part(batch, self.compressed), tt_before, self.task, self.trains.tables
+            self._batch_of(batch, self.compressed), tt_before, self.task, self.trains.tables
         )
         return torch.cat([*outputs, output], dim=1), plain_state + cores
 

@@ -41,7 +41,7 @@ class CellKinds:
 
     Attributes:
         sweep: kind of the cells of `sweep`; "" for the kind itself.
-        cases: kind of the cells of `cases` that name none.
+        cases: kind of the cells of `cases` that name none; "" for the kind itself.
         sweep_first: True to measure the sweep before the cases.
     """
 
@@ -210,14 +210,13 @@ class Kind:
         return cases, swept
 
     def case_cells(self, config: Config) -> list[Cell]:
-        """Return a cell per case."""
-        cells = case_cells(config, lambda case: case.kind or self.kind_of_case(case))
-        only = self.arms.only
-        return [cell.with_arms(Arm(only)) for cell in cells] if only else cells
+        """Return a cell per case; a case with loads that names no kind is about hash tables."""
 
-    def kind_of_case(self, case: CaseConfig) -> str:
-        """Return the kind of a case that names none; a case with loads is about hash tables."""
-        return KEYS if case.keys.loads else self.cell_kinds.cases
+        def kind_of(case: CaseConfig) -> str:
+            return case.kind or (KEYS if case.keys.loads else self.cell_kinds.cases or self.name)
+
+        cells, only = case_cells(config, kind_of), self.arms.only
+        return [cell.with_arms(Arm(only)) for cell in cells] if only else cells
 
     def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
         """Raise UsageError for values of `options` that break a rule.

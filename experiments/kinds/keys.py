@@ -40,7 +40,7 @@ class Growth(Keys):
     """Answer how long a growing hash table pauses, and how much memory it needs."""
 
     name = "growth"
-    cell_kinds = base.CellKinds(cases="growth")
+    cell_kinds = base.CellKinds(cases="")
     arms = base.ArmRules(contenders=base.Sort.KEYED)
     measurement = base.Measurement("experiments.measure.growth:growth_cell", modes=(Mode.hot,))
     reporting = base.Reporting("experiments.kind_reports.growth")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -128,8 +127,7 @@ def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str,
     """Return a row of the frame from the predicted points of all processes with one key."""
 
     def median(values: Sequence[float | None]) -> float:
-        numbers = [v for v in values if v is not None]
-        return statistics.summarise(numbers).median if numbers else math.nan
+        return statistics.summarise([v for v in values if v is not None]).median
 
     names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
     measured_s = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from experiments.config.schema import CaseConfig, Config, Mode, Scaling
+from experiments.config.schema import Config, Mode, Scaling
 from experiments.config.sweep import Cell
 from experiments.contenders import registry
 from experiments.contenders.registry import SHARDED
@@ -30,11 +30,8 @@ SAME_BATCH = ("T", "E", "D", "L", "s", "q")  # axes that are the same in every w
 class OverRanks(base.Kind):
     """Base of kinds whose cells are measured in every world of `sharding.worlds`."""
 
+    cell_kinds = base.CellKinds(cases="")
     arms = base.ArmRules(ranks=base.Ranks.OF_WORLDS)
-
-    def kind_of_case(self, case: CaseConfig) -> str:
-        """Return this kind, unless the case is about hash tables."""
-        return base.KEYS if case.keys.loads else self.name
 
     def spread(self, cell: Cell, config: Config) -> Iterator[Cell]:
         """Yield the cell for each world and scaling; on one rank all scalings are the same.

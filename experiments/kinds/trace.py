@@ -44,7 +44,7 @@ class Trace(base.Kind):
 
     name = "trace"
     # The sweep is the user's trace; cases are for comparison.
-    cell_kinds = base.CellKinds(cases="trace", sweep_first=True)
+    cell_kinds = base.CellKinds(cases="", sweep_first=True)
     arms = base.ArmRules(only="lookups")
     measurement = base.Measurement(
         "experiments.measure.trace:trace_cell",

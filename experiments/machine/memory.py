@@ -63,7 +63,7 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
     counters: dict[str, int | None] = (
         _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
     )
-    counters["rss"] = _resident("VmHWM")
+    counters["rss"] = resident_bytes("VmHWM")
     return {key: value for key, value in counters.items() if value is not None}
 
 
@@ -103,18 +103,26 @@ def resettable_peak() -> bool:
     return True
 
 
+def release_freed_blocks() -> None:
+    """Return malloc's freed blocks to the system, so that they do not count as in use.
+
+    C libraries without malloc_trim keep them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _measure_cpu(work: Callable[[], object]) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
-        ctypes.CDLL(None).malloc_trim(0)  # free pages would be reused, and count before the call
+    release_freed_blocks()
     if not resettable_peak():
         return None
-    resident_before = _resident("VmRSS")
+    resident_before = resident_bytes("VmRSS")
     work()
-    peak = _resident("VmHWM")
+    peak = resident_bytes("VmHWM")
     return None if resident_before is None or peak is None else max(0, peak - resident_before)
 
 
-def _resident(key: str) -> int | None:
+def resident_bytes(key: str) -> int | None:
     """Return VmRSS or VmHWM in bytes, or None; psutil's count of resident memory lags."""
     match = re.search(rf"^{key}:\s+(\d+) kB", Cpu().text("proc/self/status") or "", re.MULTILINE)
     return int(match[1]) << 10 if match else None

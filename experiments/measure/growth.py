@@ -6,13 +6,10 @@ each is filled once more to measure memory, alone.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 import random
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -170,8 +167,5 @@ def _bytes_in_use(device: torch.device) -> int | None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return int(torch.cuda.memory_allocated(device))
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # freed blocks would count as in use
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except (OSError, AttributeError):
-        return None
+    memory.release_freed_blocks()
+    return memory.resident_bytes("VmRSS")

@@ -249,9 +249,9 @@ def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
 def configure_cached_train(
     task: MethodTask, table: int, eviction: emblib.RowEviction
 ) -> EmbeddingBagConfig:
-    """Store a tensor train in half of the permitted bytes, and a cache of rows in the rest.
+    """Store a tensor train in half of the permitted bytes, and a cache of rows in the other half.
 
-    The rest has the most used rows, their index and the counts of ids. Rows that leave the cache
+    The cache has the most used rows, their index and the counts of ids. Rows that leave the cache
     change the train by `eviction`; DROP loses their updates, as in FBTT.
     """
     train = configure_tensor_train(task.with_share(0.5), table)
@@ -306,7 +306,8 @@ class HotRows(Method):
 
     Args:
         task: the tables.
-        rest: function that configures the other tables, not as hash tables, where -1 is a key.
+        configure: function that configures the other tables, but not as hash tables, where -1 is a
+            key.
 
     Attributes:
         hot: tables of the frequent ids.
@@ -318,13 +319,13 @@ class HotRows(Method):
     hot_rows: Tensor
     starts: Tensor
 
-    def __init__(self, task: MethodTask, rest: ConfigureTable) -> None:
+    def __init__(self, task: MethodTask, configure: ConfigureTable) -> None:
         super().__init__(task)
         task.check_counts()
         half = task.with_share(0.5)
         sizes = [half.permitted_rows(t) for t in range(len(task.rows))]
         tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(sizes)]
-        self.hot, self.others = StoredTables(half, tables), build_stored(rest, half)
+        self.hot, self.others = StoredTables(half, tables), build_stored(configure, half)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         self.ranks = self.others.ranks
@@ -374,14 +375,14 @@ METHODS: dict[str, Callable[[MethodTask], Method]] = {
     "tt_permuted": partial(build_stored, configure_tensor_train),
     "tt_as_given": partial(build_stored, partial(configure_tensor_train, ids="as_given")),
     "tt_from_plain": build_from_plain,
-    "tt_hot": partial(HotRows, rest=configure_tensor_train),
+    "tt_hot": partial(HotRows, configure=configure_tensor_train),
     "tt_cached": partial(
         build_stored, partial(configure_cached_train, eviction=emblib.RowEviction.PROJECT)
     ),
     "tt_cached_drop": partial(
         build_stored, partial(configure_cached_train, eviction=emblib.RowEviction.DROP)
     ),
-    "hashed_hot": partial(HotRows, rest=configure_hashed),
+    "hashed_hot": partial(HotRows, configure=configure_hashed),
     "evicting": partial(build_stored, configure_evicting),
     "planned": build_planned,
 }

@@ -39,7 +39,9 @@ def converting_read_errors(path: Path) -> Iterator[None]:
     """Convert errors of libraries about a damaged or unreadable file to TraceError."""
     try:
         yield
-    except (EOFError, OSError, UnicodeError, csv.Error, zlib.error) as error:
+    except TraceError:
+        raise
+    except (EOFError, OSError, ValueError, csv.Error, zlib.error) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the operating system
             raise TraceError(f"{path.name} cannot be read ({error.strerror})") from error
         raise TraceError(

@@ -361,6 +361,18 @@ def test_torch_files_of_another_shape(tmp_path: Path) -> None:
         read(of(tmp_path / "b.pt"))
 
 
+def test_a_damaged_parquet_file_is_an_error_of_the_trace(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    table = pyarrow.table({"a": [[n % 9] * (n % 4) for n in range(400)]})
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
+    content = path.read_bytes()
+    path.write_bytes(content[:170] + bytes(8) + content[178:])  # among the lengths of the lists
+    with pytest.raises(TraceError, match=r"x\.parquet is damaged"):
+        read(of(path), 400)
+
+
 def test_parquet_without_ids(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
