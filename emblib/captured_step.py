@@ -227,9 +227,9 @@ class CapturedStep:
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
         """Run the step uncaptured on a batch, given as `leaves`; its result is detached."""
         if self._device.type != "cuda":
-            return _detach(self._step(layout.moved(leaves, self._device)))
+            return _detach(self._step(layout.move(leaves, self._device)))
         with self._on_stream() as caller:
-            return _record_stream(_detach(self._step(layout.moved(leaves, self._device))), caller)
+            return _record_stream(_detach(self._step(layout.move(leaves, self._device))), caller)
 
     def _run(self, size_class: _SizeClass) -> Any:
         """Run a step with the static tensors of its class: uncaptured, or by replay."""

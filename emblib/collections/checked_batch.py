@@ -1,9 +1,10 @@
 """Checks of a batch that its collection reorders, splits or sends, and of the ids of any batch.
 
-The kernels check the offsets that they get. Where a collection first cuts the ids of a batch by
-numbers on the host, wrong lengths would be lost: kernels get as many ids as the offsets count. So
-`checked_batch` compares these numbers with the number of ids, with the result of the kernels' check
-of the whole batch. Valid batches pay a comparison of numbers that the host needs anyway.
+Kernels check the offsets that they get. But a collection may first cut the ids of a batch by
+offsets that the host has read: then each kernel gets as many ids as its offsets count, and cannot
+notice wrong lengths. So `checked_batch` compares the offsets with the number of ids before the cut,
+and reacts as the kernels do to a whole batch. A valid batch costs a comparison of numbers that the
+host needs anyway.
 """
 
 import warnings
@@ -52,10 +53,11 @@ def check_ids(ids: Tensor, *, allow_uint64: bool) -> None:
 def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
     """Return a batch whose bags cover its ids in order: the batch itself if it is valid.
 
-    Reads `offset_per_key` from the device if it is not known. It is not read, and nothing checked,
-    in `torch.export`, in graphs with `capture_scalar_outputs`, while a CUDA graph is captured, and
-    of fake tensors: the host has no numbers then. Graphs with `fullgraph=True` read numbers and
-    check none of them. Violations within a feature are left to the kernels.
+    Reads `offset_per_key` from the device if it is not known. The host cannot read it in
+    `torch.export`, in graphs with `capture_scalar_outputs`, while a CUDA graph is captured, and of
+    fake tensors: there a batch with an unknown `offset_per_key` is not checked. Graphs with
+    `fullgraph=True` read it and check none of its numbers. Violations within a feature are left to
+    the kernels.
 
     Args:
         batch: the batch.

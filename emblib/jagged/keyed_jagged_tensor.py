@@ -31,15 +31,15 @@ from emblib.jagged.keyed_layout import (
     bounds_of,
     cached_strides,
     check_inverse,
+    checked_lengths,
     concat_arguments,
     dict_arguments,
     is_run,
-    known_lengths,
     list_of_keys,
-    lists_of,
     positions_of,
     refuse_stride,
     span,
+    stride_lists,
 )
 from emblib.ops.route import gather_segments, is_captured, segments_at_end, take_or_fill
 
@@ -166,7 +166,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         self._length_per_key: list[int] | None = None
         self._offset_per_key: list[int] | None = None
         if length_per_key is not None:
-            self._length_per_key = known_lengths(length_per_key, self._keys, values.size(0))
+            self._length_per_key = checked_lengths(length_per_key, self._keys, values.size(0))
             self._offset_per_key = bounds_of(self._length_per_key)
         if stride_per_key_per_rank is None:
             num_keys = len(self._keys)
@@ -176,7 +176,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
                 refuse_stride(stride, num_keys, num_bags)
             self._stride = stride
         else:
-            self._vary_strides(lists_of(stride_per_key_per_rank), num_bags, stride)
+            self._vary_strides(stride_lists(stride_per_key_per_rank), num_bags, stride)
 
     def _vary_strides(self, strides: list[list[int]], num_bags: int, stride: int | None) -> None:
         """Set strides that may differ by feature; a `stride` of None is computed, see the class."""

@@ -56,7 +56,7 @@ def list_of_keys(keys: Sequence[str]) -> list[str]:
     return list(keys)
 
 
-def known_lengths(lengths: Sequence[int], keys: Sequence[str], num_values: int) -> list[int]:
+def checked_lengths(lengths: Sequence[int], keys: Sequence[str], num_values: int) -> list[int]:
     """Return `length_per_key` as a list; `num_values` is the number of values of the batch.
 
     Raises:
@@ -71,7 +71,7 @@ def known_lengths(lengths: Sequence[int], keys: Sequence[str], num_values: int) 
     return counts
 
 
-def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
+def stride_lists(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
     """Return `stride_per_key_per_rank` as new lists `[F][R]`; a tensor is read from its device."""
     if isinstance(strides, Tensor):
         return strides.tolist()

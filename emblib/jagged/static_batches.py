@@ -57,9 +57,11 @@ class BatchPart(NamedTuple):
 
 
 class _FixedPart(NamedTuple):
-    """The part of a leaf that all batches share: its kind, and what `value` says of it.
+    """The part of a leaf that all batches share.
 
-    `value` is keys and stride of a keyed jagged tensor, a plain value itself, and None for tensors.
+    Attributes:
+        kind: "KeyedJaggedTensor", "JaggedTensor", "tensor", or "value" for a plain value.
+        value: (keys, stride) of a keyed jagged tensor; a plain value itself; None for the others.
     """
 
     kind: str
@@ -144,16 +146,16 @@ class BatchLayout:
         """Return the largest number of ids of a jagged tensor; 0 without jagged tensors."""
         return max((leaf.values().size(0) for leaf in leaves if _is_jagged(leaf)), default=0)
 
-    def joined(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Return the tree with these leaves."""
         return pytree.tree_unflatten(list(leaves), self.tree)
 
-    def moved(self, leaves: Sequence[Any], device: torch.device) -> Any:
+    def move(self, leaves: Sequence[Any], device: torch.device) -> Any:
         """Return the tree of `leaves` with its tensors on the device.
 
         Copies are `non_blocking`: the host does not wait if its tensors are in pinned memory.
         """
-        return self.joined(
+        return self.unflatten(
             [
                 leaf.to(device, non_blocking=True) if _is_jagged(leaf) or _is_tensor(leaf) else leaf
                 for leaf in leaves
@@ -211,7 +213,7 @@ class StaticBatch:
                 leaves.append(_jagged(fixed, tensors))
             else:
                 leaves.append(fixed.value)
-        return self._layout.joined(leaves)
+        return self._layout.unflatten(leaves)
 
     def fill(self, leaves: Sequence[Any]) -> None:
         """Copy a batch into the static tensors, on the current stream.
