@@ -182,18 +182,25 @@ def _device(args: SimpleNamespace) -> torch.device:
 
 def tables(args: SimpleNamespace) -> list[TableSpec]:
     """Return the specification of each table: rows, dim, name and placement."""
-    states = _WHOLE_ROW_STATES.get(args.optimizer, ())
-    specs = []
-    for (rows, dim, location, _), name in zip(args.embedding_specs, _names(args), strict=True):
-        placement = Placement.DEVICE if args.enforce_hbm else _PLACEMENTS[location]
+    tables_and_names = zip(args.embedding_specs, locations(args), _names(args), strict=True)
+    return [
+        TableSpec(rows, dim, name, Placement.DEVICE if args.enforce_hbm else _PLACEMENTS[location])
+        for (rows, dim, _, _), location, name in tables_and_names
+    ]
+
+
+def locations(args: SimpleNamespace) -> list[EmbeddingLocation]:
+    """Return where the rows of each table are: on a GPU, two options override the location."""
+    asked = [spec.location for spec in args.embedding_specs]
+    if args.compute_device is not ComputeDevice.CUDA:
+        return asked
+    if args.enforce_hbm:
+        return [EmbeddingLocation.DEVICE] * len(asked)
+    if args.uvm_non_rowwise_momentum and args.optimizer in _WHOLE_ROW_STATES:
         # FBGEMM then has states in host memory; here a table's states are where its rows are.
-        leaves_device = (
-            args.uvm_non_rowwise_momentum and states and args.compute_device is ComputeDevice.CUDA
-        )
-        if leaves_device and placement is Placement.DEVICE and not args.enforce_hbm:
-            placement = Placement.MANAGED
-        specs.append(TableSpec(rows, dim, name, placement))
-    return specs
+        managed = EmbeddingLocation.MANAGED
+        return [managed if x is EmbeddingLocation.DEVICE else x for x in asked]
+    return asked
 
 
 def _names(args: SimpleNamespace) -> list[str]:

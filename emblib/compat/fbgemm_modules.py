@@ -220,8 +220,9 @@ class Installation:
                 "registered already, by a library of FBGEMM: call emblib.compat.fbgemm.install() "
                 "in a process that does not load it"
             )
-        fbgemm_operators.register()
-        _register_no_fakes()
+        if not fbgemm_operators.is_registered():
+            fbgemm_operators.register()
+            _register_no_fakes()
         classes: Any = torch.classes.fbgemm
         classes.PrunedMapCPU = PrunedMap
         if fallback and self._fallback is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib import CachePolicy, TableBatchedEmbeddingBags, optim
-from emblib.compat.fbgemm_arguments import with_numbers_of
+from emblib.compat import fbgemm_arguments
 from emblib.compat.fbgemm_operators import rowwise
 from emblib.compat.fbgemm_types import (
     ComputeDevice,
@@ -231,7 +231,7 @@ class TableViews(nn.Module):
             raise DoesNotHavePrefix(f"there is no {prefix}, only {['weights', *self._prefixes()]}")
         memories = [views[0].new_empty(0)] * len(_MEMORIES)
         offsets = [int(view.storage_offset()) for view in views]
-        locations = [spec.location for spec in self.embedding_specs]
+        locations = fbgemm_arguments.locations(self._arguments)
         memory_of_table = [
             1 if self.use_cpu else 2 if location in _OUTSIDE_DEVICE else 0 for location in locations
         ]
@@ -323,7 +323,7 @@ class TableViews(nn.Module):
     @property
     def optimizer_args(self) -> SimpleNamespace:
         """Return a copy of the module's arguments, with the current numbers of the optimizer."""
-        return with_numbers_of(self.bags, self._arguments)
+        return fbgemm_arguments.with_numbers_of(self.bags, self._arguments)
 
     @property
     def gwd_lower_bound(self) -> float:

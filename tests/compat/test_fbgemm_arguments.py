@@ -171,6 +171,16 @@ def test_state_that_leaves_the_gpu_takes_its_rows_along() -> None:
         assert [spec.placement for spec in tables] == placements
         nearby = fbgemm_arguments.normalise(given | options | {"enforce_hbm": True})
         assert {spec.placement for spec in fbgemm_arguments.tables(nearby)} == {Placement.DEVICE}
+    for option, location in (("enforce_hbm", 0), ("uvm_non_rowwise_momentum", 1)):
+        module = SplitTableBatchedEmbeddingBagsCodegen(
+            [(6, 8, places[1 - location], ComputeDevice.CUDA)],
+            device="meta",
+            optimizer=OptimType.ADAM,
+            **{option: True},
+        )
+        *memories, locations, _ = module.get_states("weights")
+        assert [tensor.numel() for tensor in memories] == [[48, 0, 0], [0, 0, 48]][location]
+        assert locations.tolist() == [location]
 
 
 def test_names() -> None:

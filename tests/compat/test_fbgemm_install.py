@@ -33,7 +33,9 @@ def test_modules_and_operators() -> None:
         from emblib.compat import fbgemm
 
         fbgemm.install()
+        register = torch._library.register_fake_class
         fbgemm.install()
+        assert torch._library.register_fake_class is register
         import fbgemm_gpu.split_table_batched_embeddings_ops_training as training
         from fbgemm_gpu.split_embedding_configs import SparseType
         from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
