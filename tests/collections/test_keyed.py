@@ -119,6 +119,8 @@ def test_tracking_the_norm_does_not_change_gradients() -> None:
     assert tracked.last_total_grad_norm == torch.inf
     assert layer.weight.grad.tolist() == [[1.0, torch.inf]]
     assert layer.bias.grad.tolist() == [1.0]
+    with pytest.raises(ValueError, match=r"max_gradient must be >= 0, got -1\.0"):
+        GradientClippingOptimizer(inner, GradientClipping.NORM, -1.0)  # would turn gradients round
 
 
 def _rates(stages: list[WarmupStage], steps: int) -> list[float]:

@@ -296,6 +296,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
         norm_type: exponent of the norm; `inf` for the maximum.
         track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
+    Raises:
+        ValueError: `max_gradient` is negative or NaN, or `clipping` another word.
+
     Attributes:
         last_total_grad_norm: norm of all gradients before the last step clipped them; None before
             the first step, and if it is not computed.
@@ -313,6 +316,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: bool = False,
     ) -> None:
         super().__init__(optimizer)
+        if not max_gradient >= 0.0:
+            raise ValueError(f"max_gradient must be >= 0, got {max_gradient}")
         self.clipping, self.max_gradient = GradientClipping(clipping), max_gradient
         self.norm_type, self.track_grad_norm = float(norm_type), track_grad_norm
 
