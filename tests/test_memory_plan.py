@@ -712,3 +712,9 @@ def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], mess
 def test_wrong_memory_behind_caches(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BackingMemory(*arguments)
+
+
+def test_tables_may_come_from_a_generator() -> None:
+    configs: Any = iter(tables(1000, 10))
+    plan = emblib.plan_memory(configs, 1 << 20, optimizer=emblib.optim.SGD(0.1))
+    assert [config.num_embeddings for config in plan.configs] == [1000, 10]

@@ -47,13 +47,14 @@ def planned_tables(
         ValueError: no tables, or shared ones.
     """
     if not isinstance(tables, nn.Module):
-        for config in tables:
+        configs = list(tables)  # any iterable is read once
+        for config in configs:
             if not isinstance(config, TableConfig):
                 raise TypeError(
                     "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
                     f"got {config!r}"
                 )
-        planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in tables]
+        planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in configs]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
         shared = {
