@@ -1,1 +1,1 @@
-"""The configuration of a run: the schema, the checks of the command line, the cells."""
+"""The configuration of a run: its schema, and the cells that follow from it."""

@@ -64,7 +64,7 @@ class Sort(Enum):
     BAGS = "contenders that look up bags"
     KEYED = "hash tables"
     SERVED = "read-only tables"
-    BOTH = "the first two"
+    BOTH = "contenders that look up bags, and hash tables"
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,10 @@ def median_of(record: Record, phase: str) -> float:
 
 
 def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
-    """Raise UsageError unless all contenders are of a sort; skip names that are no contenders."""
+    """Raise UsageError unless all contenders are of a sort, which is not BOTH.
+
+    Names that are no contenders are skipped.
+    """
     for name in names:
         entry = registry.facts_of(name)
         sort = Sort.KEYED if entry.keyed else Sort.SERVED if entry.served else Sort.BAGS

@@ -63,18 +63,18 @@ class Serving(base.Kind):
             raise UsageError("device.kind: kind=serving measures lookups on the CPU, say cpu")
 
     def progress(self, records: Sequence[Record]) -> str:
-        """Return the 99th percentile of the latency of each arm with its most clients."""
-        return base.outcomes_line("p99", records, lambda r: f"{1e3 * _last_p99(r):.3g} ms")
+        """Return the 99th percentile of the latency of each arm with the last number of clients."""
+
+        def p99(record: Record) -> str:
+            closed = [p for p in record["points"] if p["load"] == CLOSED]
+            return f"{1e3 * latency_quantile_s(counts_of(closed[-1:]), 0.99):.3g} ms"
+
+        return base.outcomes_line("p99", records, p99)
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return latencies.csv and cold_starts.csv."""
         baseline = str(settings.baseline)
         return {"latencies": latencies(records, baseline), "cold_starts": cold_starts(records)}
-
-
-def _last_p99(record: Record) -> float:
-    closed = [p for p in record["points"] if p["load"] == CLOSED]
-    return latency_quantile_s(counts_of(closed[-1:]), 0.99)
 
 
 def _groups(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:

@@ -170,7 +170,10 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
 
 
 def shortest_call(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the shortest seconds of a call: on a GPU by events, without the launch."""
+    """Return the shortest seconds of MIN_RUNS calls or more, as many as fit into `seconds`.
+
+    On a GPU the times are by events, without the launch, and one more call comes first.
+    """
     if device.type != "cuda":
         return shortest_wall(work, device, seconds)
     times: list[float] = []

@@ -1,7 +1,7 @@
 """The CPU: caches, governor, throttling and limits, and the processor time of other processes.
 
 py-cpuinfo is no substitute: it starts processes, takes more than a second, and reports the cache of
-one core. Facts that psutil has are not repeated here.
+one core. What psutil has is read by psutil.
 """
 
 from __future__ import annotations

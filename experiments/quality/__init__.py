@@ -4,11 +4,5 @@
 several ways, `training` trains a model and returns how well it predicts.
 """
 
-DATA = {
-    "planted": "clicks whose probabilities are known",
-    "movielens": "ratings of MovieLens-100k",
-    "flights": "departures from New York in 2013",
-    "criteo": "a file of Criteo's layout",
-    "interactions": "a file of user, item and time",
-}
-"""Data sets by name, with a description."""
+DATA = ("planted", "movielens", "flights", "criteo", "interactions")
+"""Names of the data sets; the functions of `data` of these names describe them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -146,7 +147,8 @@ def fit(
     for rate in plan.rates:
         note(f"training, rate {rate:g}")
         trained.append(_fit_once(data, plan, make(rate), rate))
-    return min(trained, key=lambda one: one.valid.loss)
+    # Nothing is less than nan, the loss after a rate that was too high.
+    return min(trained, key=lambda one: (math.isnan(one.valid.loss), one.valid.loss))
 
 
 def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:

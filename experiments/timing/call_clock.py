@@ -39,7 +39,9 @@ class TimedCall(ABC):
 class CallClock(Clock):
     """A clock of the host around the inner calls, between two synchronisations on a GPU.
 
-    Phases must be `TimedCall`s. A sample that calls none that `adapt` returned reads as 0 seconds.
+    The mode is hot or wall, or cold on a CPU; others raise UnsupportedMode. `now` is a clock in
+    nanoseconds. Phases must be `TimedCall`s. A sample that calls none that `adapt` returned reads
+    as 0 seconds.
 
     Attributes:
         inside_ns: time in the calls, ÷ `TimedCall.repeats`, since the present sample began.

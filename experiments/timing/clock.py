@@ -137,8 +137,9 @@ class Clock:
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
 
-    It adds to a buffer of CACHES_FLUSHED last-level caches. Adding reads as well as writes; plain
-    stores may bypass the caches and leave their content.
+    It adds to a buffer of CACHES_FLUSHED last-level caches, unless `flush` is given. Adding reads
+    as well as writes; plain stores may bypass the caches and leave their content. `now` is a clock
+    in nanoseconds.
     """
 
     mode = Mode.cold

@@ -18,7 +18,7 @@ def planted(**changes: object) -> Clicks:
     return load(DataSource("planted", **{"samples": 20_000, "scale": 0.001, **changes}))
 
 
-def test_every_source_has_words() -> None:
+def test_every_source_has_a_name() -> None:
     assert list(SOURCES) == list(DATA)
 
 
