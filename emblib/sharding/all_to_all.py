@@ -11,8 +11,8 @@ ranks first exchange a header that describes the collective, and all ranks raise
 (`Headers`). `start_minimum` has no header, nor has a collective that an earlier header of the same
 forward or backward covers, or whose caller leaves the header out (`has_header`). A call with a
 header returns only once every rank has made it; the payload is still in flight. Only the
-collectives of this module carry headers: a rank that calls another one instead, such as a barrier,
-is not detected.
+collectives of this module and `RankGroup.gather_objects` carry headers: a rank that calls another
+one instead, such as a barrier, is not detected.
 
 All headers of a process group have the same size, so even ranks that disagree can exchange them.
 Numbers that ranks need to allocate memory for ids travel in the header if they fit (`start_sizes`).
@@ -49,6 +49,7 @@ class Content(enum.IntEnum):
     ROWS = 4
     GRADIENTS = 5
     NUMBERS = 6
+    OBJECTS = 7
 
     @property
     def description(self) -> str:
@@ -60,6 +61,7 @@ class Content(enum.IntEnum):
             Content.ROWS: "rows",
             Content.GRADIENTS: "gradients of rows",
             Content.NUMBERS: "numbers of a pipeline",
+            Content.OBJECTS: "what a checkpoint, a state dict or a handle of a table collects",
         }.get(self, "values")
 
 
@@ -491,6 +493,20 @@ def gradient_headers(
     return Headers([Content.GRADIENTS, _ALL_TO_ALL, outputs], sent, received, ranks)
 
 
+def check_call(content: Content, ranks: RankGroup) -> None:
+    """Compare headers before collectives that carry none; do nothing on a GPU.
+
+    Raises:
+        RuntimeError: another rank exchanges something else, on every rank.
+    """
+    if ranks.size > 1 and ranks.device.type == "cpu":
+        no_bytes = [0] * ranks.size
+        Headers([content, _ALL_TO_ALL], no_bytes, no_bytes, ranks).check()
+
+
+RankGroup.before_objects = partial(check_call, Content.OBJECTS)
+
+
 _SCALED_BIT = 62  # bit of `_KindEntry.DETAILS` for gradients of a scaled loss
 
 
@@ -547,7 +563,12 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
         f"rank {peer} sent {sent.description} where rank {rank} expected {expected.description}: "
         f"{_SAME_ORDER}"
     )
-    if Content.GRADIENTS in (sent, expected):
+    if Content.OBJECTS in (sent, expected):
+        message += (
+            ". All ranks must make a checkpoint, and call state_dict() of a model with hash tables "
+            "and the methods of their handles, together"
+        )
+    elif Content.GRADIENTS in (sent, expected):
         missing_rank = peer if expected is Content.GRADIENTS else rank
         message += (
             f". The last loss of rank {missing_rank} left out the output of a sharded collection, "

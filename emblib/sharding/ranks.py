@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class RankGroup:
     local_size: int  # number of processes per node
     device: torch.device  # device of the tensors that this rank sends
     group: dist.ProcessGroup | None  # None for this process alone
+
+    # Compares what ranks exchange; set by `emblib.sharding.all_to_all`, which imports this module.
+    before_objects: ClassVar[Callable[[RankGroup], None] | None] = None
 
     def __init__(
         self,
@@ -133,9 +136,15 @@ class RankGroup:
             dist.barrier(self.group)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank; a collective, which pickles the values."""
+        """Return the values of all ranks, by rank; a collective, which pickles the values.
+
+        Raises:
+            RuntimeError: another rank exchanges a batch instead; not detected on a GPU.
+        """
         if self.size == 1:
             return [value]
+        if RankGroup.before_objects is not None:
+            RankGroup.before_objects(self)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, self.group)
         return gathered

@@ -19,8 +19,14 @@ from emblib import (
     optim,
 )
 from emblib.dynamic import DynamicTable, TableStatistics
-from emblib.sharding import DistributedModelParallel, GradientReduction, row_wise, table_wise
-from emblib.sharding.ranks import RankGroup
+from emblib.sharding import (
+    DistributedModelParallel,
+    GradientReduction,
+    checkpoints,
+    row_wise,
+    table_wise,
+)
+from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.storage import Hash
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import joined
@@ -248,6 +254,33 @@ def test_ranks_that_call_different_methods_are_told() -> None:
         assert "all ranks call the same method of the same table together" in message
         assert "contains of 'user'" in message
         assert "size of 'whole'" in message
+
+
+def state_of_one_rank(ranks: RankGroup, use: str) -> str:
+    """The error where rank 0 alone asks for the state, or a size, and the others go on."""
+    ranks = RankGroup(subgroup(ranks))  # the test may leave it unfit
+    model = DistributedModelParallel(source(), ranks, plan={"": PLAN})
+    try:
+        if ranks.rank > 0:
+            model(batch(ranks.rank, 0))
+        elif use == "state dict":
+            model.state_dict()
+        elif use == "checkpoint":
+            checkpoints.save({"model": model}, "unused", ranks)
+        else:
+            model.tables["user"].size()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(worlds.ON_GPUS, reason="ranks on GPUs compare no headers")
+@pytest.mark.parametrize("use", ["state dict", "checkpoint", "size"])
+def test_a_state_of_one_rank_alone_raises_on_all(use: str) -> None:
+    """As in `if rank == 0: torch.save(model.state_dict(), ...)`."""
+    for message in worlds.run(2, state_of_one_rank, use):
+        assert "the ranks of a process group must call the same collectives" in message
+        assert "All ranks must make a checkpoint" in message
 
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:

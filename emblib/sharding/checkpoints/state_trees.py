@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from emblib.sharding.all_to_all import Content, check_call
 from emblib.sharding.ranks import RankGroup
 
 T = TypeVar("T")
@@ -98,6 +99,7 @@ def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
     A collective. This rank raises its own error, or a CheckpointError that names the ranks that
     failed. If `function` itself communicates, an error before that leaves the other ranks waiting.
     """
+    check_call(Content.OBJECTS, ranks)  # here, since an error of `function` is not on all ranks
     error: Exception | None = None
     value: Any = None
     try:
