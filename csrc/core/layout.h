@@ -202,7 +202,7 @@ struct BagItems {
 // Return the feature of lookup i: the last feature that begins at or before i, by binary search
 // over the first lookups of features, or in a variable batch over the first lookups of bags. There
 // must be at least one bag. If the offsets do not ascend, or i is before the first bag, the result
-// is some feature in range.
+// is the feature of some bag; in a variable batch map.layout names it, unchecked.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool is_variable = map.layout != nullptr;
   // The search is over runs of bags: single bags of a variable batch, else the bags of a feature.

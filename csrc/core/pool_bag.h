@@ -46,16 +46,16 @@ EMB_HD void pool_block(Rows rows, int64_t column, int64_t begin, int64_t end, co
 template <class Rows, class Finish, class O>
 EMB_HD void pool_tail(Rows rows, int64_t column, int64_t begin, int64_t end, const Finish& finish,
                       O* out) {
-  const int rest = static_cast<int>(rows.dim() - column);
+  const int num_columns = static_cast<int>(rows.dim() - column);
   rows.skip_columns(column);
   Vec sum = {};
   for (int64_t i = begin; i < end; ++i) {
-    rows.prefetch(i + rows.distance(), rest);
+    rows.prefetch(i + rows.distance(), num_columns);
     const auto* address = rows.at(i);
     if (address == nullptr) continue;
-    sum += rows.values(address, i).first(rest);
+    sum += rows.values(address, i).first(num_columns);
   }
-  store_first(out + column, finish(sum), rest);
+  store_first(out + column, finish(sum), num_columns);
 }
 
 // Write the output row of a bag, [dim()] at `out`: `finish` of the sum of rows [begin, end), added

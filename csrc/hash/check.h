@@ -361,7 +361,7 @@ struct TouchCall : HashCall {
 //   status      uint8 [n], by miss: InsertStatus
 //   evicted     int64 [n, 3], by miss: key, stamp and score of the evicted entry; unspecified if
 //               the status is not kEvicting
-//   key_slots      int64 [positions], by position: the slot of the key, -1 if it has none
+//   key_slots   int64 [positions], by position: the slot of the key, -1 if it has none
 //   key_status  uint8 [positions], by position: InsertStatus
 // The last two are wanted if the caller passes the `slots` and `groups` of the batch; otherwise
 // `positions` is 0 and they are empty.

@@ -79,8 +79,9 @@ struct DeviceMisses {
 };
 
 // Add n >= 0 uses to a sum in global memory that several threads change. The sum saturates: a
-// thread whose addition makes it wrap around sets it to the maximum afterwards. That overwrites
-// additions of other threads in between, but these cannot exceed the maximum.
+// thread whose addition makes it wrap around sets it to the maximum afterwards. That may overwrite
+// additions of other threads, which is correct, because the saturated sum is the maximum with or
+// without them.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
   auto* words = reinterpret_cast<unsigned long long*>(sum);
   const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));

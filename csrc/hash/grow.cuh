@@ -8,7 +8,8 @@
 
 namespace emb::cuda {
 
-// Maximum number of row buffers. Weights and the states of an optimizer take at most 8.
+// Maximum number of row buffers. Weights and the states of an optimizer take at most 6, see
+// kMaxElementStates and kMaxRowStates (optim/functor.h).
 inline constexpr int kMaxRowBuffers = 16;
 
 // The row buffers of all tables: P buffers with rows by slot, which move with the entries.

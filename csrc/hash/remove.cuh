@@ -60,6 +60,7 @@ struct ExpireWindow {
   const int64_t begin = window.first_bucket * kBucketSlots, n = window.num_buckets * kBucketSlots;
   TableTally expired = counter_tally(index, HashCounter::kExpired);
   TableTally sizes = size_tally(index);
+  // n is a multiple of 32, so whole warps enter the body, as the tallies require.
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
     const int64_t slot = begin + i;
     const bool expires = slot < table.buckets * kBucketSlots && table.tags[slot] != kEmptyTag &&

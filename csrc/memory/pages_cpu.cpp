@@ -155,7 +155,7 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
 }
 
 // Set the marks of all pages of rows to 1, in every vector of marks. Throws, before anything is
-// written, if a row has a page without a mark.
+// written, if a row has a page beyond the end of one of the vectors.
 void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";

@@ -1,6 +1,6 @@
 // The arguments of `fill_uniform_` on any device, and the function table of its CPU kernels.
-// Element i of the tensor is low + span * u, rounded once, where u in [0, 1) depends only on the
-// seed and on i.
+// Element i of the tensor is low + span * u, rounded once to float32 and then to the dtype. u in
+// [0, 1) depends only on the seed and on i.
 #pragma once
 
 #include <cmath>

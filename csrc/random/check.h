@@ -1,19 +1,31 @@
 // Checks of `fill_uniform_`, shared by the CPU and the GPU.
 #pragma once
 
-#include <cmath>
+#include <limits>
 
 #include "core/check.h"
 
 namespace emb {
 
+// Return the largest finite number of a dtype.
+inline double max_finite(Dtype type) {
+  if (type == Dtype::kHalf) return 65504.0;
+  return type == Dtype::kBfloat16 ? 0x1.FEp127 : double{std::numeric_limits<float>::max()};
+}
+
 // Return the dtype of `tensor`. Throws unless `tensor` is contiguous and float32, float16 or
-// bfloat16, and `low` <= `high`, both finite.
+// bfloat16, `low` <= `high`, both are finite in this dtype, and high - low is finite in float32.
+// Otherwise kernels would write infinities and NaN.
 inline Dtype check_uniform_fill(const char* op, const Tensor& tensor, double low, double high) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
-  STD_TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low <= high, op,
-                  ": low and high must be finite and low <= high, got ", low, " and ", high);
-  return float_dtype(op, "tensor", tensor.scalar_type());
+  const Dtype type = float_dtype(op, "tensor", tensor.scalar_type());
+  const double limit = max_finite(type);
+  // Comparisons with NaN are false, so NaN is refused too.
+  STD_TORCH_CHECK(
+      low >= -limit && low <= high && high <= limit && high - low <= max_finite(Dtype::kFloat), op,
+      ": low and high must be finite in ", dtype_name(tensor.scalar_type()),
+      ", low <= high, and high - low finite in float32, got ", low, " and ", high);
+  return type;
 }
 
 }  // namespace emb

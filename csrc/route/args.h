@@ -69,7 +69,8 @@ struct RoutedId {
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. A pruned id (-1) goes to block 0 as -1, except by key.
+// one. A pruned id (-1), and any other id that repair_index skips because the table has no rows,
+// goes to block 0 as -1. By key, every id keeps its number.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.rows) {

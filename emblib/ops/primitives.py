@@ -16,9 +16,10 @@ sorts small batches, CUB the others.
 
 `fill_uniform_(tensor, low, high, seed)` fills a contiguous float32, float16 or bfloat16 tensor with
 `low + (high - low) * u`, rounded once to float32 and then to the dtype, which may give `high`
-itself. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on the seed and the position,
-so the values are the same on any device and any number of threads. Source: Philox4x32-10 (Salmon et
-al., 2011).
+itself. It raises RuntimeError unless `low <= high`, both are finite in the dtype of `tensor`, and
+`high - low` is finite in float32. `u`, one of 2^24 equidistant numbers in [0, 1), depends only on
+the seed and the position, so the values are the same on any device and any number of threads.
+Source: Philox4x32-10 (Salmon et al., 2011).
 """
 
 import torch

@@ -63,6 +63,10 @@ def test_wrong_input_is_refused() -> None:
         ((tensor.t()[:2], 0.0, 1.0, 0), "must be contiguous"),
         ((tensor, 1.0, 0.0, 0), "low <= high"),
         ((tensor, float("nan"), 1.0, 0), "finite"),
+        ((tensor, -3e38, 3e38, 0), "high - low finite in float32"),
+        ((tensor, 0.0, 1e39, 0), "finite in float32"),
+        ((tensor.half(), 0.0, 65_505.0, 0), "finite in float16"),
+        ((tensor.bfloat16(), 0.0, 3.4e38, 0), "finite in bfloat16"),
         ((tensor.double(), 0.0, 1.0, 0), "float32, float16 or bfloat16"),
     ):
         with pytest.raises(RuntimeError, match=message):
