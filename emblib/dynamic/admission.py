@@ -35,7 +35,8 @@ from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
 from emblib.dynamic.last_uses import features_of, values_by_feature
-from emblib.dynamic.saving import dumps
+from emblib.dynamic.saving import dumps, loading
+from emblib.dynamic.saving.entries import Entries
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.reference.random import mix
@@ -182,14 +183,20 @@ class _Counter(nn.Module):
         order = routing.canonical_order(entries.keys)
         return entries.keys[order], entries.scores[order]
 
-    def set_counts(self, number: int, keys: Tensor, counts: Tensor) -> None:
-        """Replace the counts of one counted table."""
-        device = self.numbers.device
-        best = torch.argsort(counts, descending=True, stable=True)
-        best = best[: self.index.capacity(number)]
-        keys, counts = keys[best].to(device), counts[best].to(device)
-        self.index.erase(hash.Keys.of(self.index.export(number).keys, number))
-        self.index.insert(hash.Keys.of(keys, number), counts)
+    def set_counts(
+        self, number: int, keys: Tensor, counts: Tensor, hash_key: int | None = None
+    ) -> None:
+        """Replace the counts of one counted table; the largest are kept if there is no room.
+
+        Args:
+            number: number of the table in `index`.
+            keys: int64 `[n]`, distinct.
+            counts: int64 `[n]`.
+            hash_key: new hash key of the table; None keeps the current one.
+        """
+        stamps = torch.full((keys.numel(),), self.index.tick)
+        target = loading.TableTarget(self.index, number, "the counter", {}, hash_key=hash_key)
+        loading.replace_unchecked(target, Entries(keys.cpu(), stamps, counts.cpu(), {}))
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -225,8 +232,8 @@ class _Counter(nn.Module):
             missing_names.extend(absent_names)
             unexpected[:] = [name for name in unexpected if name not in names]
             if not absent_names:
-                self.index.empty(number, int(hash_keys[number]))
-                self.set_counts(number, *(state_dict[name] for name in names))
+                keys, counts = (state_dict[name] for name in names)
+                self.set_counts(number, keys, counts, int(hash_keys[number]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counters in a state dict."""

@@ -16,6 +16,8 @@ from emblib import ops
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.keys import as_keys, as_scores, hash_keys_of
+from emblib.dynamic.saving import loading
+from emblib.dynamic.saving.entries import WEIGHT, Entries
 from emblib.dynamic.sent_copies import SentAsCopy, check_not_shared
 from emblib.grad_mode import without_gradients
 from emblib.ops import hash
@@ -550,21 +552,36 @@ class HashTable(SentAsCopy, nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Replace the content by a saved table, which may be of another capacity."""
+        """Replace the content by a saved table, which may be of another capacity.
+
+        Of more keys than there are rows, those that would be evicted last are kept.
+        """
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         missing_names: list[str] = arguments[2]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
         missing_names += (absent_names := [name for name in names if name not in state_dict])
         if not absent_names:
-            *columns, tick = (state_dict[name].to(self.values.device) for name in names)
+            keys, values, stamps, scores, tick = (state_dict[name] for name in names)
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
+            target = loading.TableTarget(
+                self.index,
+                0,
+                "the table",
+                {WEIGHT: self.values},
+                self._rows(),
+                hash_key=None if hash_keys is None else int(hash_keys),
+            )
+            entries = Entries(
+                keys.cpu(),
+                stamps.cpu(),
+                scores.cpu() if self._has_scores else None,
+                {WEIGHT: values},
+            )
 
             def make() -> None:
                 self.clear()
-                self.index.empty(0, None if hash_keys is None else int(hash_keys))
-                self.reserve(columns[0].numel())
-                self.load(TableRows(*columns))
+                loading.replace_unchecked(target, entries)
                 self.index.set_tick(int(tick))
 
             self._lock.complete(make, lambda: True)

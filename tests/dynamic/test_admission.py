@@ -104,6 +104,17 @@ def test_duplicates_of_a_batch_count_each(device: torch.device) -> None:
     }
 
 
+def test_a_full_counter_loads_whole(device: torch.device) -> None:
+    specs = [spec(ExactCounter(1024), 10)]
+    admission, other = Admission(specs, device), Admission(specs, device)
+    for start in range(0, 2048, 128):
+        admitted_of(admission, [(0, key) for key in range(start, start + 128)], device)
+    saved = admission.state_dict()
+    assert saved["counter.0.keys"].numel() == 1024
+    other.load_state_dict(saved)
+    assert all(torch.equal(other.state_dict()[name], value) for name, value in saved.items())
+
+
 def test_empty_batches_are_nothing(device: torch.device) -> None:
     admission = Admission([spec(ExactCounter(64)), spec(CountMinSketch(64))], device)
     keys, misses = misses_of([], 2, device)

@@ -290,6 +290,26 @@ def test_saved_and_copied() -> None:
     assert table.size()
 
 
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_full_table_loads_whole(eviction: Eviction) -> None:
+    chance = random.Random(6)
+    table, other = (HashTable(DynamicSpec(1024, DIM, eviction=eviction)) for _ in range(2))
+    while table.size() < 1024:
+        keys = torch.randint(-4000, 4000, (500,))
+        table.insert_or_assign(keys, torch.randn(500, DIM), scores_for(table.spec, chance, 500))
+    other.load_state_dict(table.state_dict())
+    assert contents(other) == contents(table)
+    smaller = HashTable(DynamicSpec(512, DIM, eviction=eviction))
+    smaller.load_state_dict(table.state_dict())
+    kept = contents(smaller)
+    assert len(kept) == 512
+    assert kept.items() <= contents(table).items()
+    by_stamp = eviction in (Eviction.LRU, Eviction.NONE)
+    ranks = [stamp if by_stamp else score for score, stamp, _ in contents(table).values()]
+    kept_ranks = [stamp if by_stamp else score for score, stamp, _ in kept.values()]
+    assert min(kept_ranks) >= sorted(ranks)[500], "all but a few of the best are kept"
+
+
 def test_scores_below_zero_are_saved() -> None:
     table, other = (HashTable(DynamicSpec(32, DIM, eviction="custom")) for _ in range(2))
     table.insert_or_assign(torch.arange(2), torch.zeros(2, DIM), torch.tensor([-3, 5]))

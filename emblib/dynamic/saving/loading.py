@@ -335,8 +335,14 @@ def replace(target: TableTarget, entries: Entries, report: Report | None = None)
     Raises ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
-    index, table = target.index, target.table
-    index.empty(table, target.hash_key)
+    return replace_unchecked(target, entries, report)
+
+
+def replace_unchecked(
+    target: TableTarget, entries: Entries, report: Report | None = None
+) -> Loaded:
+    """Replace the entries of a table by others, which the caller has checked; see `replace`."""
+    target.index.empty(target.table, target.hash_key)
     return _put(target, entries, report, _replace_all)
 
 
