@@ -39,7 +39,7 @@ SOURCES := $(shell find csrc -type f) pyproject.toml
 .PHONY: help run test quick lint format gpu-test pretend-test gpu-day docs gate micro nightly dependency-test smoke native clean distclean force
 
 help: ## list the targets and variables
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 	@sed -n 's/^#   \(.*\)/  \1/p' Makefile
 
 run: native ## time tensor-train tables against dense tables, write a report (ARGS="timing=quick")
@@ -47,7 +47,7 @@ run: native ## time tensor-train tables against dense tables, write a report (AR
 
 # The tests start hundreds of Python processes; each would compile emblib and the harness again.
 test: export PYTHONDONTWRITEBYTECODE =
-test: native ## the whole test suite, slow tests last (ARGS="-k lookup"; FILES=path: the tests of a file)
+test: native ## the test suite without what only nightly runs, slow tests last (ARGS="-k lookup"; FILES=path: the tests of a file)
 	@tests=$$($(if $(FILES),$(BIN)/python scripts/tests_of.py $(FILES),true)) && \
 	  $(BIN)/python -m pytest -q -n $(WORKERS) --maxschedchunk 1 \
 	  -o console_output_style=classic $$tests $(ARGS)

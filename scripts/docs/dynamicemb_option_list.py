@@ -424,8 +424,9 @@ _INTRODUCTION = """\
 `emblib.compat.dynamicemb` provides the names, arguments and defaults of NVIDIA's DynamicEmb
 (recsys-examples, `corelib/dynamicemb`, version 0.1.0) on top of `emblib.DynamicEmbeddingBags`:
 change the import and keep the code. Every option either works or raises with the reason; options
-that are hints there and have no effect here are marked. DynamicEmb needs CUDA and was not run for
-this comparison: statements about it (*there*) come from its source.
+that are hints there and have no effect here are marked. Statements about DynamicEmb (*there*) come
+from its source, as it needs CUDA; on an H100 outputs and rows of both were compared
+([GPU results](gpu_results.md)).
 
 With the planner and sharders, its tables are in the collections of `emblib.compat.torchrec`:
 `EmbeddingCollection` or `EmbeddingBagCollection` on the meta device, constraints, planner, sharder,

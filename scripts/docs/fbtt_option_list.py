@@ -156,8 +156,9 @@ _INTRODUCTION = """\
 `emblib.compat.fbtt` provides `TTEmbeddingBag`, `TableBatchedTTEmbeddingBag`, `OptimType`,
 `suggested_tt_shapes` and `tt_matrix_to_full` of FBTT-Embedding (facebookresearch/FBTT-Embedding)
 on top of `emblib.TableBatchedTTEmbeddingBags` and `emblib.CachedTTEmbeddingBags`: change the import
-and keep the code. FBTT needs CUDA and was not run for this comparison: statements about it
-(*there*) come from its source. Its own six tests pass on a CPU with the import replaced.
+and keep the code. Statements about FBTT (*there*) come from its source, as it needs CUDA; on an
+H100 both were run and compared ([GPU results](gpu_results.md)). Its own six tests pass on a CPU
+with the import replaced.
 
 Two of its bugs are not followed. Its fused updates leave out rows of a core that has more rows than
 columns: at the shape of its README, a third of the first core and half of the last never learn.

@@ -249,4 +249,6 @@ def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(blocks) == 5
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
-    assert "[2, 5, 2, 2]" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "[2, 5, 2, 2]" in printed
+    assert "{'items': 1}" in printed
