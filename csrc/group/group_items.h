@@ -112,15 +112,15 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, cons
 // Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
 // narrow digits, because clearing and adding up the counters must not take longer than the pass.
 // Three of them were measured, see reports/LOG.md: kCounterStreams ("Table-batched embeddings on
-// the CPU against FBGEMM") and kUnbucketedDigitBits with kSmallInput ("The CPU path"). No
-// comparison is recorded for the others.
+// the CPU against FBGEMM"), kUnbucketedDigitBits ("The CPU path") and kSmallInput ("Large
+// batches"). No comparison is recorded for the others.
 inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
 // Streams of counters (RadixPass): one for a bucket of at most kOneStreamItems, kCounterStreams for
 // larger buckets and to fill the buckets, and kUnbucketedStreams for a sort without buckets.
 inline constexpr int64_t kOneStreamItems = 2048;
 inline constexpr int kCounterStreams = 4, kUnbucketedStreams = 2;
-// Maximum size of an input of one part that is sorted without buckets.
-inline constexpr int64_t kSmallInput = int64_t{1} << 16;
+// Maximum size of an input of one part, or of a run of tbe_group, that is sorted without buckets.
+inline constexpr int64_t kSmallInput = int64_t{1} << 19;
 inline constexpr int kBucketDigitBits = 8;       // maximum width in a bucket
 inline constexpr int kUnbucketedDigitBits = 11;  // maximum width without buckets
 inline constexpr int kMaxBucketBits = 11;        // maximum number of top bits that select a bucket

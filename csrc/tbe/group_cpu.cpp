@@ -27,14 +27,9 @@ struct TableRuns {
   std::vector<int64_t> first_bag;  // [runs + 1]: the bags of run r begin with first_bag[r]
 };
 
-// The maximum number of lookups of a run. Measured, see reports/LOG.md: runs of 80,000 to 330,000
-// lookups of 200,000 rows are grouped in 0.75 to 0.93 of the time that buckets take, of 5,000,000
-// rows in 0.91 to 1.05.
-constexpr int64_t kMaxRun = int64_t{1} << 18;
-
 // Return a run per table. Return none if features do not read tables in the order of their rows, if
 // there is only one table, if a table has 2^32 rows or more, or if a run is too large: above
-// kMaxRun lookups, or, with several threads, above twice the lookups per thread. `offsets`,
+// kSmallInput lookups, or, with several threads, above twice the lookups per thread. `offsets`,
 // [bags + 1], must have been repaired.
 TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
                     std::span<const int32_t> offsets) {
@@ -57,7 +52,7 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
     largest = std::max(largest, offsets[feature_bags.first_bags[f + 1]] - tables.runs.back().begin);
   }
   const bool is_balanced = num_threads() == 1 || largest * num_threads() <= 2 * offsets.back();
-  if (tables.runs.size() < 2 || largest > kMaxRun || !is_balanced) return {};
+  if (tables.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
   tables.first_bag.push_back(feature_bags.num_bags());
   return tables;
 }
