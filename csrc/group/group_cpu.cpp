@@ -76,9 +76,10 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   STD_TORCH_CHECK(
       groups >= 0 && groups <= n && (n == 0 || (segment[0] == 0 && segment[groups] <= n)), op,
       ": count and segments must come from one call of group, got count ", groups);
-  // The sign of `signs` is set if a group has a negative length or a position is not in [0, n).
+  // The sign of `signs` is set if a segment begins below 0 or has a negative length, or if a
+  // position is not in [0, n). A difference alone could overflow to a positive number.
   int32_t signs = 0;
-  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
+  for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] | (segment[g + 1] - segment[g]);
   for (int64_t j = 0; j < n; ++j)
     signs |= position[j] | (static_cast<int32_t>(n) - 1 - position[j]);
   STD_TORCH_CHECK(signs >= 0, op, ": segments and permutation must come from one call of group");

@@ -59,18 +59,20 @@ TableRuns find_runs(const Feature* features, const FeatureBags& feature_bags,
 
 // Return whether all lookups belong to bags and all indices are rows of their table, so that no
 // lookup is skipped or repaired. `offsets` must have been repaired. A number that is out of range
-// sets the sign bit of `signs`.
+// sets the sign bit of `signs`, which is unsigned, because the difference may overflow.
 template <class I>
 bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                      std::span<const int32_t> offsets) {
-  int64_t signs = -static_cast<int64_t>(offsets[0]);  // lookups before the first bag are skipped
+  uint64_t signs = 0 - static_cast<uint64_t>(offsets[0]);  // lookups before the first bag
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
-    const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first_bags[f + 1]];
+    const auto last_row = static_cast<uint64_t>(features[f].rows) - 1;
+    const int64_t end = offsets[feature_bags.first_bags[f + 1]];
     for (int64_t i = offsets[feature_bags.first_bags[f]]; i < end; ++i) {
-      signs |= indices[i] | (last_row - indices[i]);
+      const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));
+      signs |= index | (last_row - index);
     }
   }
-  return signs >= 0;
+  return static_cast<int64_t>(signs) >= 0;
 }
 
 // Group the lookups of each table separately, if that is possible; return whether it was. Only then

@@ -98,6 +98,10 @@ def test_wrong_input_is_refused() -> None:
         segments[0] = first
         with pytest.raises(RuntimeError, match="must come from one call of group"):
             group_inverse(segments, permutation, count.fill_(groups))
+    int32 = torch.iinfo(torch.int32)
+    segments[:3] = torch.tensor([0, int32.max, int32.min])  # their difference overflows to 1
+    with pytest.raises(RuntimeError, match="must come from one call of group"):
+        group_inverse(segments, permutation, count.fill_(2))
     with pytest.raises(RuntimeError, match="count must have one entry, got 2"):
         group_inverse(segments, permutation, count.repeat(2))
     with pytest.raises(RuntimeError, match="num_keys must be >= 0, got -1"):
