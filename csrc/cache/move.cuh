@@ -23,7 +23,7 @@ inline constexpr int kMoveColumns = 4;  // columns per lane and access, where dt
 inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
 // The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
 // and a prefetch on a side stream must leave the multiprocessors to the training step.
-inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
+inline constexpr int kMaxMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + kMoveColumns) of linear row `row`, which is written back, to
 // dtype `type` stochastically; float32 is left unchanged. `tensor`, the row and the columns select
@@ -311,7 +311,7 @@ template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
                  const PostponedFetches& postponed, const int32_t* count, int64_t n) {
   if (n == 0) return;
-  launcher(move_kernel, blocks_for(n, kMoveThreads, kMoveBlocks), kMoveThreads, memory, moves,
+  launcher(move_kernel, blocks_for(n, kMoveThreads, kMaxMoveBlocks), kMoveThreads, memory, moves,
            postponed, count);
 }
 
@@ -320,7 +320,7 @@ template <class Launcher>
 void launch_flush(const Launcher& launcher, const CacheMemory& memory, const int64_t* tags,
                   int64_t num_slots) {
   if (num_slots == 0) return;
-  launcher(flush_kernel, blocks_for(num_slots, kMoveThreads, kMoveBlocks), kMoveThreads, memory,
+  launcher(flush_kernel, blocks_for(num_slots, kMoveThreads, kMaxMoveBlocks), kMoveThreads, memory,
            tags, num_slots);
 }
 

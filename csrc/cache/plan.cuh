@@ -331,7 +331,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
 
 // Blocks per multiprocessor of the last kernel, which leave a thread 40 registers. Without this
 // bound nvcc 13.0 takes 32 registers for sm_80 and sm_90, and spills.
-inline constexpr int kFinishBlocks = 6;
+inline constexpr int kFinishBlocksPerSm = 6;
 // Rows per thread of a block that counts. A warp ends with an atomic addition per counter, so it
 // should count many rows. The number is not measured.
 inline constexpr int kCountedRows = 8;
@@ -339,7 +339,7 @@ inline constexpr int kCountedRows = 8;
 // The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
 // the slots of `lookups`, if there are any. One thread counts the call, sets *num_postponed to 0
 // unless it is null, and advances the clock unless plan.lag is negative.
-[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, kFinishBlocksPerSm)
     finish_plan_kernel(DevicePlanArgs plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
@@ -363,7 +363,7 @@ template <class Launcher>
 void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
                   const SortBuffers<uint32_t>& sort) {
   if (plan.n == 0) return;
-  launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
+  launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
            kCacheThreads, plan, sort);
 }
 
@@ -371,7 +371,7 @@ void launch_probe(const Launcher& launcher, const DevicePlanArgs& plan,
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
   if (plan.n == 0) return;
-  launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
+  launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
            kCacheThreads, plan);
 }
 
@@ -382,13 +382,13 @@ void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
                   const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
-    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocks)),
+    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocksPerSm)),
              kCacheThreads, plan, groups);
   }
   const unsigned counting = blocks_for(plan.n, kCountedRows * kCacheThreads,
                                        launcher.blocks(kResidentThreads / kCacheThreads));
   const unsigned writing =
-      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocks));
+      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocksPerSm));
   launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
 }
 
@@ -396,8 +396,9 @@ void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
 template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;
-  launcher(lookup_slots_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
-           kTileThreads, args);
+  launcher(lookup_slots_kernel,
+           blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)), kTileThreads,
+           args);
 }
 
 }  // namespace emb::cuda

@@ -245,7 +245,7 @@ inline constexpr int64_t kMaxStripes = 64;
 // limit it further. Grids with grid-stride loops have at most a multiple of it per multiprocessor.
 // The multiple is greater than 1 where items differ in length, so that new blocks replace blocks
 // that end early, and a fraction for short kernels, whose blocks have little to do.
-inline constexpr int kResidentBlocks = 32;
+inline constexpr int kResidentBlocksPerSm = 32;
 // The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. Grids of
 // kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once if
 // its registers and shared memory allow it.

@@ -60,7 +60,7 @@ void upload_words(const Launcher& launcher, const uint64_t* from, int num_words,
   std::memcpy(words.word, from, static_cast<size_t>(num_words) * sizeof(uint64_t));
   const unsigned word_blocks = blocks_for(num_words, kUploadThreads, kWords);
   const unsigned zero_blocks =
-      blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(kResidentBlocks / 2));
+      blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(kResidentBlocksPerSm / 2));
   launcher(upload_kernel<kWords>, word_blocks > zero_blocks ? word_blocks : zero_blocks,
            kUploadThreads, words, num_words, to, begin);
 }

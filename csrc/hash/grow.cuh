@@ -199,7 +199,7 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
     launcher(hash_count_admitted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);
-  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(kFullBlocks)),
+  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(kFullBlocksPerSm)),
            kTileThreads, growth);
   if (batch.n == 0) return;
   launcher(hash_refresh_kernel, key_blocks(launcher, batch.n), kTileThreads, growth, batch, slots);

@@ -520,10 +520,10 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
 // Blocks per multiprocessor, which bound the registers. With three, hash_outcome_kernel spills
 // registers on sm_80. With four, hash_serve_kernel does not spill (nvcc 13.0), but its speed has
 // not been measured.
-inline constexpr int kServeBlocks = 3, kOutcomeBlocks = 2;
+inline constexpr int kServeBlocksPerSm = 3, kOutcomeBlocksPerSm = 2;
 
 // The second kernel of a round: serve all chains.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kServeBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kServeBlocksPerSm)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
   for_each_chooser(insertion, round, range, [&](int64_t miss, int t, bool is_active) {
@@ -667,7 +667,7 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridSlice& slice
 // The other blocks, of which there must be at least one, wait for the finishers, count the results
 // of the misses in the index, and write the results of all positions. A block waits only for blocks
 // that began before it.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kOutcomeBlocksPerSm)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
   __shared__ int range[2];
   __shared__ int shared;
@@ -731,7 +731,7 @@ void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int
     launcher(hash_choose_kernel, blocks, kTileThreads, insertion, round, round + 1 == rounds);
     launcher(hash_serve_kernel, blocks, kTileThreads, insertion, round);
   }
-  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocks));
+  const unsigned finishers = blocks_for(num_tables, 1, launcher.blocks(kOutcomeBlocksPerSm));
   launcher(hash_outcome_kernel, finishers + blocks, kTileThreads, insertion, batch, rounds,
            static_cast<int>(finishers));
 }

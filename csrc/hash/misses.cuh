@@ -249,13 +249,13 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
 
 // Blocks per multiprocessor of the next kernel, which allows up to 40 registers per thread. Without
 // this bound the compiler uses 32 on sm_90 and spills.
-inline constexpr int kNumberBlocks = 6;
+inline constexpr int kNumberBlocksPerSm = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
 // each. The grid must have one block per part, and all cells must have been claimed. Entries of
 // out.first_positions and out.totals after the last miss become 0: each position that is not the
 // first position of a miss writes one of them, counted from the end.
-[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocksPerSm)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {
   __shared__ int range[2];

@@ -457,8 +457,8 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
     const int64_t dim = rows.bytes / static_cast<int64_t>(sizeof(T));
     const int lanes = lanes_for(dim, kColumns);
     launcher(hash_add_rows_kernel<T>,
-             blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(kFullBlocks)), kTileThreads,
-             row_array<T>(rows.data, rows.stride, rows.count), groups, dim, lanes,
+             blocks_for(groups.n, kTileThreads / lanes, launcher.blocks(kFullBlocksPerSm)),
+             kTileThreads, row_array<T>(rows.data, rows.stride, rows.count), groups, dim, lanes,
              static_cast<const T*>(from));
   });
 }

@@ -13,10 +13,10 @@ namespace emb::cuda {
 inline constexpr int kMatrixThreads = 128;  // threads per block
 // Blocks per multiprocessor: six leave a thread 80 registers. Without the bound, ptxas takes 64
 // registers and spills two (reports/LOG.md has no entry on this).
-inline constexpr int kMatrixBlocks = 6;
+inline constexpr int kMatrixBlocksPerSm = 6;
 // A grid over many matrices has at most this many blocks per multiprocessor, twice what runs at
 // once: each block builds the functor of the optimizer, which takes Adam two powers in double.
-inline constexpr int kMaxMatrixBlocks = 2 * kMatrixBlocks;
+inline constexpr int kMaxMatrixBlocksPerSm = 2 * kMatrixBlocksPerSm;
 
 // The gradient of a matrix, in device memory.
 struct MatrixGrad {
@@ -157,7 +157,7 @@ struct MatrixSteps {
 // Update the rows of all matrices, grid-stride over their blocks. One kernel serves one matrix and
 // many, and one file compiles it (update_matrix.h), since a copy is a hundred kilobytes of code.
 template <class Selection>
-__global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocks)
+__global__ void __launch_bounds__(kMatrixThreads, kMatrixBlocksPerSm)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
   __shared__ BlockStepStorage storage;
   build_step<Selection>(args, &storage);
@@ -176,8 +176,8 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
   if (in.rows * in.width == 0) return;
   const MatrixSteps one{{in, step.tiers[0], 0}, nullptr, 1, in.blocks()};
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(in.blocks(), 1, launcher.blocks(2 * kResidentBlocks)), kMatrixThreads, one,
-           step);
+           blocks_for(in.blocks(), 1, launcher.blocks(2 * kResidentBlocksPerSm)), kMatrixThreads,
+           one, step);
 }
 
 // Update the `count` matrices of `matrices`, in device memory, which take `blocks` blocks in all.
@@ -187,7 +187,7 @@ void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices
                             int64_t blocks, const OptimizerStepArgs& step) {
   if (blocks == 0) return;
   launcher(update_matrices_kernel<AtRunTime>,
-           blocks_for(blocks, 1, launcher.blocks(kMaxMatrixBlocks)), kMatrixThreads,
+           blocks_for(blocks, 1, launcher.blocks(kMaxMatrixBlocksPerSm)), kMatrixThreads,
            MatrixSteps{{}, matrices, count, blocks}, step);
 }
 

@@ -29,7 +29,7 @@ template <class Launcher>
 void launch_map_ids(const Launcher& launcher, const IndexArgs& args) {
   if (args.bags.num_lookups == 0) return;
   const unsigned blocks =
-      blocks_for(args.bags.num_lookups, kMapThreads, launcher.blocks(2 * kResidentBlocks));
+      blocks_for(args.bags.num_lookups, kMapThreads, launcher.blocks(2 * kResidentBlocksPerSm));
   launcher(map_ids_kernel, blocks, kMapThreads, args);
 }
 

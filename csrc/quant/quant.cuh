@@ -74,7 +74,7 @@ template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / static_cast<int>(simt::kWarp);
-  const unsigned blocks = blocks_for(args.rows, kWarps, launcher.blocks(kResidentBlocks));
+  const unsigned blocks = blocks_for(args.rows, kWarps, launcher.blocks(kResidentBlocksPerSm));
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
   } else if (type == Dtype::kHalf) {
@@ -97,8 +97,8 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
 inline constexpr int kQuantThreads = 128;
 // Blocks per multiprocessor, which leave a thread 80 and 72 registers. They are few because loads
 // in flight matter more than occupancy.
-inline constexpr int kQuantPoolBlocks = 6;
-inline constexpr int kQuantShortBlocks = 7;
+inline constexpr int kQuantPoolBlocksPerSm = 6;
+inline constexpr int kQuantShortBlocksPerSm = 7;
 inline constexpr int kQuad = 4;          // columns
 inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
 // Rows of a bag in flight in quant_pool_kernel. Here and below, quant_in_flight reduces the number
@@ -332,7 +332,7 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
 // Pooled lookup, grid-stride over bags; `lanes` is the number of lanes per bag. The grid's second
 // dimension divides the columns of rows wider than a group.
 template <int kFormat>
-__global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
+__global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocksPerSm)
     quant_pool_kernel(QuantArgs args, int lanes) {
   constexpr int N = kQuantColumns;
   const LaneGroup lane(lanes);
@@ -458,7 +458,7 @@ EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, Quan
 // Lookup of short bags, or without pooling; grid-stride over items, 32 per warp. `lanes` is the
 // number of lanes per group.
 template <int kFormat>
-__global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
+__global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
   constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
   constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight), kWarp = simt::kWarp;
@@ -518,7 +518,7 @@ void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
   const unsigned blocks =
-      blocks_for(args.items(), items_of_block, launcher.blocks(kQuantWaves * kResidentBlocks));
+      blocks_for(args.items(), items_of_block, launcher.blocks(kQuantWaves * kResidentBlocksPerSm));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }

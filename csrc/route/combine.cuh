@@ -11,8 +11,8 @@
 namespace emb::cuda {
 
 inline constexpr int kCombineThreads = 256;
-inline constexpr int kCombineBlocks = 4;   // per multiprocessor: they leave a thread 64 registers
-inline constexpr int kCombineColumns = 4;  // columns per lane and access
+inline constexpr int kCombineBlocksPerSm = 4;      // they leave a thread 64 registers
+inline constexpr int kCombineColumns = 4;          // columns per lane and access
 inline constexpr int64_t kMaxGridTargets = 65535;  // the maximum of gridDim.y
 
 // The arguments of the kernels. Pointers are to device memory that must live until the kernels have
@@ -88,7 +88,7 @@ EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
 // Write the rows of all targets: the sums of their pieces, divided by lengths and scaled. S and O
 // are the dtypes of in.in and in.out.
 template <class S, class O>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
     combine_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
     const float length = combine_divisor(in, target, row);
@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
 // Write the gradients of all pieces: the gradients of their targets, divided by lengths and scaled.
 // Other elements of in.out are not written.
 template <class S, class O>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks) spread_kernel(DeviceCombine in) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm)
+    spread_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
     const float length = combine_divisor(in, target, row);
     const S* grad = static_cast<const S*>(in.in) + target.offset + row * target.stride;
@@ -149,7 +150,7 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtyp
   const auto targets =
       static_cast<unsigned>(in.num_targets < kMaxGridTargets ? in.num_targets : kMaxGridTargets);
   const int64_t elements_per_target = in.out_numel / in.num_targets + 1;
-  const int64_t max_blocks = launcher.blocks(kResidentBlocks) / targets + 1;
+  const int64_t max_blocks = launcher.blocks(kResidentBlocksPerSm) / targets + 1;
   simt::Dim3 grid{};
   grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
   grid.y = targets;

@@ -12,7 +12,7 @@
 namespace emb::cuda {
 
 inline constexpr int kRouteThreads = 256;
-inline constexpr int kRouteBlocks = 4;  // per multiprocessor: they leave a thread 64 registers
+inline constexpr int kRouteBlocksPerSm = 4;  // they leave a thread 64 registers
 // No measurement of the next two is recorded.
 inline constexpr int kShortBag = 16;  // ids that one lane routes
 inline constexpr int kShortMean = 8;  // mean ids per bag up to which lanes take bags
@@ -236,14 +236,14 @@ EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
 
 // Add the numbers of ids of every bag to the lengths in in.out, which must be 0 before.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
     route_count_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<CountIds<I>>(in, bags_of_warp);
 }
 
 // Write the ids of every bag to in.out, from in.starts on.
 template <class I>
-__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
     route_move_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<MoveIds<I>>(in, bags_of_warp);
 }
@@ -256,7 +256,7 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   const int bags_of_warp = short_bags ? static_cast<int>(simt::kWarp) : 1;
   const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarp} * bags_of_warp;
   const unsigned blocks =
-      blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(kResidentBlocks));
+      blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(kResidentBlocksPerSm));
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 

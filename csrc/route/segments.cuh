@@ -11,8 +11,8 @@
 
 namespace emb::cuda {
 
-inline constexpr int kScanThreads = 256;      // threads of a block, and segments of a tile
-inline constexpr int kSegmentCopyBlocks = 4;  // per multiprocessor
+inline constexpr int kScanThreads = 256;  // threads of a block, and segments of a tile
+inline constexpr int kSegmentCopyBlocksPerSm = 4;
 
 // The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents need
 // not be checked: starts are clamped to the rows of the values, and a segment that does not exist
@@ -103,7 +103,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 // Copy rows of `words` words of type Word to `out`, [total, words]. Rows that no segment fills
 // become 0.
 template <class Word>
-__global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocks)
+__global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocksPerSm)
     segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
   __shared__ int range[2];
   const auto start = [&](int m) { return in.first_output_row(m) * words; };
@@ -127,8 +127,9 @@ void launch_segment_copy(const Launcher& launcher, const Segments& in, const voi
                          void* out, int64_t total, int64_t row_nbytes) {
   const int64_t words = row_nbytes / static_cast<int64_t>(sizeof(Word));
   launcher(segment_copy_kernel<Word>,
-           blocks_for(total * words, kTileSize, launcher.blocks(kResidentBlocks / 2)), kTileThreads,
-           in, static_cast<const Word*>(values), static_cast<Word*>(out), total, words);
+           blocks_for(total * words, kTileSize, launcher.blocks(kResidentBlocksPerSm / 2)),
+           kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out), total,
+           words);
 }
 
 // Write the wanted segments of `values`, [in.rows] rows, one after the other to `out`, [total]
@@ -139,7 +140,7 @@ void launch_gather_segments(const Launcher& launcher, const Segments& in, const 
                             void* out, int64_t total, int64_t row_nbytes) {
   if (total * row_nbytes == 0) return;
   const int64_t tiles = scan_tiles(in.count);
-  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(kResidentBlocks / 2)),
+  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(kResidentBlocksPerSm / 2)),
            kScanThreads, in, tiles);
   launcher(segment_tiles_kernel, 1, kScanThreads, in, tiles);
   const auto bits = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) |

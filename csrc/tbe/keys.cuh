@@ -161,13 +161,13 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
 
 // Blocks per multiprocessor: six leave a thread 40 registers. Without the bound the compiler takes
 // 32 registers and spills (reports/LOG.md has no entry on this).
-inline constexpr int kKeyBlocks = 6;
+inline constexpr int kKeyBlocksPerSm = 6;
 
 // Make the keys of all lookups, check the batch as `check` says, and report its violations. Both
 // are optional: without arrays in `buffers` no keys are written, with a null check.repaired nothing
 // is checked or reported.
 template <class Key>
-__global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
+__global__ void __launch_bounds__(kTileThreads, kKeyBlocksPerSm)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> buffers) {
   __shared__ KeyTile shared;
   const int64_t n = in.bags.num_lookups;
@@ -213,7 +213,7 @@ void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const Ba
   const int64_t num_offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
   const int64_t items = num_offsets < in.bags.num_lookups ? in.bags.num_lookups : num_offsets;
   if (items == 0) return;
-  const unsigned blocks = blocks_for(items, kKeyTile, launcher.blocks(kResidentBlocks));
+  const unsigned blocks = blocks_for(items, kKeyTile, launcher.blocks(kResidentBlocksPerSm));
   if (blocks > 1 && check.repaired != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }

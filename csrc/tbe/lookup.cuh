@@ -23,7 +23,7 @@ namespace emb::cuda {
 inline constexpr int kLookupThreads = 256;  // threads per block, except for short bags
 // Blocks per multiprocessor bound the registers of a thread: 4 blocks leave 64, which the rows in
 // flight need; 3 leave 80.
-inline constexpr int kLookupBlocks = 4, kLongBagBlocks = 3;
+inline constexpr int kLookupBlocksPerSm = 4, kLongBagBlocksPerSm = 3;
 // A grid has at most this many times the blocks that run at once: bags differ in length, so new
 // blocks replace those that end early.
 inline constexpr int kLookupWaves = 8;
@@ -157,7 +157,7 @@ EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uin
 // Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
 // bag. The grid's second dimension divides the columns of rows wider than a group.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
+__global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     pool_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -214,7 +214,7 @@ EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, i
 // Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros. A
 // warp takes 32 lookups, of which each lane locates one.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, kLookupBlocks)
+__global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     sequence_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -252,7 +252,7 @@ inline constexpr int kShortBagThreads = 128;
 // Blocks per multiprocessor: 7 leave 72 registers per thread for float, where a lane sums 4 x 4
 // columns; 5 leave 96 for 16 bits, where it sums 4 x 8.
 template <class W>
-inline constexpr int kShortBagBlocks = sizeof(W) == 4 ? 7 : 5;
+inline constexpr int kShortBagBlocksPerSm = sizeof(W) == 4 ? 7 : 5;
 
 // Row `step` of a lane's bag: its distance from args.weights in elements (-1: none), its weight.
 struct StepRow {
@@ -324,7 +324,7 @@ EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& ta
 
 // Grid-stride over the bags of a warp; `lanes` is the number of lanes per group.
 template <class W>
-__global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocks<W>)
+__global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
     short_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -377,7 +377,7 @@ EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int stretch_lengt
 
 // A block takes a bag, grid-stride; `lanes` is the number of lanes per stretch.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, kLongBagBlocks)
+__global__ void __launch_bounds__(kLookupThreads, kLongBagBlocksPerSm)
     long_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   __shared__ float stretch_sum[kLookupThreads][N];
@@ -576,10 +576,10 @@ template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
-  launcher(
-      mixed_lookup_kernel,
-      blocks_for(items, kLookupThreads / lanes, launcher.blocks(kLookupWaves * kResidentBlocks)),
-      kLookupThreads, args, items, lanes);
+  launcher(mixed_lookup_kernel,
+           blocks_for(items, kLookupThreads / lanes,
+                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
+           kLookupThreads, args, items, lanes);
 }
 
 // Select the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
@@ -595,7 +595,7 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   const auto launch = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
     const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
     const unsigned blocks =
-        blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocks));
+        blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocksPerSm));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {

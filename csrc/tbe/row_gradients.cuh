@@ -19,7 +19,7 @@ namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
 // Blocks per multiprocessor of chunk_kernel: four leave a thread 64 registers.
-inline constexpr int kChunkSumBlocks = 4;
+inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three lengths are not measured.
 inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
 inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
@@ -241,7 +241,7 @@ EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, Chu
 // Sum the chunks of all slots, one block per chunk, `lanes` lanes per stretch. Each warp of a block
 // reads the tasks of the block's next 32 slots at once, since most slots have no chunk.
 template <class G>
-__global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocks)
+__global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocksPerSm)
     chunk_kernel(DeviceGradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
   const LaneGroup lane(lanes);

@@ -18,7 +18,7 @@ struct DeviceSampleWeightArgs {
 };
 
 // Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.
-inline constexpr int kSampleWeightBlocks = 3, kMixedSampleWeightBlocks = 4;
+inline constexpr int kSampleWeightBlocksPerSm = 3, kMixedSampleWeightBlocksPerSm = 4;
 
 // Return the dot product of N columns of each lane's row with `grad`, for the first `steps` lanes
 // of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros. `valid`
@@ -119,7 +119,7 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
 
 // Grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of all rows.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocks)
+__global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocks)
 }
 
 // Do the same for tables and a cache of two dtypes.
-[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, kMixedSampleWeightBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads,
+                                                          kMixedSampleWeightBlocksPerSm)
     mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);
   const auto dot = [&](const BagTask& task, int column, int longest,
@@ -150,7 +151,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
            blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
-                      launcher.blocks(kLookupWaves * kResidentBlocks)),
+                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
            kLookupThreads, args, lanes);
 }
 
@@ -161,7 +162,7 @@ void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeight
   const int64_t bags_per_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
            blocks_for(args.lookup.bags.num_bags, bags_per_block,
-                      launcher.blocks(kLookupWaves * kResidentBlocks)),
+                      launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
            kLookupThreads, args, lanes);
 }
 

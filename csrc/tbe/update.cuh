@@ -39,10 +39,10 @@ inline constexpr int kMaxBlocksPerSm = 5;
 inline constexpr int kMaxBlocksPerSm = 6;
 #endif
 struct DefaultUpdateShape {
-  static constexpr int kSlices = 2, kBlocks = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
+  static constexpr int kSlices = 2, kBlocksPerSm = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
 };
 // For each selection of optimizers: kSlices, the slices (four columns of a row) in the registers of
-// a lane, and kBlocks, the blocks per multiprocessor.
+// a lane, and kBlocksPerSm, the blocks per multiprocessor.
 template <class Selection>
 struct UpdateShape : DefaultUpdateShape {};
 template <>
@@ -59,7 +59,7 @@ struct UpdateShape<GradientOnly> : DefaultUpdateShape {
 };
 template <>
 struct UpdateShape<Compiled<Narrow<Sgd>>> {
-  static constexpr int kSlices = 2, kBlocks = kMaxBlocksPerSm;
+  static constexpr int kSlices = 2, kBlocksPerSm = kMaxBlocksPerSm;
 };
 // All optimizers in one kernel: twice the slices would take twice the code.
 template <>
@@ -616,7 +616,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 // Update all rows of the grouping, grid-stride over tiles. The grid's second dimension divides the
 // columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
-__global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
+__global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocksPerSm)
     update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile widest_tile) {
   __shared__ BlockStepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
@@ -699,7 +699,7 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
   }
   visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
     using Selection = typename decltype(tag)::type;
-    const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocks);
+    const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocksPerSm);
     const RowTile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
     const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.num_rows();
     const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);

@@ -60,7 +60,8 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
 template <class Launcher>
 void launch_tt_stored(const Launcher& launcher, const TtStoredArgs& args) {
   if (args.n == 0) return;
-  launcher(tt_stored_kernel, blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocks)),
+  launcher(tt_stored_kernel,
+           blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocksPerSm)),
            kStoredThreads, args);
 }
 
@@ -69,8 +70,8 @@ template <class Launcher>
 void launch_tt_count(const Launcher& launcher, const TtCountArgs& args) {
   if (args.n == 0 || args.num_features == 0) return;
   launcher(tt_count_kernel,
-           blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocks / 4)), kStoredThreads,
-           args);
+           blocks_for(args.n, kStoredThreads, launcher.blocks(kResidentBlocksPerSm / 4)),
+           kStoredThreads, args);
 }
 
 }  // namespace emb::cuda

@@ -196,8 +196,9 @@ class TtArrays {
   template <class Launcher>
   void make_values(const Launcher& launcher, const TtMemory& memory) const {
     if (!widen_.empty()) {
-      launcher(widen_cores_kernel, blocks_for(widen_rows_, 1, launcher.blocks(2 * kResidentBlocks)),
-               kPairThreads, device_widen_, size_of(widen_), widen_rows_, batch_.type);
+      launcher(widen_cores_kernel,
+               blocks_for(widen_rows_, 1, launcher.blocks(2 * kResidentBlocksPerSm)), kPairThreads,
+               device_widen_, size_of(widen_), widen_rows_, batch_.type);
     }
     if (has_last_cores_) {
       launch_right_values(launcher, batch_.rights(), args_, batch_.type, memory.right_values);
@@ -309,7 +310,7 @@ class TtArrays {
   void reverse(const Launcher& launcher, const TtReverse* matrices, int matrix_count,
                Dtype type) const {
     if (matrix_count == 0) return;
-    launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(2 * kResidentBlocks)),
+    launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(2 * kResidentBlocksPerSm)),
              kRowThreads, matrices, matrix_count, mirror_rows_, type);
   }
 

@@ -129,9 +129,9 @@ struct TtPairs {
   }
 };
 
-inline constexpr int kPairThreads = 128;  // four warps: all tiles below have four parts
-inline constexpr int kPairBlocks = 5;     // blocks per multiprocessor: they leave 96 registers
-inline constexpr int kDepth = 32;         // depth, along k, of the tiles in shared memory
+inline constexpr int kPairThreads = 128;        // four warps: all tiles below have four parts
+inline constexpr int kPairBlocksPerSm = 5;      // they leave a thread 96 registers
+inline constexpr int kDepth = 32;               // depth, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
 // Rows and columns of the tile of a block: of expand_kernel and inner_grads_kernel, and of
 // outer_values_kernel.
@@ -366,7 +366,7 @@ EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 // values[line, n] = sum over k of outer[line, k] * inner[k, n]. Block x takes inner row x of the
 // launch, block y kTileN columns.
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm) expand_kernel(TtPairs pairs) {
   constexpr int kM = kTileM, kN = kTileN;
   __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, false>, kM> memory;
   const PairLane<kN> lane;
@@ -418,7 +418,8 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
 // half uses the row. Block x takes inner row x of the launch, block y kTileN columns n, block z
 // kTileM rows m.
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
+    inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = kTileM, kN = kTileN;
   __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
@@ -470,7 +471,8 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
 // line (half u, outer column jo). Block x takes inner row x of the launch, block y kOuterTileN
 // columns m.
 template <class Products>
-__global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
+__global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
+    outer_values_kernel(TtPairs pairs) {
   constexpr int kM = kOuterTileM, kN = kOuterTileN;
   __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, true>, kM> memory;
   const PairLane<kN> lane;
@@ -526,7 +528,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
 // outer_grads[outer row] = sum, in the order of the halves, of the outer values of the halves that
 // use it. A block takes an outer row, grid-stride, and searches its halves kPairThreads inner rows
 // at a time.
-[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
     sum_outer_kernel(TtPairs pairs) {
   __shared__ int half_of[kPairThreads];  // the half with inner row `first` + i, -1 for none
   for (int64_t global_row = blockIdx.x; global_row < pairs.outer_rows; global_row += gridDim.x) {
@@ -617,8 +619,9 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
              simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, kOuterTileN)), kPairThreads,
              pairs);
   });
-  launcher(sum_outer_kernel, blocks_for(pairs.outer_rows, 1, launcher.blocks(2 * kResidentBlocks)),
-           kPairThreads, pairs);
+  launcher(sum_outer_kernel,
+           blocks_for(pairs.outer_rows, 1, launcher.blocks(2 * kResidentBlocksPerSm)), kPairThreads,
+           pairs);
 }
 
 }  // namespace emb::cuda

@@ -235,7 +235,7 @@ struct TtFinishArgs {
 template <class Launcher>
 void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   if (args.n == 0) return;
-  launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
+  launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocksPerSm)),
            kTileThreads, args);
 }
 
@@ -252,7 +252,7 @@ template <class Launcher>
 void launch_tt_finish(const Launcher& launcher, const TtFinishArgs& args) {
   const int64_t starts = int64_t{3} * args.num_tables;
   const int64_t work = args.rights.n > starts ? args.rights.n : starts;
-  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(kResidentBlocks)),
+  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(kResidentBlocksPerSm)),
            kTileThreads, args);
 }
 

@@ -23,8 +23,8 @@ inline constexpr int kTileColumns = 4;  // right columns of a tile
 // lines in flight (72); with 8, ptxas adds the first lines before it loads the others. Without
 // vectors 5 leave 96.
 template <bool kVectors>
-inline constexpr int kPartialBlocks = kVectors ? 7 : 5;
-inline constexpr int kSumBlocks = 8;  // of right_sums_kernel: they leave 64 registers
+inline constexpr int kPartialBlocksPerSm = kVectors ? 7 : 5;
+inline constexpr int kSumBlocksPerSm = 8;  // of right_sums_kernel: they leave 64 registers
 
 // Return the number of work items for `rights` halves of `rows` rows in all. Chunk c of half v is
 // item v + begin / 64 + c, where `begin` is the first entry of the half in right_rows: this needs
@@ -306,7 +306,7 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
 // Tables of the other instantiation (has_right_vectors) are skipped. A block takes an item and a
 // tile, grid-stride.
 template <bool kVectors>
-__global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
+__global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     right_partials_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   __shared__ float memory[TileSums::kFloats];
   const int rights = static_cast<int>(args.rights());
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocks<kVectors>)
 
 // Write the gradients of halves of several chunks: the sums of their chunks, in order. A warp takes
 // a half, grid-stride.
-[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kSumBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kSumBlocksPerSm)
     right_sums_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int64_t rights = args.rights();
@@ -379,10 +379,10 @@ template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
                         int64_t rights, const TtDeviceRowsArgs& args, const TtRightGrads& out) {
   const int64_t work = chunk_items(rights, args.plan.capacity) * out.max_tiles;
-  const unsigned grid = blocks_for(work, 1, launcher.blocks(2 * kResidentBlocks));
+  const unsigned grid = blocks_for(work, 1, launcher.blocks(2 * kResidentBlocksPerSm));
   if (any_vectors) launcher(right_partials_kernel<true>, grid, kRowThreads, args, out);
   if (any_scalars) launcher(right_partials_kernel<false>, grid, kRowThreads, args, out);
-  launcher(right_sums_kernel, blocks_for(rights, kRowWarps, launcher.blocks(kResidentBlocks)),
+  launcher(right_sums_kernel, blocks_for(rights, kRowWarps, launcher.blocks(kResidentBlocksPerSm)),
            kRowThreads, args, out);
 }
 

@@ -22,7 +22,7 @@ namespace emb::cuda {
 
 inline constexpr int kRowThreads = 128;  // threads per block of all kernels of this file
 // Blocks per multiprocessor bound the registers of a thread: 5 leave 96, 6 leave 80.
-inline constexpr int kMmaBlocks = 5, kLeftGradBlocks = 6;
+inline constexpr int kMmaBlocksPerSm = 5, kLeftGradBlocksPerSm = 6;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
 // A row of floats per left half. If `ids` is null, half u has row u of a buffer; else it has the
@@ -177,7 +177,7 @@ EMB_HD int fragments_of(int64_t columns) {
 // grid-stride, and 16 left columns, group first_fragment + blockIdx.y of them. The columns of the
 // product are the right columns of all rows of the half.
 template <class Products>
-__global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
+__global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     mma_rows_kernel(TtDeviceRowsArgs args, int first_fragment, float* rows) {
   const FragmentLane lane;
   const int group = first_fragment + static_cast<int>(blockIdx.y);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
 // a row are a quad; lane column c takes every fourth quad, from c on. Column n of fragment i is
 // column 4 n + i of the 32.
 template <class Products>
-__global__ void __launch_bounds__(kRowThreads, kMmaBlocks)
+__global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const FragmentLane lane;
   const int64_t work = args.lefts() * args.max_fragments * args.max_parts;
@@ -366,7 +366,7 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
 // tables without has_mma_grads; one warp per left half.
-[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kLeftGradBlocks)
+[[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kLeftGradBlocksPerSm)
     left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const int64_t last = args.lefts();
   for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
@@ -459,7 +459,7 @@ template <class Launcher>
 void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
                     int64_t lefts, const TtDeviceRowsArgs& args, float* rows) {
   if (kernels.mma_rows) {
-    const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks));
+    const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
     for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
       const int rest = args.max_fragments - first;
       const simt::Dim3 grid(blocks, static_cast<unsigned>(rest < kMaxGridY ? rest : kMaxGridY));
@@ -469,8 +469,9 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
     }
   }
   if (kernels.plain_rows) {
-    launcher(tt_rows_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
-             kRowThreads, args, rows);
+    launcher(tt_rows_kernel,
+             blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)), kRowThreads,
+             args, rows);
   }
 }
 
@@ -483,14 +484,15 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
                        const float* row_grads) {
   if (kernels.mma_grads) {
     const int64_t warps = lefts * args.max_fragments * args.max_parts;
-    const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(2 * kResidentBlocks));
+    const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
     with_products(precision, [&](auto products) {
       launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
     });
   }
   if (kernels.plain_grads) {
-    launcher(left_grads_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
-             kRowThreads, args, row_grads);
+    launcher(left_grads_kernel,
+             blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)), kRowThreads,
+             args, row_grads);
   }
 }
 
@@ -498,8 +500,9 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
 template <class Launcher>
 void launch_right_values(const Launcher& launcher, int64_t rights, const TtDeviceRowsArgs& args,
                          Dtype type, float* values) {
-  launcher(right_values_kernel, blocks_for(rights, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
-           kRowThreads, args, type, values);
+  launcher(right_values_kernel,
+           blocks_for(rights, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm)), kRowThreads,
+           args, type, values);
 }
 
 }  // namespace emb::cuda
