@@ -11,6 +11,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,6 +70,9 @@ def _arguments(old: Any) -> dict[str, Any]:
         "bounds_check_mode": names.BoundsCheckMode(old.bounds_check_mode_int),
         "table_names": old.table_names,
         "prefetch_pipeline": old.prefetch_pipeline,
+        "multipass_prefetch_config": old.multipass_prefetch_config,
+        "gather_uvm_cache_stats": old.gather_uvm_cache_stats,
+        "record_cache_metrics": old.record_cache_metrics,
         "embedding_table_index_type": old.embedding_table_index_type,
         "embedding_table_offset_type": old.embedding_table_offset_type,
         **_options(old, names),
@@ -84,6 +88,17 @@ def _arguments(old: Any) -> dict[str, Any]:
         state_format = names.SparseType.from_dtype(state.dtype)
         arguments["optimizer_state_dtypes"] = {f"momentum{number}": state_format}
     return arguments
+
+
+@dataclass(frozen=True)
+class _SameReporter:
+    """Configuration of the reporter, which the old module has made already, or None."""
+
+    reporter: Any
+
+    def create_reporter(self) -> Any:
+        """Return the reporter."""
+        return self.reporter
 
 
 def _shortest(number: float) -> float:
@@ -240,10 +255,13 @@ class ReplacedSplitTBE(_ReplacedTBE):
                 "emblib.compat.fbgemm, whose class takes the same arguments"
             )
         self._made_with = _arguments(old)
+        reporting: Any = _SameReporter(old.stats_reporter)
         with warnings.catch_warnings():  # numbers that have no part in an optimizer
             warnings.filterwarnings("ignore", "emblib: .* no part", UserWarning)
             try:
-                new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(**self._made_with)
+                new = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+                    **self._made_with, stats_reporter_config=reporting
+                )
             except (NotImplementedError, ValueError) as error:
                 raise NotMigrated(str(error)) from error
         self._is_counted = old.weight_decay_mode.name == "COUNTER"

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -203,6 +204,29 @@ def test_rows_for_inference_have_the_same_bytes(kind: str, names: SimpleNamespac
     assert torch.equal(model["tables"](indices, offsets), expected)
     assert migration.check()[0].output == 0
     assert migration.replaced[0].measured_nbytes == migration.replaced[0].memory[0].total
+
+
+def test_what_is_recorded_stays(names: SimpleNamespace) -> None:
+    metrics = names.RecordCacheMetrics(
+        record_cache_miss_counter=True, record_tablewise_cache_miss=True
+    )
+    reporter = Mock()
+    reporter.should_report.return_value = True
+    old = module_of(
+        names,
+        gather_uvm_cache_stats=True,
+        record_cache_metrics=metrics,
+        stats_reporter_config=SimpleNamespace(create_reporter=lambda: reporter),
+    )
+    model = nn.ModuleDict({"tables": old})
+    emblib.migrate(model)
+    new: Any = model["tables"]
+    assert new.stats_reporter is reporter
+    reporter.reset_mock()
+    train(new, 1)
+    assert reporter.report_data_amount.called
+    assert new.get_uvm_cache_stats().numel() == 6
+    assert new.get_table_wise_cache_miss().tolist() == [0, 0]
 
 
 def test_what_has_no_counterpart_is_left(names: SimpleNamespace) -> None:
