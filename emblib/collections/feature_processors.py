@@ -138,7 +138,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
             `PositionWeightedModule`.
 
     Raises:
-        ValueError: the collection is not weighted.
+        ValueError: the collection is not weighted, or no table reads the feature of a module.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "seen")
@@ -163,11 +163,13 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
                 "with is_weighted=True"
             )
         self.embedding_bag_collection = embedding_bag_collection
-        self.feature_processors: nn.Module = (
-            feature_processors
-            if isinstance(feature_processors, nn.Module)
-            else nn.ModuleDict(feature_processors)
-        )
+        if not isinstance(feature_processors, nn.Module):
+            configs = embedding_bag_collection.embedding_bag_configs()
+            features = {feature for config in configs for feature in config.feature_names}
+            if unread := sorted(feature_processors.keys() - features):
+                raise ValueError(f"no table reads {unread}; the features are {sorted(features)}")
+            feature_processors = nn.ModuleDict(feature_processors)
+        self.feature_processors: nn.Module = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up the batch with its computed weights.
@@ -175,7 +177,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         Features without a module keep their weights, or have weights of 1.
 
         Raises:
-            KeyError: the batch lacks the feature of a module, or of a table.
+            KeyError: the batch lacks the feature of a table.
         """
         result: KeyedTensor = self.embedding_bag_collection(self._with_computed_weights(features))
         return result
@@ -186,9 +188,6 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         if not isinstance(processors, nn.ModuleDict):
             processed: KeyedJaggedTensor = processors(features)
             return processed
-        missing_keys = sorted(set(processors) - set(features.keys()))
-        if missing_keys:
-            raise KeyError(f"there are no features {missing_keys}; there are {features.keys()}")
         weights = []
         for key, jagged in features.to_dict().items():
             if key in processors:

@@ -100,8 +100,7 @@ def test_combined_refuses_states_of_other_parameters() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"policy": "poly", "max_iters": 9, "decay_iters": 5}, "POLY needs decay_iters >= max"),
-        ({"policy": "poly", "value": -1.0}, "value >= 0"),
+        ({"policy": "poly", "value": -1.0}, "POLY needs value >= 0"),
         ({"policy": "cosine_annealing_warm_restarts", "sgdr_period": 0}, "sgdr_period must be"),
     ],
 )
@@ -159,6 +158,7 @@ def test_no_optimizer_takes_groups_that_it_would_not_step() -> None:
             WarmupStage("interpolate", 2, 0.0, start_interpolating_iters=0, end_value=1.0),
             [0.0, 1.0, 2.0, 2.0],
         ),
+        (WarmupStage("poly", 4, 0.5, decay_iters=2), [2.0, 2.0 * 0.5**0.5, 0.0, 0.0]),
         (
             WarmupStage("interpolate", 3, 0.5, start_interpolating_iters=1, end_value=1.0),
             [1.0, 1.0, 1.5, 2.0],

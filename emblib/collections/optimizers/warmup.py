@@ -24,7 +24,7 @@ class WarmupPolicy(Choice):
     NONE                           1
     LINEAR                         v + (1 - v) * i / max_iters
     CONSTANT                       v
-    POLY                           (1 - i / d) ** v
+    POLY                           max(1 - i / d, 0) ** v
     STEP                           v ** floor(i / d)
     INVSQRT                        1 / sqrt(max(i, 1))
     COSINE_ANNEALING_WARM_RESTARTS v + (1 - v) * (1 + cos(pi * (i mod sgdr_period) /
@@ -53,15 +53,13 @@ class WarmupStage:
         max_iters: the last step of the stage, counted over all stages.
         value: v of the formulas.
         lr_scale: further factor of the rates of the stage.
-        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP. POLY needs at least
-            `max_iters`.
+        decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
         sgdr_period: steps per period of COSINE_ANNEALING_WARM_RESTARTS.
         start_interpolating_iters, end_value: first step and last value of INTERPOLATE.
 
     Raises:
         ValueError: INTERPOLATE without its two fields, or with a start that is not before
-            `max_iters`; POLY with fewer `decay_iters` than `max_iters`, or `value` < 0;
-            `sgdr_period` < 1.
+            `max_iters`; POLY with `value` < 0; `sgdr_period` < 1.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -78,13 +76,8 @@ class WarmupStage:
         if self.decay_iters <= 0:
             steps = 1 if self.policy is WarmupPolicy.STEP else self.max_iters
             object.__setattr__(self, "decay_iters", steps)
-        if self.policy is WarmupPolicy.POLY and (
-            self.decay_iters < self.max_iters or self.value < 0
-        ):
-            raise ValueError(
-                f"POLY needs decay_iters >= max_iters = {self.max_iters} and value >= 0, got "
-                f"{self.decay_iters} and {self.value}"
-            )
+        if self.policy is WarmupPolicy.POLY and self.value < 0:
+            raise ValueError(f"POLY needs value >= 0, got {self.value}")
         if self.sgdr_period < 1:
             raise ValueError(f"sgdr_period must be >= 1, got {self.sgdr_period}")
         if self.policy is WarmupPolicy.INTERPOLATE:
@@ -107,7 +100,7 @@ class WarmupStage:
         if policy is WarmupPolicy.CONSTANT:
             return value
         if policy is WarmupPolicy.POLY:
-            return float((1 - step / self.decay_iters) ** value)
+            return float(max(1.0 - step / self.decay_iters, 0.0) ** value)
         if policy is WarmupPolicy.STEP:
             return float(value ** (step // self.decay_iters))
         if policy is WarmupPolicy.INVSQRT:
