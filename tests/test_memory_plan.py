@@ -714,6 +714,11 @@ def test_wrong_memory_behind_caches(arguments: Any, message: str) -> None:
         BackingMemory(*arguments)
 
 
+def test_tables_of_one_name() -> None:
+    with pytest.raises(ValueError, match=r"must differ in name, got \['t0', 't0'\]"):
+        emblib.plan_memory([*tables(1000), *tables(10)], 1 << 20, optimizer=emblib.optim.SGD(0.1))
+
+
 def test_tables_may_come_from_a_generator() -> None:
     configs: Any = iter(tables(1000, 10))
     plan = emblib.plan_memory(configs, 1 << 20, optimizer=emblib.optim.SGD(0.1))

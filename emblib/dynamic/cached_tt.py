@@ -61,7 +61,7 @@ from emblib.tables.batches import (
     append_last_offset,
     bags_of_equal_length,
     check_bounds,
-    variable_batch,
+    layout_of_bags,
 )
 from emblib.tables.graph_break import run_uncompiled
 from emblib.tables.recomputation import running_forward
@@ -399,10 +399,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
         """Return `bag_layout`, int64 `[bags, 2]` (`VariableBatch`); None for equal batch sizes."""
-        if batch_sizes is None:
-            return None
-        dims, bags = [self.tables[t].dim for t in self.feature_tables], offsets.numel() - 1
-        return variable_batch(batch_sizes, dims, max(bags, 0), offsets.device).bag_layout
+        dims = [self.tables[t].dim for t in self.feature_tables]
+        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, offsets.device)[0]
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
         """Raise RuntimeError if the stored rows were chosen again since the lookup."""

@@ -369,7 +369,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             offsets = append_last_offset(ids, offsets)
         bag_layout, columns = None, self.output_dim
         if batch_sizes is not None:
-            bag_layout, columns = self.layout_of_bags(offsets, batch_sizes, ids.device)
+            bag_layout, columns = self.layout_of_bags(offsets, batch_sizes)
         # Every id is valid, so only the offsets are checked, with zeros as ids. In padded batches
         # it is -1, which the check accepts before the first bag too.
         valid = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)

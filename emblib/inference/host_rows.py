@@ -17,7 +17,7 @@ from emblib.inference.indexed import InferenceEmbeddingBags, prune
 from emblib.ops import quant
 from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.base import warn_of_dtype
-from emblib.tables.batches import append_last_offset, variable_batch
+from emblib.tables.batches import append_last_offset
 from emblib.tables.mapped_memory import map_pinned
 
 
@@ -103,13 +103,10 @@ class HostEmbeddingBags(nn.Module):
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
             ValueError: `batch_sizes` that do not fit.
         """
-        rows, bag_layout, all_offsets = self.rows, None, offsets
+        rows, all_offsets = self.rows, offsets
         if not rows.include_last_offset:
             all_offsets = append_last_offset(indices, offsets)
-        if batch_sizes is not None:
-            dims = [rows.tables[table].dim for table in rows.feature_tables]
-            num_bags = max(all_offsets.numel() - 1, 0)
-            bag_layout, _ = variable_batch(batch_sizes, dims, num_bags, indices.device)
+        bag_layout, _ = rows.layout_of_bags(all_offsets, batch_sizes)
         index, index_tables = self.stored.index, self.stored.index_tables
         # Rows on the device, -1 for ids that have none there; each module skips -1.
         device_rows = quant.map_ids(

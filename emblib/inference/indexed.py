@@ -21,7 +21,7 @@ from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
 from emblib.ops.hash import Keys, tables_of
 from emblib.tables import QuantizedEmbeddingBags
-from emblib.tables.batches import append_last_offset, variable_batch
+from emblib.tables.batches import append_last_offset
 
 _MAX_ARRAY_ROWS = 1 << 31
 
@@ -184,13 +184,10 @@ class InferenceEmbeddingBags(nn.Module):
         """
         if indices.dtype == torch.uint64:
             indices = indices.view(torch.int64)
-        rows, bag_layout = self.rows, None
+        rows = self.rows
         if not rows.include_last_offset:
             offsets = append_last_offset(indices, offsets)
-        if batch_sizes is not None:
-            num_bags = max(offsets.numel() - 1, 0)
-            dims = [rows.tables[table].dim for table in rows.feature_tables]
-            bag_layout, _ = variable_batch(batch_sizes, dims, num_bags, indices.device)
+        bag_layout, _ = rows.layout_of_bags(offsets, batch_sizes)
         row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )

@@ -417,7 +417,8 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     flat = lengths.flatten()
     if flat.numel() and int(flat.min()) < 0:
         raise ValueError(f"lengths must be >= 0, got {int(flat.min())}")
-    check_int32_range(flat, int(flat.sum(dtype=torch.int64)), "lengths")
+    if flat.dtype is _INT32:
+        check_int32_range(flat, int(flat.sum(dtype=_INT64)), "lengths")
     return running_sums(flat)
 
 

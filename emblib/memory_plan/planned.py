@@ -44,7 +44,7 @@ def planned_tables(
 
     Raises:
         TypeError: something else in the list.
-        ValueError: no tables, or shared ones.
+        ValueError: no tables, shared ones, or two of one name in a list.
     """
     if not isinstance(tables, nn.Module):
         configs = list(tables)  # any iterable is read once
@@ -73,6 +73,9 @@ def planned_tables(
         ]
     if not planned:
         raise ValueError("there are no tables: the model has no collection, or the list is empty")
+    names = [table.path_name for table in planned]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tables of a plan must differ in name, got {sorted(names)}")
     return planned
 
 

@@ -222,7 +222,7 @@ def check_number(name: str, value: float) -> None:
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0.0 <= number <= _MAX_FLOAT32:  # false for NaN
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -103,7 +104,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", CachePolicy(self.policy))
         object.__setattr__(self, "verify", Verify(self.verify))
-        if not isinstance(self.load_factor, int | float) or not 0.0 < self.load_factor <= 1.0:
+        if not isinstance(self.load_factor, Real) or not 0.0 < self.load_factor <= 1.0:
             raise ValueError(f"load_factor must be in (0, 1], got {self.load_factor!r}")
         if self.directory is not None and not isinstance(self.directory, str | os.PathLike):
             raise TypeError(f"directory must be None or a path, got {self.directory!r}")

@@ -236,9 +236,10 @@ class FusedTables(nn.Module):
             )
 
     def layout_of_bags(
-        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor | None, int]:
         """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
+        device = self.features.device
         return batches.layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, device)
 
     def _states(self) -> list[Tensor]:

@@ -93,12 +93,16 @@ def check_bounds(
         Tensor: the offsets themselves in mode NONE, else int32 in their shape.
 
     Raises:
+        TypeError: indices or offsets that are no tensors.
         RuntimeError: the batch is not on the module's device; wrong dtype or number of offsets,
             unless in mode NONE; out of bounds in mode FATAL
             (on CUDA a device assert, see `BoundsCheck`); in mode WARNING on the CPU, offsets that
             would skip ids or a bag, also in compiled graphs, and negative lengths in a collection.
     """
     device = module.features.device
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if indices.device != device or offsets.device != device:
         raise RuntimeError(
             f"indices and offsets must be on the device of the table, {device}, "
@@ -191,6 +195,7 @@ def variable_batch(
         device: device of the layout.
 
     Raises:
+        TypeError: sizes that are no ints.
         ValueError: not one list per feature, lists of different lengths, a negative size, or sizes
             that do not add up to `num_bags`.
     """
@@ -204,11 +209,14 @@ def variable_batch(
             f"batch_sizes must have the same number of ranks for every feature, got {sorted(ranks)}"
         )
     sizes = [size for row in batch_sizes for size in row]
+    total = sum(sizes)
+    if isinstance(total, float):  # true if one of them is
+        raise TypeError(f"batch_sizes must be ints, got {batch_sizes}")
     if any(size < 0 for size in sizes):
         raise ValueError(f"batch_sizes must be >= 0, got {min(sizes)}")
-    if sum(sizes) != num_bags:
+    if total != num_bags:
         raise ValueError(
-            f"batch_sizes add up to {sum(sizes)} bags, but offsets has {num_bags} + 1 entries"
+            f"batch_sizes add up to {total} bags, but offsets has {num_bags} + 1 entries"
         )
     # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
@@ -248,7 +256,7 @@ def layout_of_bags(
         device: device of the layout.
 
     Raises:
-        ValueError: batch sizes that do not fit, see `variable_batch`.
+        TypeError, ValueError: batch sizes that do not fit, see `variable_batch`.
     """
     output_dim = max(dims, default=0) if pooling is Pooling.NONE else sum(dims)
     if batch_sizes is None:

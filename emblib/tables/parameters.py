@@ -252,8 +252,8 @@ def _writes_first(func: Any) -> bool:
 
 
 def _read_only_array(func: Any, result: Any) -> Any:
-    """Return the result of a torch function; arrays of NumPy become read-only."""
-    if func in (Tensor.numpy, Tensor.__array__):
+    """Return the result of a torch function; arrays of NumPy over the table become read-only."""
+    if func in (Tensor.numpy, Tensor.__array__) and not result.flags.owndata:
         result.flags.writeable = False
     return result
 

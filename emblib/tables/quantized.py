@@ -482,9 +482,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 out = self._look_up_at_once(indices, offsets, per_sample_weights)
                 if out is not None:
                     return out
-        bag_layout, output_dim = batches.layout_of_bags(
-            self.pooling, self._dims, offsets, batch_sizes, indices.device
-        )
+        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
         offsets = batches.check_bounds(self, indices, offsets, self.features, bag_layout)
         return quant.quant_lookup(
             self.packed,
@@ -498,6 +496,13 @@ class QuantizedEmbeddingBags(nn.Module):
             output_dim,
             self.output_dtype,
         )
+
+    def layout_of_bags(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> tuple[Tensor | None, int]:
+        """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
+        device = self.features.device
+        return batches.layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, device)
 
     def _look_up_at_once(
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None

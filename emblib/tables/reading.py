@@ -45,8 +45,8 @@ class TableReading(NamedTuple):
         return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, len(FeatureColumn))
 
     def layout_of_bags(
-        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tuple[Tensor | None, int]:
         """Return `bag_layout` and `output_dim` of a batch, see `batches.layout_of_bags`."""
         dims = [self.dim] * len(self.features)
-        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, device)
+        return layout_of_bags(self.pooling, dims, offsets, batch_sizes, self.features.device)

@@ -329,7 +329,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         source = self if reading is None else reading
         checked: batches.ChecksBounds = self if reading is None else reading.reader
         lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
-        bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
+        bag_layout, output_dim = lay_out(offsets, batch_sizes)
         offsets = batches.check_bounds(
             checked, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
         )

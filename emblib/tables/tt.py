@@ -431,7 +431,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         Arguments are those of `forward`.
         """
-        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
+        bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes)
         return tt.TTLookup(
             self.core_layout,
             self.table_ids,

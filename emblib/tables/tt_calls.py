@@ -152,7 +152,7 @@ class ShortTTCalls:
         """Pool each bag; with gradients enabled, backward applies the optimizer."""
         bag_layout, output_dim = None, module.output_dim
         if batch_sizes is not None:
-            bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes, self._device)
+            bag_layout, output_dim = module.layout_of_bags(offsets, batch_sizes)
         batch = TTBatch(indices, offsets, sample_weights, bag_layout, output_dim)
         if torch.is_grad_enabled():
             return _apply(self._anchor, self, module, batch)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -201,6 +202,13 @@ def test_in_a_compiled_graph(kind: str) -> None:
             with pytest.raises(RuntimeError, match=REFUSED):
                 loss().backward()
         assert penalised.grad is None
+
+
+def test_only_arrays_over_a_table_behind_a_cache_are_read_only() -> None:
+    collection = MODULES["cached collection"]()
+    parameter = next(collection.parameters())
+    assert not parameter.detach().numpy().flags.writeable
+    assert np.asarray(parameter.detach(), dtype=np.float64).flags.writeable  # a copy
 
 
 def test_a_lookup_of_torch_that_renormalises_rows_writes_a_table_behind_a_cache() -> None:

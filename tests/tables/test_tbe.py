@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 from emblib import (
     BoundsCheck,
+    Placement,
     Pooling,
     Precision,
     TableBatchedEmbeddingBags,
@@ -432,6 +433,19 @@ def test_wrong_batch_sizes_are_refused(sizes: list[list[int]], message: str) -> 
     table = module(optim.SGD(0.1), torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         table(*variable(), batch_sizes=sizes)
+
+
+def test_batches_of_wrong_types_are_refused() -> None:
+    table = module(optim.SGD(0.1), torch.device("cpu"))
+    indices, offsets = variable()
+    with pytest.raises(TypeError, match="batch_sizes must be ints"):
+        table(indices, offsets, batch_sizes=[[*sizes[:-1], float(sizes[-1])] for sizes in SIZES])
+    with pytest.raises(TypeError, match="indices must be a tensor, got list"):
+        table(indices.tolist(), offsets)
+    spec = TableSpec(9, 4, placement=Placement.MANAGED_CACHING)
+    cached = TableBatchedEmbeddingBags([spec], optim.SGD(0.1))
+    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+        cached.prefetch(indices, offsets.tolist())
 
 
 @pytest.mark.parametrize("sizes", [None, SIZES])
