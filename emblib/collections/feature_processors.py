@@ -163,13 +163,16 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
                 "with is_weighted=True"
             )
         self.embedding_bag_collection = embedding_bag_collection
-        if not isinstance(feature_processors, nn.Module):
+        self.feature_processors: nn.Module = (
+            feature_processors
+            if isinstance(feature_processors, nn.Module)
+            else nn.ModuleDict(feature_processors)
+        )
+        if isinstance(self.feature_processors, nn.ModuleDict):
             configs = embedding_bag_collection.embedding_bag_configs()
             features = {feature for config in configs for feature in config.feature_names}
-            if unread := sorted(feature_processors.keys() - features):
+            if unread := sorted(self.feature_processors.keys() - features):
                 raise ValueError(f"no table reads {unread}; the features are {sorted(features)}")
-            feature_processors = nn.ModuleDict(feature_processors)
-        self.feature_processors: nn.Module = feature_processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up the batch with its computed weights.
