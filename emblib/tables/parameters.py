@@ -252,9 +252,10 @@ def _writes_first(func: Any) -> bool:
 
 
 def _read_only_array(func: Any, result: Any) -> Any:
-    """Return the result of a torch function; arrays of NumPy over the table become read-only."""
-    if func in (Tensor.numpy, Tensor.__array__) and not result.flags.owndata:
-        result.flags.writeable = False
+    """Return the result of a torch function; arrays of NumPy become read-only, except copies."""
+    if func in (Tensor.numpy, Tensor.__array__):
+        is_copy = result.size > 0 and result.flags.owndata  # an empty array owns its memory
+        result.flags.writeable = is_copy
     return result
 
 
