@@ -72,18 +72,18 @@ def page() -> str:
     for section, operations in OPERATIONS.items():
         lines += [f"## {section}", "", f"| | {' | '.join(KINDS)} |"]
         lines += [f"| --- |{' :---: |' * len(KINDS)}"]
-        notes = []
+        refused: dict[str, dict[str, list[str]]] = {}  # operations by reason and kinds
         for name, operation in operations.items():
             cells = {kind: outcome(operation, kind) for kind in KINDS}
             lines.append(f"| {name} | {' | '.join(c.outcome for c in cells.values())} |")
-            reasons: dict[str, list[str]] = {}
-            for kind, cell in cells.items():
-                if cell.reason:
-                    reasons.setdefault(_shortened(cell.reason), []).append(kind)
-            notes += [
-                f"- {name}, {', '.join(kinds)}: {reason}" for reason, kinds in reasons.items()
-            ]
-        lines += ["", *notes, ""]
+            for reason in dict.fromkeys(cell.reason for cell in cells.values() if cell.reason):
+                kinds = ", ".join(kind for kind in KINDS if cells[kind].reason == reason)
+                refused.setdefault(_shortened(reason), {}).setdefault(kinds, []).append(name)
+        lines.append("")
+        for reason, by_kinds in refused.items():
+            lines.append(f"- {reason}")
+            lines += [f"    - {kinds}: {'; '.join(names)}" for kinds, names in by_kinds.items()]
+        lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
