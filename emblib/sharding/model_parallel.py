@@ -48,8 +48,9 @@ class DistributedModelParallel(nn.Module):
     Every `EmbeddingBagCollection` and `EmbeddingCollection` of the plan is replaced by its sharded
     form. Weights are kept; tables on the meta device get initial values that do not depend on the
     plan. Then the dense part is copied from rank 0 and wrapped. Parameters and entries of state
-    dicts have the names of the unsharded model. All ranks must construct this and call it together,
-    each from one thread (docs/threads.md).
+    dicts have the names of the unsharded model, except for the parameters of further shards of a
+    table on a rank, see `ShardParameters`. All ranks must construct this and call it together, each
+    from one thread (docs/threads.md).
 
     Args:
         module: the model, which is modified; or one collection, which is not.
@@ -70,7 +71,10 @@ class DistributedModelParallel(nn.Module):
 
     Raises:
         ValueError, TypeError, RuntimeError: see `shard`. ValueError also for another `wrap`, and
-            for parameters that backward updates and the plan does not shard.
+            for parameters that backward updates and the plan does not shard; RuntimeError for a
+            dense module on the meta device that has no `reset_parameters`, or that would be
+            wrapped there.
+        PlanError: no plan fits into memory; raised on all ranks.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -115,7 +119,7 @@ class DistributedModelParallel(nn.Module):
             },
         )
         if plan is None:
-            plan = planned(module, planner, self.ranks)
+            plan = planned(module, planner, self.ranks, optimizer)
         model = shard(
             module,
             plan,
@@ -130,7 +134,7 @@ class DistributedModelParallel(nn.Module):
         )
         copy_from_first(model, self.ranks, names_of_tables(model))
         mark_dense(model, self.ranks)
-        self._wrapped = model
+        self._wrapped, self._is_wrapped = model, False
         self._joint_dist = JointDist(model, self.ranks)
         if wrapping is not None:
             self.wrap_dense(wrapping)
@@ -141,12 +145,22 @@ class DistributedModelParallel(nn.Module):
         It does nothing on one rank, or if no parameter of the dense part is trained.
 
         Raises:
-            RuntimeError: the dense part is still on the meta device.
+            RuntimeError: the dense part is still on the meta device, or is wrapped already.
+            ValueError: another `wrap`, or another one than on other ranks.
         """
         model = self.module
+
+        def parse() -> Wrapping | None:
+            if self._is_wrapped:
+                raise RuntimeError(
+                    "the dense part is wrapped already: make the model with wrap='none' to wrap it "
+                    "later"
+                )
+            return parse_wrapping(wrap)
+
         wrapping = fingerprint.agree(
             self.dense_ranks,
-            prepare=lambda: parse_wrapping(wrap),
+            prepare=parse,
             describe=lambda parsed: {"": {"wrap": parsed or wrap}},
         )
         ignored = names_of_tables(model) - _names_of_dense_tables(model)
@@ -160,6 +174,7 @@ class DistributedModelParallel(nn.Module):
         # DDP raises for a model without parameters that need gradients.
         if wrapping is not None and self.dense_ranks.size > 1 and trained:
             self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
+            self._is_wrapped = True
             mark_dense(model, self.dense_ranks)
 
     @property
@@ -228,6 +243,7 @@ class DistributedModelParallel(nn.Module):
         # `copied._wrapped = ...` would change the dict of submodules that both models share.
         copied.__dict__["_modules"] = {**self._modules, "_wrapped": model}
         copied.__dict__["_joint_dist"] = JointDist(model, self.ranks)
+        copied.__dict__["_is_wrapped"] = False
         return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,8 +364,13 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in dense_parameters}
 
 
-def planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> ShardingPlan:
-    """Return the plan of a planner, by default one of this machine; all ranks call this."""
+def planned(
+    module: nn.Module, planner: Planner | None, ranks: RankGroup, optimizer: Optimizer | None
+) -> ShardingPlan:
+    """Return the plan of a planner, by default one of this machine; all ranks call this.
+
+    `optimizer` is that of tables whose configuration has none.
+    """
     from emblib.sharding.planner import Planner, Topology, collective_plan
 
     def default() -> Planner:
@@ -357,4 +378,4 @@ def planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> Sha
         return Planner(topology, BATCH_SIZE)
 
     agreed_planner = fingerprint.agree(ranks, lambda: default() if planner is None else planner)
-    return collective_plan(module, agreed_planner, ranks)
+    return collective_plan(module, agreed_planner, ranks, optimizer=optimizer)

@@ -56,6 +56,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Raises:
         ValueError: another mesh; hash tables, whose replicas would have different keys; tables
             without a fused optimizer; replicas that differ in their shards.
+        TypeError, RuntimeError: see `DistributedModelParallel`.
         PlanError: no plan fits into the memory of the first group; raised on all ranks.
 
     Example:
@@ -93,7 +94,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
         if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = invoke_on_rank_and_broadcast_result(
-                replicas, 0, planned, module, planner, shards
+                replicas, 0, planned, module, planner, shards, optimizer
             )
         super().__init__(
             module,

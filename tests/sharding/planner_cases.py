@@ -15,7 +15,7 @@ from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan, construct_plan
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, TableWorkload, Topology
 from emblib.sharding.planner.simulate import batch_of
-from emblib.sharding.planner.workloads import tables_of, workloads_of
+from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import (
     Rule,
@@ -76,7 +76,7 @@ def collection(tables: int, rows: int, dim: int, kind: str) -> Any:
 
 def plan_of(module: Any, world: int, way: str, local_size: int | None = None) -> ShardingPlan:
     """All tables of a collection spread in one way."""
-    configs = tables_of(module)
+    configs = module.configs
     shapes = {config.name: shape_of(config) for config in configs}
     chosen = dict(zip(shapes, rules(world, len(configs), way), strict=True))
     size = World(world, local_size or world)

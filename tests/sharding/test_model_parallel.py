@@ -291,6 +291,9 @@ def _wrapped_later(ranks: RankGroup) -> bool:
     model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap="none")
     model.wrap_dense("ddp")
     list(plain_loop(model, [make_batch(ranks.rank, SIZE)], 1))
+    with pytest.raises(RuntimeError, match="wrapped already"):
+        model.wrap_dense("fully_shard")
+    model.copy("cpu").wrap_dense("none")  # whose dense part is not wrapped
     return isinstance(model._wrapped, DistributedDataParallel)
 
 

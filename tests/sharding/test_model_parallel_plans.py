@@ -54,6 +54,19 @@ def test_a_model_without_a_plan_gets_one() -> None:
     }
 
 
+def _sharding_types(ranks: RankGroup) -> set[str]:
+    tables = [EmbeddingBagConfig(20_000, 128, "item")]
+    model = DistributedModelParallel(
+        EmbeddingBagCollection(tables, device="meta"), ranks, optimizer=optim.RowwiseAdagrad(0.1)
+    )
+    return {sharding.type.value for sharding in model.plan[""].values()}
+
+
+def test_a_model_is_planned_for_the_optimizer_that_it_gets() -> None:
+    # Columns apart would have a state per row and shard, and train otherwise.
+    assert all("column_wise" not in types for types in worlds.run(2, _sharding_types))
+
+
 def _one_collection(ranks: RankGroup) -> tuple[list[str], list[str], Tensor]:
     torch.manual_seed(5)
     net = Net()

@@ -70,6 +70,23 @@ def test_dense_parameters_are_reserved_for() -> None:
     assert free_memory == (1 << 30) * 0.5 - 1000 - 4 * (100 * 10 + 10) * 4
 
 
+def test_the_optimizer_of_the_call_counts_as_that_of_the_collection() -> None:
+    def model(optimizer: optim.Optimizer | None) -> torch.nn.Module:
+        tables = [EmbeddingBagConfig(20_000, 128, "item")]
+        return EmbeddingBagCollection(tables, optimizer=optimizer, device="meta")
+
+    planner, rowwise = Planner(Topology(2), 512), optim.RowwiseAdagrad(0.1)
+    expected = planner.solve(model(rowwise))
+    assert planner.solve(model(None)).plan[""]["item"].type is ShardingType.COLUMN_WISE
+    for source in (model(None), model(optim.SGD(0.1))):
+        solved = planner.solve(source, optimizer=rowwise)
+        assert str(solved) == str(expected)
+        assert str(planner.predict(source, solved.plan, optimizer=rowwise)) == str(expected)
+    tables = [EmbeddingBagConfig(20_000, 128, "item", optimizer=rowwise)]
+    own = EmbeddingBagCollection(tables, device="meta")
+    assert str(planner.solve(own, optimizer=optim.Adam(0.1))) == str(expected)
+
+
 def _plan_together(ranks: RankGroup) -> str:
     model = _model()
     max_trials = 1000 if ranks.rank == 0 else 1
@@ -241,6 +258,8 @@ def test_wrong_arguments() -> None:
         Planner(Topology(2), 16, {"nope": TableConstraints()}).plan(_model())
     with pytest.raises(ValueError, match="nothing to plan"):
         Planner(Topology(2), 16).plan(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="nothing to plan"):
+        Planner(Topology(2), 64).solve_workloads([])
     with pytest.raises(ValueError, match="one per feature = 2"):
         Planner(Topology(2), 16, {"sequences.t0": TableConstraints(pooling_factor=(1.0,))}).plan(
             _model()

@@ -445,8 +445,10 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     sizes = Sizes() if sizes is None else sizes
     # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
     measures = _has_a_core_each(ranks) or ranks.rank == 0
-    own_calibration = agree(ranks, lambda: measure_rank(ranks.device, sizes) if measures else None)
-    measured = ranks.gather_objects(own_calibration)[0]
+    local_calibration = agree(
+        ranks, lambda: measure_rank(ranks.device, sizes) if measures else None
+    )
+    measured = ranks.gather_objects(local_calibration)[0]
     assert measured is not None
     if ranks.size == 1:
         return measured

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from emblib.optim import Optimizer
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
 from emblib.sharding.planner.estimate import FLOAT32_IN_TRANSIT, BytesPerFloat, CostModel
@@ -38,6 +39,10 @@ class Planner:
         comm_precision: codecs of rows and gradients in transit.
         max_trials: maximum number of placements that local moves try; more takes longer.
 
+    Raises:
+        TypeError: `batch_size` or `max_trials` is no int.
+        ValueError: one of them is below 1.
+
     The search is deterministic: the same arguments give the same plan on any machine.
     """
 
@@ -63,21 +68,27 @@ class Planner:
             else BytesPerFloat.of_codecs(comm_precision)
         )
 
-    def plan(self, module: nn.Module) -> ShardingPlan:
+    def plan(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> ShardingPlan:
         """Return the plan for all collections of a model.
+
+        Args:
+            module: model with unsharded collections.
+            optimizer: optimizer of tables whose configuration has none, as `shard` will get it;
+                None for that of their collection.
 
         Raises:
             PlanError: no plan fits.
-            ValueError: no sharding type satisfies the constraints, or the model has no collections.
+            ValueError: no sharding type satisfies the constraints, or the model or the constraints
+                are wrong, see `workloads_of`.
         """
-        return self.solve(module).plan
+        return self.solve(module, optimizer=optimizer).plan
 
-    def solve(self, module: nn.Module) -> Prediction:
+    def solve(self, module: nn.Module, *, optimizer: Optimizer | None = None) -> Prediction:
         """Return the plan and its prediction, which `str()` formats as a report.
 
-        Raises as `plan` does.
+        Arguments and errors are as for `plan`.
         """
-        workloads = workloads_of(module, self.batch_size, self.constraints)
+        workloads = workloads_of(module, self.batch_size, self.constraints, optimizer)
         return self.solve_workloads(workloads, dense_bytes(module))
 
     def solve_workloads(
@@ -89,8 +100,10 @@ class Planner:
 
         Raises:
             PlanError: no plan fits.
-            ValueError: no sharding type satisfies the constraints of a table.
+            ValueError: no sharding type satisfies the constraints of a table, or there is no table.
         """
+        if not workloads:
+            raise ValueError("there are no workloads, and so nothing to plan")
         free_memory = self.free_memory(dense_nbytes)
         check_free_memory(free_memory, dense_nbytes)
         model = self.model(workloads)
@@ -101,13 +114,16 @@ class Planner:
             raise no_plan(problem, workloads)
         return predict(workloads, self._sharding_plan(workloads, plan), model, free_memory)
 
-    def predict(self, module: nn.Module, plan: ShardingPlan) -> Prediction:
-        """Predict a step under any plan, whether or not it fits.
+    def predict(
+        self, module: nn.Module, plan: ShardingPlan, *, optimizer: Optimizer | None = None
+    ) -> Prediction:
+        """Predict a step under any plan, whether or not it fits; `optimizer` is as for `plan`.
 
         Raises:
-            ValueError: the plan is for another world, or lacks a table.
+            ValueError: the plan is for another world, or lacks a table; or the model or the
+                constraints are wrong, see `workloads_of`.
         """
-        workloads = workloads_of(module, self.batch_size, self.constraints)
+        workloads = workloads_of(module, self.batch_size, self.constraints, optimizer)
         return predict(
             workloads, plan, self.model(workloads), self.free_memory(dense_bytes(module))
         )
@@ -170,14 +186,20 @@ class Planner:
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 
-def collective_plan(module: nn.Module, planner: Planner, ranks: "RankGroup") -> ShardingPlan:
+def collective_plan(
+    module: nn.Module,
+    planner: Planner,
+    ranks: "RankGroup",
+    *,
+    optimizer: Optimizer | None = None,
+) -> ShardingPlan:
     """Plan on rank 0 and return the plan on all ranks; an error is raised on all ranks.
 
-    A collective: all ranks wait for rank 0.
+    A collective: all ranks wait for rank 0. `optimizer` is as for `Planner.plan`.
     """
     from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 
     def plan_as_json() -> str:
-        return planner.plan(module).to_json()
+        return planner.plan(module, optimizer=optimizer).to_json()
 
     return ShardingPlan.from_json(invoke_on_rank_and_broadcast_result(ranks, 0, plan_as_json))

@@ -211,7 +211,7 @@ class RankCosts:
         sums = self._sums_s if self.num_node_sums else 0.0
         return costs.step_s + exchanges + blocks + copies + sums
 
-    def spread(self) -> float:
+    def imbalance(self) -> float:
         """Return the sum of squares of the ranks' seconds: smaller for a more even distribution.
 
         It is no time; compare it only between plans of the same tables.
@@ -273,17 +273,17 @@ class Score(NamedTuple):
     Attributes:
         penalty: sum of the penalties of the chosen options.
         step_s: predicted seconds of a step.
-        spread: imbalance, see `RankCosts.spread`.
+        imbalance: sum of squares, see `RankCosts.imbalance`.
     """
 
     penalty: int
     step_s: float
-    spread: float
+    imbalance: float
 
 
 def score(rank_costs: RankCosts) -> Score:
     """Return the score of a plan with these costs."""
-    return Score(rank_costs.penalty, rank_costs.step_s(), rank_costs.spread())
+    return Score(rank_costs.penalty, rank_costs.step_s(), rank_costs.imbalance())
 
 
 def _is_better(new: Score, old: Score) -> bool:
@@ -292,7 +292,7 @@ def _is_better(new: Score, old: Score) -> bool:
         return new.penalty < old.penalty
     if abs(new.step_s - old.step_s) > _TOLERANCE * old.step_s:
         return new.step_s < old.step_s
-    return new.spread < old.spread * (1 - _TOLERANCE)
+    return new.imbalance < old.imbalance * (1 - _TOLERANCE)
 
 
 # Where one table goes

@@ -1,7 +1,7 @@
 """The planner's view of a model: its tables, and how much each is looked up."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ class TableConstraints:
         min_partition: minimum number of columns of a column shard.
 
     Raises:
-        TypeError: `sharding_types` is one string, or an entry of `storages` is no alternative.
+        TypeError: `sharding_types` is one string, an entry of `storages` is no alternative, or a
+            number is none.
         ValueError: `sharding_types` is empty or has an unknown one, a pooling factor is negative or
             not finite, or a count below 1.
     """
@@ -130,6 +131,7 @@ class Reservation:
             a step.
 
     Raises:
+        TypeError: `nbytes` or `batches` is no int.
         ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative
             or not finite.
     """
@@ -157,13 +159,11 @@ class Reservation:
         return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
 
 
-def tables_of(collection: Any) -> Sequence[TableConfig]:
-    """Return the configurations of a collection's tables, with the optimizers they will have."""
-    return trained_configs(collection)
-
-
 def workloads_of(
-    module: nn.Module, batch_size: int, constraints: Mapping[str, TableConstraints]
+    module: nn.Module,
+    batch_size: int,
+    constraints: Mapping[str, TableConstraints],
+    optimizer: Optimizer | None = None,
 ) -> list[TableWorkload]:
     """Return the workloads of a model's tables, in the order of its collections.
 
@@ -174,11 +174,13 @@ def workloads_of(
         module: the model, which has unsharded collections.
         batch_size: examples per rank, where constraints have no other.
         constraints: constraints by table name, or by `path.name`, which wins.
+        optimizer: optimizer of tables whose configuration has none; None for that of their
+            collection.
 
     Raises:
-        ValueError: the model has no collections; constraints name an unknown table; constraints of
-            a shared table differ between collections, or allow another storage than `Dense`; a
-            `pooling_factor` has another length than the table has features.
+        ValueError: the model has no collections with tables; constraints name an unknown table;
+            constraints of a shared table differ between collections, or allow another storage than
+            `Dense`; a `pooling_factor` has another length than the table has features.
     """
     workloads: list[TableWorkload] = []
     numbers: dict[int, int] = {}  # index of the workload of each shared table, by id() of the table
@@ -186,13 +188,20 @@ def workloads_of(
     for path, collection in collections_of(module).items():
         source: Any = collection
         shared = source.shared_tables()
-        for config in tables_of(collection):
+        for config in trained_configs(collection, optimizer):
             full_name = f"{path}.{config.name}" if path else config.name
             names |= {config.name, full_name}
             table_constraints = constraints.get(
                 full_name, constraints.get(config.name, TableConstraints())
             )
-            workload = _workload_of(path, collection, config, table_constraints, batch_size)
+            workload = _workload_of(
+                path,
+                collection,
+                config,
+                table_constraints,
+                batch_size,
+                config.optimizer or optimizer or source.optimizer,
+            )
             number = len(workloads)
             if config.name in shared:
                 number = numbers.setdefault(id(shared[config.name]), number)
@@ -204,8 +213,8 @@ def workloads_of(
                 workloads.append(workload)
     if not workloads:
         raise ValueError(
-            "the model has no EmbeddingBagCollection and no EmbeddingCollection, and so nothing "
-            "to plan"
+            "the model has no tables in an EmbeddingBagCollection or EmbeddingCollection, and so "
+            "nothing to plan"
         )
     unknown = constraints.keys() - names
     if unknown:
@@ -234,7 +243,12 @@ def _check_shared(workload: TableWorkload, first_reader: TableWorkload) -> None:
 
 
 def _workload_of(
-    path: str, collection: Any, config: TableConfig, constraints: TableConstraints, batch_size: int
+    path: str,
+    collection: Any,
+    config: TableConfig,
+    constraints: TableConstraints,
+    batch_size: int,
+    optimizer: Optimizer | None,
 ) -> TableWorkload:
     """Return the workload of one table with its constraints."""
     factors, num_features = constraints.pooling_factor, len(config.feature_names)
@@ -248,9 +262,7 @@ def _workload_of(
     return TableWorkload(
         path,
         config,
-        config.optimizer
-        if config.optimizer is not None
-        else getattr(collection, "optimizer", None),
+        optimizer,
         bool(is_weighted()) if callable(is_weighted) else False,
         constraints.batch_size or batch_size,
         float(num_ids),
