@@ -59,7 +59,7 @@ class LocalBatch(NamedTuple):
     """The batch of this rank: the bags of the layout's features, feature-major.
 
     Attributes:
-        ids: int32 or int64 `[L]`, the ids of all bags.
+        ids: int32 or int64 `[L]`, the ids of all bags; uint64 is possible for hash tables.
         lengths: int32 or int64 `[bags]`, ids per bag.
         offsets: int32 or int64 `[bags + 1]`, first id of each bag, then the number of ids.
         weights: float32 `[L]`; None for unweighted lookups.
@@ -316,15 +316,18 @@ class InputDist(nn.Module):
         return len(_Header) + len(self._features_of_ranks[self._ranks.rank])
 
     def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Sort a batch by destination: rank, then unit. Weights keep their gradient."""
+        """Sort a batch by destination: rank, then unit. Weights keep their gradient.
+
+        Ids of uint64, which are keys of hash tables, are sent as int64 with the same bits.
+        """
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
         # Replicas look up with the weights as they are: their gradients are not scaled.
-        scaled_inputs = inputs._replace(weights=weights)
+        sent_inputs = inputs._replace(weights=weights, ids=signed(inputs.ids))
         sort_ids = self._gather if self.is_whole else self._bucketize
-        batch = in_grad_mode(sort_ids, enabled=False)(scaled_inputs)
-        return batch._replace(counts=self._counts(inputs, batch))
+        batch = in_grad_mode(sort_ids, enabled=False)(sent_inputs)
+        return batch._replace(counts=self._counts(sent_inputs, batch))
 
     def _counts(self, inputs: LocalBatch, batch: OutgoingBatch) -> Tensor | None:
         """Return the counts of uses in the order of sending."""
@@ -593,6 +596,11 @@ class InputDist(nn.Module):
         )
 
 
+def signed(ids: Tensor) -> Tensor:
+    """Return uint64 ids as int64 with the same bits, in the same memory; others as they are."""
+    return ids.view(torch.int64) if ids.dtype is torch.uint64 else ids
+
+
 def number_bags(has_ids: Tensor) -> Tensor:
     """Return the number of each bag among those of its unit with ids; -1 for bags without.
 
@@ -635,7 +643,7 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
 def _batch_kind(inputs: LocalBatch) -> int:
     """Return a bit mask of what a batch has, on which all ranks must agree."""
     return (
-        _Kind.LONG_IDS * (inputs.ids.dtype is torch.int64)
+        _Kind.LONG_IDS * (inputs.ids.dtype is not torch.int32)
         + _Kind.WEIGHTS * (inputs.weights is not None)
         + _Kind.VARIABLE * inputs.is_variable
         + _Kind.COUNTS * (inputs.counts is not None)

@@ -37,7 +37,7 @@ from emblib.sharding.codecs import (
     local_part,
     without_local,
 )
-from emblib.sharding.input_dist import IncomingBatch
+from emblib.sharding.input_dist import IncomingBatch, signed
 from emblib.sharding.layout import Config
 from emblib.sharding.lookup import (
     Inputs,
@@ -370,11 +370,11 @@ class _SequenceStep(OutputStep):
         grads = received.view(-1, self._tables.vector_format.width)
         send_order = self._route.send_order
         local_grads = grads.new_empty((send_order.numel(), grads.size(1)))
-        own_grads, self._local_grads = self._local_grads, None
-        if own_grads is not None:
+        unsent_grads, self._local_grads = self._local_grads, None
+        if unsent_grads is not None:
             part = local_part(self._route.num_sent, self._tables.ranks)
             assert part is not None
-            local_grads.index_copy_(0, part.of(send_order), own_grads)
+            local_grads.index_copy_(0, part.of(send_order), unsent_grads)
             send_order = part.others(send_order)
         return local_grads.index_copy_(0, send_order, grads).view(self.local_shape)
 
@@ -585,9 +585,10 @@ class ShardedEmbeddingCollection(StateOfTables):
         """Return float32 `[L, dim]` by feature, one vector per id, in the order of the tables.
 
         Raises:
-            KeyError: the batch lacks a feature.
-            RuntimeError: the batch of another rank is wrong, or the batches of ranks differ in
-                dtype of ids or kind.
+            KeyError, TypeError, ValueError: see `ShardedTables.input_request`.
+            RuntimeError: see there; or the batch of another rank is wrong, ids differ in dtype
+                between ranks, or only some ranks have features of different batch sizes. Also where
+                a parameter was replaced.
         """
         self.embeddings.check()
         return look_up(self, features)
@@ -677,7 +678,8 @@ def _without_repeats(
     distinct, repeated = [], {}
     for key in keys:
         jagged = batch[key]
-        ids, inverse, counts = jagged.values().unique(return_inverse=True, return_counts=True)
+        ids = signed(jagged.values())
+        ids, inverse, counts = ids.unique(return_inverse=True, return_counts=True)
         distinct.append(ids)
         repeated[key] = _RepeatedIds(jagged.values(), jagged.lengths(), inverse, counts)
     num_ids = [ids.numel() for ids in distinct]

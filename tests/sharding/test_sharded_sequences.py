@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from emblib import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
     Eviction,
@@ -16,6 +18,7 @@ from emblib import (
 from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding import (
     RankGroup,
+    ShardedEmbeddingBagCollection,
     ShardedEmbeddingCollection,
     World,
     construct_module_plan,
@@ -92,3 +95,41 @@ def test_deduplicated_ids_are_counted(
         assert deduplicated == plain
         assert max(plain["lfu"].values()) > 9  # ids repeat
         assert plain["admission"]
+
+
+def outputs_of(ranks: RankGroup, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Return vectors and ids of sharded hash tables, and pooled rows, for the same keys."""
+    keys = torch.tensor([3, 3, 2**62 + 1, 5, -9])
+    lengths = torch.tensor([2, 0, 1, 1, 0, 1])
+    kjt = KeyedJaggedTensor(["a", "b", "c"], keys.view(dtypes[ranks.rank]), lengths=lengths)
+    # The tables of one dim are looked up together, so in another order than that of the batch.
+    dims, storage = {"a": 4, "b": 8, "c": 4}, Hash(seed=1)
+    plans = (
+        {"a": row_wise(), "b": table_wise(0), "c": table_wise(0)},
+        dict.fromkeys("abc", row_wise()),
+    )
+    outputs = []
+    for plan in plans:
+        for dedup in (False, True):
+            configs = [
+                EmbeddingConfig(64, dim, name, storage=storage) for name, dim in dims.items()
+            ]
+            source = EmbeddingCollection(configs, optimizer=optim.SGD(0.1), need_indices=True)
+            result = ShardedEmbeddingCollection(source, plan, ranks, dedup=dedup)(kjt).wait()
+            for vectors in result.values():
+                assert vectors.weights().dtype is kjt.values().dtype
+                outputs += [vectors.values(), vectors.weights().view(torch.int64)]
+        tables = [EmbeddingBagConfig(64, dim, name, storage=storage) for name, dim in dims.items()]
+        bags = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+        outputs.append(ShardedEmbeddingBagCollection(bags, plan, ranks)(kjt).values())
+    return [out.detach() for out in outputs]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_keys_may_be_uint64(size: int) -> None:
+    expected = worlds.run(size, outputs_of, [torch.int64] * size)
+    for dtypes in ([torch.uint64] * size, [torch.int64, torch.uint64][-size:]):
+        for outputs, expected_outputs in zip(
+            worlds.run(size, outputs_of, dtypes), expected, strict=True
+        ):
+            assert all(map(torch.equal, outputs, expected_outputs))
