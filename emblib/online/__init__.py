@@ -1,4 +1,4 @@
-"""Online updates: change logs of a trainer, and followers that serve what they say.
+"""Online updates: served models that follow the change logs of a trainer.
 
 A `ChangeLog` per rank writes the rows that training changes to a `Sink`; a `LogFollower` applies
 them to a served model between its lookups.

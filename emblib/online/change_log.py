@@ -67,12 +67,14 @@ class ChangeLog:
         when_full: reaction of `record` where so many wait.
 
     Raises:
-        TypeError: there are tensor trains or quantised tables in the model, or no tables; `sink`
-            is no sink.
+        TypeError: there are tensor trains or quantised tables in the model, or a
+            `ReplicatedModelParallel`, or no tables; `sink` is no sink, or a count no int.
         ValueError: an optimizer that changes rows without a lookup; two tables of one name; a
-            table whose evictions are tracked already; states of a table sharded by columns; or,
-            without `compact_every`, a sink with records.
+            table whose evictions are tracked already; states of a table sharded by columns;
+            collections over different ranks; a count that is too small; or, without
+            `compact_every`, a sink with records.
         LogError: the last record in the sink is damaged.
+        OSError: the sink cannot be read.
 
     Example:
         >>> import tempfile
@@ -253,7 +255,7 @@ def _last_of(sink: Sink) -> tuple[int, int]:
     newest = deque(sink.read(), maxlen=1)
     if not newest:
         return 0, 0
-    record = decode(newest[0].data, newest[0].where)
+    record = decode(newest[0].data, newest[0].location)
     return record.generation, record.sequence
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a model changed since the last entry of its log, and their copies.
+"""The rows of a model that changed since the last entry of its log, and their copies.
 
 Hooks on the lookups note the ids of training forwards, so nothing is compared, and tables are
 scanned only where their rows may be in a backing store: for keys used since a tick, as dumps of

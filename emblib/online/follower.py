@@ -63,7 +63,8 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: a sharded model, something else than sinks, or a step that is no integer.
+        TypeError: a sharded model, something else than sinks, a step that is no integer, or one
+            string as `tables`.
         ValueError: a pruned table, a table on disk, two tables of one name, no sink, or a step
             below 0.
 
@@ -94,6 +95,10 @@ class LogFollower:
         step: int | None = None,
         tables: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(tables, str):
+            raise TypeError(
+                f"tables must be a sequence of names, got {tables!r}: pass [{tables!r}]"
+            )
         self.model = model
         self._tables = served_tables(model)
         self._names = None if tables is None else set(tables)
@@ -155,7 +160,7 @@ class LogFollower:
 
         Raises:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
-                the last boundary.
+                the last boundary. Also where a dynamic table has too few slots, see `Exception`.
             OSError: a source cannot be read.
             RuntimeError: this thread is inside `reading()`, and would wait for itself.
             ValueError: the format of a table does not hold a row; the tables stay at the last
@@ -350,14 +355,14 @@ class _Log:
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
         for stored in self._source.read(self._position):
-            record = decode(stored.data, stored.where)
+            record = decode(stored.data, stored.location)
             if self._last == (record.sequence, record.time):
                 self._position = stored.position  # written again by a trainer that saw an error
                 continue
             if self._last is not None and record.sequence != self._last[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{stored.where} is record {record.sequence}, after {self._last[0]}: "
+                        f"{stored.location} is record {record.sequence}, after {self._last[0]}: "
                         "those between are missing"
                     )
                 self.has_gap = True
@@ -388,7 +393,7 @@ class _Log:
         oldest = next((record for record in self.pending if is_new(record)), None)
         newest = self.pending[-1] if oldest is not None else None
         for stored in self._source.read(self._position):
-            newest = decode(stored.data, stored.where)
+            newest = decode(stored.data, stored.location)
             if oldest is None and is_new(newest):
                 oldest = newest
         return None if oldest is None or newest is None else (oldest, newest)

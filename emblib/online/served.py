@@ -196,29 +196,31 @@ class QuantizedRows:
 
     Args:
         name: name of the table.
-        module: function that returns its module, which may be replaced by a larger one.
+        get_module: function that returns its module, which may be replaced by a larger one.
         table: number of the table there.
     """
 
-    def __init__(self, name: str, module: Callable[[], QuantizedEmbeddingBags], table: int) -> None:
-        self._name, self._module, self._number = name, module, table
+    def __init__(
+        self, name: str, get_module: Callable[[], QuantizedEmbeddingBags], table: int
+    ) -> None:
+        self._name, self._get_module, self._number = name, get_module, table
 
     def prepare(self, change: TableChange) -> Write:
         """Quantise whole rows."""
-        module = self._module()
+        module = self._get_module()
         spec = module.tables[self._number]
         _check_rows(self._name, change, spec.rows, spec.dim)
         packed = _pack_rows(module, self._number, change.weight)
 
         def write() -> None:
-            view = self._module().table_views()[self._number]["packed"]
+            view = self._get_module().table_views()[self._number]["packed"]
             view[change.keys.to(view.device)] = packed
 
         return write
 
     def prepare_whole(self, change: TableChange) -> Write:
         """Quantise all rows."""
-        _check_whole(self._name, change, self._module().tables[self._number].rows)
+        _check_whole(self._name, change, self._get_module().tables[self._number].rows)
         return self.prepare(change)
 
 

@@ -1,4 +1,4 @@
-"""Sinks: where the records of a change log are kept, and read from.
+"""Sinks: stores of the records of a change log, for one writer and any number of readers.
 
 `DirectorySink` appends records to files, the segments, numbered from 1 on. An incomplete record at
 the end of the last segment is being written, or its writer was killed; the next writer cuts it off.
@@ -25,12 +25,12 @@ class Stored(NamedTuple):
     Attributes:
         position: position behind the record, to read on from.
         data: bytes of the record.
-        where: name of the record in error messages.
+        location: name of the record in error messages.
     """
 
     position: str
     data: bytes
-    where: str
+    location: str
 
 
 class Sink(Protocol):
@@ -96,7 +96,6 @@ class DirectorySink:
 
     Example:
         >>> import tempfile
-        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(100, 4, "item")])
         >>> sink = emblib.online.DirectorySink(tempfile.mkdtemp())
         >>> len(list(sink.read()))
         0
@@ -253,8 +252,12 @@ class RedisSink:
     it writes to its disk: set `appendonly yes` there for a log that outlives a crash of the server.
 
     Args:
-        client: a `redis.Redis`, or the URL of a server; a URL needs the extra `emblib[redis]`.
+        client: a `redis.Redis` that returns bytes (no `decode_responses`), or the URL of a server.
         stream: key of the stream, one per rank.
+
+    Raises:
+        ImportError: `client` is a URL, and the extra `emblib[redis]` is not installed.
+        Exception: methods raise the errors of the client.
 
     Example:
         >>> client = object()  # redis.Redis(host="localhost")

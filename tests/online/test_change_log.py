@@ -52,7 +52,7 @@ class Memory:
         pass
 
     def decoded(self) -> list[Record]:
-        return [decode(stored.data, stored.where) for stored in self.read()]
+        return [decode(stored.data, stored.location) for stored in self.read()]
 
 
 def bags(optimizer: optim.Optimizer | None = None) -> emblib.TableBatchedEmbeddingBags:

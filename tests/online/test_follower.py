@@ -252,6 +252,8 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
     quantised = emblib.QuantizedEmbeddingBags.from_float({"item": torch.zeros(30, 4)})
     with pytest.raises(KeyError, match="no tables"):
         LogFollower(quantised, sink, tables=["user"])
+    with pytest.raises(TypeError, match=r"pass \['item'\]"):
+        LogFollower(quantised, sink, tables="item")
     with pytest.raises(ValueError, match="was pruned"):
         LogFollower(inference.prune(quantised, {"item": torch.arange(30) < 7}), sink)
     disk = emblib.TableSpec(30, 4, "item", emblib.Placement.DISK)

@@ -26,7 +26,7 @@ def record(sequence: int, kind: RecordKind = RecordKind.DELTA, rows: int = 2) ->
 
 
 def sequences(sink: Any, after: str | None = None) -> list[int]:
-    return [decode(stored.data, stored.where).sequence for stored in sink.read(after)]
+    return [decode(stored.data, stored.location).sequence for stored in sink.read(after)]
 
 
 def written(directory: Path, count: int = 3) -> Path:

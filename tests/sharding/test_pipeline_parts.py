@@ -471,6 +471,9 @@ def test_wrong_use_is_told() -> None:
     assert alone.progress(batches) == 0  # no batch is lost
     with pytest.raises(TypeError, match=r"must give \(loss, output\).*got dict"):
         next(line(forward=lambda batch: {"loss": batch})[1].run([torch.ones(1)]))
+    outputs = line()[1].run([torch.ones(1), None, torch.ones(1)])
+    with pytest.raises(TypeError, match="returned None, which is no batch"):
+        list(outputs)
 
 
 # Rates

@@ -120,6 +120,7 @@ class TrainPipelineBase:
                 a new iterator.
             ValueError: the model is in training mode, and the pipeline has no optimizer.
             TypeError: `batches` is no iterator, or `forward` returned no loss to train with.
+            RuntimeError: another rank could not read its batch; that rank raises its own error.
         """
         if self.model.training and self.optimizer is None:
             raise ValueError(
@@ -291,7 +292,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
-        with self._sent(step).taken():
+        with self._sent(step).feeding_forward():
             return self._forward(batch)
 
     def _before_forward(self, step: Step) -> None:

@@ -251,12 +251,13 @@ class SentBatch:
         return self._lane.run(_wait_for_all, self._ids)
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def feeding_forward(self) -> Iterator[None]:
         """Make collections use the ids that were sent ahead, inside this context; send them first.
 
         Raises:
             RuntimeError: the model calls a collection with another input, or less often than its
                 inputs were sent.
+            Exception: see `send_ids`.
         """
         self.send_ids()
         with_grad = torch.is_grad_enabled()
@@ -339,8 +340,8 @@ def _replaced_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[N
     try:
         yield
     finally:
-        for module, own_forward in previous.items():
-            if own_forward is None:
+        for module, instance_forward in previous.items():
+            if instance_forward is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = own_forward
+                module.__dict__["forward"] = instance_forward

@@ -132,8 +132,9 @@ class JointDist:
     """Starts the input_dist of a model's collections before its forward.
 
     Args:
-        model: the model inside of any wrapper.
-        ranks: the ranks of the sharded collections.
+        model: the model inside of any wrapper. If it is a collection itself, nothing is sent ahead.
+        ranks: the ranks of the sharded collections; collections over another process group exchange
+            separately.
 
     Attributes:
         enabled: whether collections exchange together; the same on all ranks. Turn it off for a

@@ -188,13 +188,16 @@ class Loader:
 
     All ranks must construct it together and call its methods equally often. `fetch` sends numbers
     to all ranks; on GPUs it does not wait for other ranks, on CPUs until all have called it (see
-    `Agreement`). `settle`, `is_last` and `Step.counted` wait for the numbers of the
-    other ranks.
+    `Agreement`). `settle`, `is_last` and the methods of `Step` wait for the numbers of the other
+    ranks.
 
     Args:
         ranks: ranks that train together.
         uneven_inputs: reaction to loaders of different lengths.
         device: device to which batches are copied.
+
+    Raises:
+        TypeError: `uneven_inputs` is something else; `begin` and `read`: no iterator.
     """
 
     def __init__(self, ranks: RankGroup, uneven_inputs: UnevenInputs, device: torch.device) -> None:
@@ -254,8 +257,9 @@ class Loader:
     def fetch(self) -> Step:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks.
 
-        With `AssumeEqual` no numbers are sent. A rank without a batch sends numbers too. So does
-        one that fails to read: all ranks raise when the step is next, see `Step.raise_failure`.
+        A rank without a batch sends numbers too. So does one that fails to read: all ranks raise
+        when the step is next, see `Step.raise_failure`. With `AssumeEqual` no numbers are sent, and
+        an error of the loader is raised here.
         """
         examples, staged, error = 0, None, None
         try:
@@ -278,7 +282,11 @@ class Loader:
         return Step(self.epoch, staged, examples, numbers_of_ranks, error=error)
 
     def _next(self) -> Any:
-        """Return the next batch of this rank; None once it has no more."""
+        """Return the next batch of this rank; None once it has no more.
+
+        Raises:
+            TypeError: the batch is None, which would end the epoch.
+        """
         assert self._batches is not None
         if self._is_out:
             return None
@@ -287,6 +295,8 @@ class Loader:
         except StopIteration:
             self._is_out, self._attributes_at_end = True, _attributes(self._batches)
             return None
+        if batch is None:
+            raise TypeError("the loader returned None, which is no batch: leave it out")
         if self._empty is None and isinstance(self.uneven_inputs, DrainAll):
             self._empty = self.uneven_inputs.empty(batch)
         return batch
@@ -370,8 +380,9 @@ class Progress(NamedTuple):
         step: number of finished steps, including this one.
         own_examples: examples of this rank so far.
         examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
-        elapsed_s: seconds from the beginning of the first step to the end of this one.
-        steps_per_s: steps per second over the last steps, at most `WINDOW` of them.
+        elapsed_s: seconds from the beginning of the first step to the end of this one, with the
+            time between epochs.
+        steps_per_s: steps per second over the last steps of this epoch, at most `WINDOW` of them.
         own_examples_per_s: examples of this rank per second, over the same steps.
         examples_per_s: examples of all ranks per second, over the same steps; None where it is
             unknown.
@@ -447,7 +458,7 @@ class Meter:
         self._is_paused = False
 
     def pause(self) -> None:
-        """Pause when the batches are drained: time until the next step does not count."""
+        """Pause when the batches are drained: rates do not count the time until the next step."""
         self._is_paused = True
 
     def end(self, counted: ExampleCount) -> Progress:
