@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import emblib
 from emblib import optim
-from emblib.migration import MigratedEmbedding, MigratedEmbeddingBag
+from emblib.migration import MigratedEmbedding, MigratedEmbeddingBag, TorchWeight, Trained
 
 ROWS, DIM = 50, 8
 IDS = torch.randint(ROWS, (12, 4), generator=torch.Generator().manual_seed(0))
@@ -25,6 +25,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.01),
 }
 FUSED = {"sgd", "adagrad"}
+# Optimizers that allocate states at their first step, with all settings that add some.
+WITH_LATER_STATES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.Adadelta, {}),
+    (torch.optim.AdamW, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+]
 
 
 class Model(nn.Module):
@@ -455,3 +467,15 @@ def test_wrong_arguments() -> None:
     for wrong in (torch.optim.SGD, Model().parameters(), 0.1, [optim.SGD(0.1)]):
         with pytest.raises(TypeError, match=r"an optimizer of torch\.optim that trains the model"):
             emblib.migrate(Model(), wrong)
+
+
+@pytest.mark.parametrize(("kind", "settings"), WITH_LATER_STATES)
+def test_memory_has_the_states_of_the_first_step(kind: Any, settings: dict[str, Any]) -> None:
+    model = Model()
+    optimizer, weight = kind(model.parameters(), lr=0.01, **settings), model.bags.weight
+    expected = TorchWeight(weight, Trained.of([optimizer], weight)).memory
+    train(model, optimizer, 1)
+    trained = Trained.of([optimizer], weight)
+    assert trained is not None
+    assert trained.state
+    assert TorchWeight(weight, trained).memory == expected

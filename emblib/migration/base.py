@@ -64,10 +64,10 @@ class TrainingMemory:
 
     def __str__(self) -> str:
         parts = {"states": self.states, "gradient": self.gradient, "cache": self.cache}
-        rest = "".join(f" + {format_size(n)} {name}" for name, n in parts.items() if n)
+        other_parts = "".join(f" + {format_size(n)} {name}" for name, n in parts.items() if n)
         return (
-            f"{format_size(self.total)} (rows {format_size(self.rows)}{rest})"
-            if rest
+            f"{format_size(self.total)} (rows {format_size(self.rows)}{other_parts})"
+            if other_parts
             else format_size(self.rows)
         )
 
@@ -224,14 +224,23 @@ class MigratedTable:
         return TrainingMemory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
 
 
-# State elements per element of a weight, for optimizers that allocate states at their first step.
+# State elements per element of a weight, for optimizers that allocate states at their first step;
+# those of `_OPTIONAL_STATES` are added.
 _STATES_PER_WEIGHT = {
+    torch.optim.Adadelta: 2,
     torch.optim.Adam: 2,
+    torch.optim.Adamax: 2,
     torch.optim.AdamW: 2,
-    torch.optim.SparseAdam: 2,
+    torch.optim.ASGD: 1,
+    torch.optim.NAdam: 2,
+    torch.optim.RAdam: 2,
     torch.optim.RMSprop: 1,
+    torch.optim.Rprop: 2,
+    torch.optim.SparseAdam: 2,
 }
+_OPTIONAL_STATES = ("amsgrad", "centered", "momentum")  # settings that add one state each
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
+_WITH_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam)
 
 
 @dataclass(frozen=True)
@@ -250,17 +259,19 @@ class TorchWeight:
 
     @property
     def memory(self) -> TrainingMemory:
-        """Return the bytes that the weight takes in training, after the first step."""
+        """Return the bytes that the weight takes in training, after the first step.
+
+        Before it, the states of optimizers of other libraries are known only if these allocate them
+        when they are constructed.
+        """
         weight, trained = self.weight, self.trained
         gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes
         if trained is None:
             return TrainingMemory(weight.nbytes, 0, gradient)
         states = sum(value.nbytes for value in self._states(trained.state).values())
         if not trained.state and weight.requires_grad:
-            count = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0) + bool(
-                trained.group.get("amsgrad")
-            )
-            count += bool(trained.group.get("momentum"))
+            count = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0)
+            count += sum(bool(trained.group.get(name)) for name in _OPTIONAL_STATES)
             states = count * weight.nbytes
         return TrainingMemory(weight.nbytes, states, gradient)
 
@@ -318,7 +329,7 @@ class TorchWeight:
         elif self.trained.state:
             names = set(self.trained.state)
         else:
-            is_adam = _STATES_PER_WEIGHT.get(type(self.trained.optimizer)) == len(_MOMENTS)
+            is_adam = type(self.trained.optimizer) in _WITH_MOMENTS
             names = _MOMENTS if is_adam and not self.trained.group.get("amsgrad") else set()
         return names & table.states.keys()
 

@@ -176,9 +176,10 @@ class Migration:
     def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> MigrationCost:
         """Return memory and time of training before and after, from recorded lookups.
 
-        Times are measured as by `measure`. Bytes are exact: rows, states and gradients of the old
-        modules after their first step, and the memory of the new modules; the rest of the model is
-        left out.
+        Arguments, times and errors are as for `measure`. Bytes are those of rows, states and
+        gradients of the old modules after their first step, and the memory of the new modules; the
+        rest of the model is left out. They are exact for optimizers of `torch.optim` whose states
+        have a number per element or row.
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
@@ -270,10 +271,11 @@ def migrate(
 
     `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If
-    their optimizer has a counterpart that makes the same updates (SGD without momentum and weight
-    decay, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad, and those fused into FBGEMM's modules),
-    backward applies it, the states move into the table, and the weight leaves the optimizer's
-    groups. Otherwise the optimizer trains the new parameter as it trained the old one.
+    their optimizer has a counterpart that makes the same updates, backward applies it, the states
+    move into the table, and the weight leaves the optimizer's groups. These have one: optimizers
+    fused into FBGEMM's modules; and, without weight decay and `maximize`, SparseAdam, SGD without
+    momentum, and Adagrad and TorchRec's RowWiseAdagrad without `lr_decay`. Any other optimizer
+    trains the new parameter as it trained the old one.
 
     Args:
         model: model to change. A module that occurs twice is swapped for one module.
