@@ -99,8 +99,8 @@ class LazyAwaitable(Awaitable[T]):
     """An awaitable that can be used in place of its result: the first use waits.
 
     Attributes, items, iteration, operators and torch functions wait and then act on the result.
-    `isinstance`, `hash`, `repr`, and attributes with a leading underscore see the awaitable;
-    `wait()` returns the result itself.
+    `isinstance`, `hash`, `repr`, the methods of `Awaitable`, and attributes with a leading
+    underscore see the awaitable; `wait()` returns the result itself.
     """
 
     # Declared here so that type checkers do not resolve them by __getattr__, which waits.
@@ -181,7 +181,10 @@ class LazyDeferredAwaitable(LazyAwaitable[T]):
 
 
 def wait_all(value: Any) -> Any:
-    """Replace every awaitable in `value` by its result, also inside lists, tuples and dicts."""
+    """Replace every awaitable in `value` by its result, also inside lists, tuples and dicts.
+
+    Objects of subclasses of these, e.g. named tuples, are returned as they are.
+    """
     if isinstance(value, Awaitable):
         return value.wait()
     if type(value) is tuple or type(value) is list:

@@ -1,8 +1,8 @@
 """Codecs: encodings of the rows and gradients that ranks send, smaller and less exact than float32.
 
 An output_dist sends rows and gradients in this form: `start_values` encodes them and starts their
-all-to-alls; the awaitables that it returns decode them. A rank's rows for itself are usually not
-sent, see `local_part`.
+all-to-alls; the awaitables that it returns decode them. The first and the last rank need not send
+their rows for themselves, see `local_part`.
 
 A codec encodes a flat tensor, the concatenation of one split per rank, into a payload with splits
 of its own, and decodes it. `bound` returns an upper bound of the error of each value:
@@ -11,15 +11,16 @@ of its own, and decodes it. `bound` returns an upper bound of the error of each 
 | --------- | --------------- | ----------------------------------------------------------- |
 | FP32      | unchanged       | 0                                                           |
 | FP16      | 2               | 2^-11 abs(x), or 2^-25 / loss_scale where that is more      |
-| BF16      | 2               | 2^-8 abs(x)                                                 |
+| BF16      | 2               | 2^-8 abs(x), or 2^-134 where that is more                   |
 | INT8      | 1 + 4 / row_dim | m / 254, where m is the largest magnitude of the row        |
 | FP8, E4M3 | 1 + 4 / row_dim | 2^-4 abs(x), or m 2^-10 / 448 where that is more            |
 | FP8, E5M2 | 1 + 4 / row_dim | 2^-3 abs(x), or m 2^-17 / 57344 where that is more          |
 
-FP16 ends at 65504 / loss_scale: larger values decode to infinity. A row is `row_dim` neighbouring
-values of one split, with one float32 scale; the last row of a split is padded with zeros. A value
-that is not finite decodes to one that is not finite, so that a diverging training stays visible.
-Values are rounded to nearest, so that equal values give equal bytes on every rank.
+FP16 ends at 65504 / loss_scale, BF16 at 3.39e38: larger values decode to infinity. A row is
+`row_dim` neighbouring values of one split, with one float32 scale; the last row of a split is
+padded with zeros. A value that is not finite decodes to one that is not finite, so that a diverging
+training stays visible. Values are rounded to nearest, so that equal values give equal bytes on
+every rank.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from emblib.specs import Choice
 
 _SCALE_BYTES = 4  # of the float32 scale of a row
 _FP16_OVERFLOW = 65519.9  # 65520 rounds to infinity; the product may be rounded up
+_BF16_OVERFLOW = (2 - 2.0**-8) * 2.0**127  # rounds to infinity, as all above it do
 # The smallest normal float32: a scale below it would lose precision.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -145,8 +147,10 @@ class BF16(_HalfPrecision):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
+        exact = values.double().abs()
         half_of_smallest = 2.0**-134  # half of the smallest subnormal number of bfloat16
-        return (values.double().abs() * 2.0**-8).clamp_(min=half_of_smallest)  # 8 significant bits
+        bound = (exact * 2.0**-8).clamp_(min=half_of_smallest)  # 8 significant bits
+        return bound.masked_fill_(exact >= _BF16_OVERFLOW, float("inf"))
 
 
 @dataclass(frozen=True)

@@ -95,11 +95,11 @@ def alltoallv(
     _check_floating(dtype)
     for tensor in values:
         _check_rows("values", tensor, 2, sum(batch_sizes))
-    own_widths = [tensor.size(1) for tensor in values]
-    if own_widths != list(columns[ranks.rank]):
+    local_widths = [tensor.size(1) for tensor in values]
+    if local_widths != list(columns[ranks.rank]):
         raise ValueError(
             f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {own_widths}"
+            f"got {local_widths}"
         )
     if any(tensor.dtype != dtype for tensor in values):
         raise TypeError(
@@ -138,8 +138,8 @@ def variable_batch_alltoall_pooled(
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
-    own_widths = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, own_widths, strict=True)) for row in batch_sizes]
+    local_widths = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, local_widths, strict=True)) for row in batch_sizes]
     _check_rows("values", values, 1, sum(sizes))
     num_features = sum(map(len, columns))
     if len(batch_sizes_here) != num_features:

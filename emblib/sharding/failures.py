@@ -52,6 +52,8 @@ _num_blocks: Counter[str] = Counter()  # blocks entered per group so far, the sa
 class RankFailure(RuntimeError):
     """Ranks died, failed or stopped their heartbeat; `ranks` are their numbers.
 
+    `ranks` is empty if the lost process is no rank, such as torchrun with the store.
+
     Example:
         >>> error = emblib.sharding.RankFailure("rank 3 sent no heartbeat for 10 s", ranks=(3,))
         >>> error.ranks
@@ -83,8 +85,9 @@ class detect_rank_failures:
             on this machine whose process has ended counts as dead immediately.
 
     Raises:
-        ValueError: the timeout is shorter than two intervals.
-        RankFailure: a collective failed, and other ranks are at fault.
+        ValueError: the timeout is shorter than two intervals, or the interval is not above 0.
+        RankFailure: a collective failed, and other ranks are at fault; or, when the block begins,
+            the store cannot be reached.
 
     Example:
         >>> with emblib.sharding.detect_rank_failures(emblib.sharding.RankGroup.single()):
@@ -394,8 +397,9 @@ def init_distributed(
         The group of all ranks.
 
     Raises:
-        RankFailure: a collective failed, and other ranks are at fault.
+        RankFailure: see `detect_rank_failures`.
         TimeoutError: some ranks did not start in time.
+        ValueError: `heartbeat_timeout_s` is not above 0.
 
     Example:
         >>> with emblib.sharding.init_distributed() as ranks:  # one process, without torchrun

@@ -211,7 +211,7 @@ def collection_description(
         optimizer: optimizer of tables whose configuration has none.
         path: path of the collection in the model; without it, errors name tables only.
     """
-    place_text = f" of {path}" if path else ""
+    path_text = f" of {path}" if path else ""
     description: dict[str, dict[str, Any]] = {
         f"collection {path}" if path else "": {
             "type": type(source).__name__,
@@ -235,7 +235,7 @@ def collection_description(
             values |= _describe_sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # replicas get the values of rank 0
                 values |= _values_of(module, source.device)
-        description[f"table {config.name}{place_text}"] = values
+        description[f"table {config.name}{path_text}"] = values
     return description
 
 

@@ -82,7 +82,8 @@ def start_input_dists(
     batch, the first `wait` returns None on all ranks, and nothing else is sent.
 
     A rank whose batch is wrong raises here, after it has told the others, whose first `wait` raises
-    RuntimeError. So does that of all ranks if batches differ in dtype of ids, weights or counts.
+    RuntimeError. So does that of all ranks if ids differ in dtype between them, or if only some
+    batches have weights, counts or features of different batch sizes.
 
     Args:
         requests: the batches.

@@ -134,7 +134,9 @@ class ShardingPlan:
         return cls.from_json(load_json(path))
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("module", "table", "sharding", "kept as", "ranks", "parts")]
+        rows: list[tuple[str, ...]] = [
+            ("module", "table", "sharding", "storage", "ranks", "shards")
+        ]
         for path, tables in self.modules.items():
             rows += [(path or "(the model)", name, *_table_cells(s)) for name, s in tables.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -151,8 +153,9 @@ def module_plan(
     """Make the plan of the tables of one collection from a rule or a sharding per table.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: something that is not a rule.
+        ValueError: a table without a rule, a rule without a table, shards that do not fit, or a
+            storage that cannot be sharded.
+        TypeError: something that is not a rule, or no mapping of rules.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -213,7 +216,7 @@ def _table_cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     """Return the cells of a table's row in the text of a plan."""
     storage = "as configured" if sharding.storage is None else _format_storage(sharding.storage)
     if sharding.is_replicated:
-        return sharding.type.value, storage, "all", "a copy each"
+        return sharding.type.value, storage, "all", "a replica each"
     shapes = [f"{rows} x {columns}" for rows, columns in (shard.shape for shard in sharding.shards)]
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
@@ -255,7 +258,7 @@ def _sharding_to_json(sharding: ParameterSharding) -> dict[str, Any]:
     if storage is not None and not storage.is_alternative:
         names = sorted(kind.__name__ for kind in _alternatives().values())
         raise ValueError(f"a plan can have the storages {names}, got {storage!r}")
-    return {
+    return {  # with the names of version 1: "boxes" are shards, "kind" is the storage
         "type": sharding.type.value,
         "boxes": [[shard.rank, *shard.rows, *shard.columns] for shard in sharding.shards],
         "kind": None if storage is None else {"name": storage.plan_name, **_plain(asdict(storage))},

@@ -23,7 +23,8 @@ class RankGroup:
     """A group of `size` processes; this process has number `rank` in it.
 
     The ranks of a node have consecutive numbers. A copy of a rank group is the group itself, since
-    a process group is not a value; for the same reason it cannot be pickled.
+    a process group is not a value; for the same reason only one without a process group, of one
+    process alone, can be pickled.
 
     Args:
         group: a process group, a one-dimensional `DeviceMesh`, or a mesh of (nodes, ranks per node)
@@ -38,8 +39,8 @@ class RankGroup:
         RuntimeError: torchrun has started several processes and `torch.distributed` is not
             initialized, so that each would train alone: initialize first, as
             `with init_distributed()` does, or use `RankGroup.single()`.
-        ValueError: `local_size` does not divide the number of ranks, or this process is not in
-            the group.
+        ValueError: `local_size` does not divide the number of ranks, this process is not in the
+            group, or a mesh of several dimensions lacks processes.
 
     Example:
         >>> ranks = emblib.sharding.RankGroup.single()
@@ -64,7 +65,8 @@ class RankGroup:
         device: torch.device | str | None = None,
     ) -> None:
         if isinstance(group, dist.DeviceMesh):
-            local_size = local_size or (group.size(-1) if group.ndim > 1 else None)
+            if local_size is None and group.ndim > 1:
+                local_size = group.size(-1)
             group = _group_of_mesh(group)
         elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD

@@ -51,8 +51,9 @@ def construct_module_plan(
     """Make the plan of one collection from a rule per table, e.g. `row_wise()`.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: something that is not a rule.
+        ValueError: a table without a rule, a rule without a table, shards that do not fit, or a
+            storage that cannot be sharded.
+        TypeError: something that is not a rule, or no mapping of rules.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -95,8 +96,9 @@ def shard(
         ValueError: a path that is no collection, a plan for another number of ranks, two plans for
             one collection or shared table, a shared table that collections out of the plan read, or
             plans, tables or settings that differ between ranks.
-        TypeError: a collection that the sharded form could not replace: methods changed by a
-            subclass or on the instance, additional modules or parameters, hooks.
+        TypeError: a plan or setting of a wrong type, or a collection that the sharded form could
+            not replace: methods changed by a subclass or on the instance, additional modules or
+            parameters, hooks.
         RuntimeError: another rank failed.
 
     Example:

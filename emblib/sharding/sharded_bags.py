@@ -145,11 +145,12 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         """Return pooled embeddings `[B, sum D]`, float32, in the order of the tables.
 
         Raises:
-            KeyError: the batch lacks a feature.
-            ValueError: lookups are weighted and no rank's batch has weights, or features differ in
-                their number of bags and have no inverse indices.
-            RuntimeError: the batch of another rank is wrong, or the batches of ranks differ in
-                dtype of ids, weights or kind.
+            KeyError, TypeError: see `ShardedTables.input_request`.
+            ValueError: see there; or lookups are weighted and no rank's batch has weights, or
+                features differ in their number of bags and have no inverse indices.
+            RuntimeError: see there; or the batch of another rank is wrong, ids differ in dtype
+                between ranks, or only some ranks have weights or features of different batch sizes.
+                Also where a parameter was replaced.
         """
         self.embedding_bags.check()
         return look_up(self, features)
@@ -336,8 +337,8 @@ class PooledOutputDist(nn.Module):
         self._layout, self._ranks = layout, ranks
         self._comm_precision, self._scale = comm_precision, scale
         sums = sum_in_nodes(layout, ranks.local_size) if sums_in_nodes(ranks) else None
-        own_layout = layout.ranks[ranks.rank]
-        self._node_sums = None if sums is None else NodeSumDist(own_layout, sums, ranks)
+        local_layout = layout.ranks[ranks.rank]
+        self._node_sums = None if sums is None else NodeSumDist(local_layout, sums, ranks)
         # `_flat_sources` is for batches whose rows nodes do not sum, `_sources` for all others.
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
@@ -384,8 +385,8 @@ class PooledOutputDist(nn.Module):
 
         Its output is `[B, columns]`, or flat where features differ in batch size.
         """
-        own_layout = self._layout.ranks[self._ranks.rank]
-        replica_bags = received.bag_counts[len(own_layout.units) :]
+        local_layout = self._layout.ranks[self._ranks.rank]
+        replica_bags = received.bag_counts[len(local_layout.units) :]
         replica_sizes = (
             self._elements(self._replicated_widths, replica_bags) if replica_bags else []
         )

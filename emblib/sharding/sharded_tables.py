@@ -439,7 +439,7 @@ class ShardedTables(nn.Module):
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
         seeds = common_seeds(whole_tables, source.groups, ranks)
-        own_layout, replicated = layout.ranks[ranks.rank], layout.replicated
+        local_layout, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make_shared(table_slice: TableSlice) -> SharedTable:
             table = SharedTable(table_slice, device, seeds)
@@ -468,8 +468,8 @@ class ShardedTables(nn.Module):
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(own_layout.shards, self._key_blocks(own_layout.shards))
-            share_cores(groups, own_layout.shards, self.configs, self._effective_plan(), ranks)
+            groups = make(local_layout.shards, self._key_blocks(local_layout.shards))
+            share_cores(groups, local_layout.shards, self.configs, self._effective_plan(), ranks)
             return groups, make(replicated.shards, {}) if replicated.shards else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.
@@ -584,8 +584,13 @@ class ShardedTables(nn.Module):
                 one use. Ignored if no table counts uses.
 
         Raises:
-            KeyError: the batch lacks a feature. Nothing was sent; `start_joint_input_dist` tells
-                other ranks.
+            KeyError: the batch lacks a feature.
+            TypeError: it is no batch, or its values can be no ids.
+            ValueError: values have another number of dimensions than 1; or see the subclass.
+            RuntimeError: lengths do not fit the ids, see `checked_batch`, or with
+                `BoundsCheck.FATAL` and several ranks an id is outside of its table.
+
+        Nothing was sent then; `start_joint_input_dist` tells other ranks.
         """
         if features is None:
             return InputRequest(self._input_dist, None)

@@ -3,9 +3,9 @@
 A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
 makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`).
 
-Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`; the last ones may be shorter or
-missing. Rows and columns of a tensor-train table are cut between slices of its first core only,
-see `TableShape`.
+Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`, rounded up to a multiple of the
+unit at which the table can be cut (`TableShape`; a tensor train is cut between slices of its first
+core only), columns also as `column_wise` says. The last blocks may be shorter or missing.
 """
 
 import math
@@ -187,7 +187,8 @@ def table_wise(rank: int) -> Rule:
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of rows on `ranks`, by default on all.
 
-    A block has `ceil(rows / ranks)` rows; the last ranks may have fewer, or no shard.
+    A block has `ceil(rows / ranks)` rows, in a tensor train rounded up to whole slices of its first
+    core; the last ranks may have fewer, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -212,8 +213,8 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
     """Split the table into blocks of columns on `ranks`, by default on all.
 
     `sizes` are the columns per rank. By default a block has `ceil(columns / ranks)` columns,
-    rounded up to a multiple of 4 if the table's width is one; the last ranks may have fewer, or no
-    shard.
+    rounded up to a multiple of 4 (in a tensor train also of its slices) if the table's width is
+    one; the last ranks may have fewer, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])

@@ -93,13 +93,13 @@ def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     """
     if len(owners) == 1:
         return values
-    own_number, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
+    owner_number, slice_size = owners.index(ranks.rank), -(-values.numel() // len(owners))
     bounds = [min(slice_size * k, values.numel()) for k in range(len(owners) + 1)]
     sizes = [end - begin for begin, end in pairwise(bounds)]
     # Owner k adds up slice k of the values of all owners, and sends the sums to all.
     slices = list(values.split(sizes))
     received = [
-        slices[own_number] if k == own_number else torch.empty_like(slices[own_number])
+        slices[owner_number] if k == owner_number else torch.empty_like(slices[owner_number])
         for k in range(len(owners))
     ]
     _swap(ranks, owners, slices, received)
@@ -108,7 +108,7 @@ def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
         reduced += value
     total = torch.empty_like(values)
     sums = list(total.split(sizes))
-    sums[own_number].copy_(reduced)
+    sums[owner_number].copy_(reduced)
     _swap(ranks, owners, [reduced] * len(owners), sums)
     return total
 

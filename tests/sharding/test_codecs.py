@@ -74,6 +74,13 @@ def test_any_values(codec: Codec, values: list[float], cut: int) -> None:
     assert bool((back.isfinite() | bound.isinf()).all())
 
 
+def test_the_bound_of_values_beyond_bfloat16() -> None:
+    values = torch.tensor([3.38e38, 3.39e38, 3.4e38, torch.finfo(torch.float32).max])
+    back = _through(BF16(), values, (4,))
+    assert bool((BF16().bound(values).isinf() == back.isinf()).all())
+    assert back.isinf().tolist() == [False, False, True, True]
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_the_bound_is_not_loose(codec: Codec) -> None:
     """Some value comes within a factor of three of it: a bound of a million is no promise."""

@@ -124,6 +124,8 @@ def _meshes(ranks: RankGroup) -> list[tuple[int, ...]]:
     swapped = dist.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("node", "local"))
     with pytest.raises(ValueError, match=r"must hold all 4 processes in order"):
         RankGroup(swapped)
+    with pytest.raises(ValueError, match=r"1 to 4 here, got 0"):
+        RankGroup(whole, local_size=0)
     return found
 
 

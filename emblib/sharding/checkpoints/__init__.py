@@ -1,4 +1,4 @@
-"""Checkpoints of sharded modules: saved with one plan on some ranks, loaded with any on any."""
+"""Checkpoints of sharded modules, which load with any other plan and number of ranks."""
 
 from emblib.sharding.checkpoints.loading import latest, load, load_export
 from emblib.sharding.checkpoints.saving import async_save, export, save

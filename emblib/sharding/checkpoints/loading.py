@@ -147,7 +147,7 @@ def load(
             or the metadata is damaged or names something that may run code; nothing is changed
             then. Also where data has another checksum than when it was saved, or a value names
             something that may run code; then part of `state` may have been filled.
-        TypeError: `path` is None.
+        TypeError: `path` is None, or `state` is no dict.
     """
     from emblib.sharding.checkpoints.files import Reader, read
 
@@ -210,6 +210,7 @@ def load_export(path: str | Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is damaged, or it names something that may run code.
+        OSError: the file cannot be read.
     """
     way_out = "load another one, or export it again"
     try:

@@ -43,9 +43,11 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
         ranks: the ranks that save; by default all processes, or this process alone.
 
     Raises:
-        TypeError: a value could not be loaded again, because it needs a class that may run code.
+        TypeError: `state` is no dict, or a value could not be loaded again, because it needs a
+            class that may run code.
         ValueError: `state` has an entry named "emblib", which `NOTES` reserves.
-        CheckpointError: a rank could not write, e.g. to a full disk; `path` keeps its checkpoint.
+        CheckpointError: a rank could not write, e.g. to a full disk, or another rank raised one of
+            the errors above; `path` keeps its checkpoint.
     """
     from emblib.sharding.checkpoints.files import write
 
@@ -78,8 +80,10 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
     sharded modules load its content. Arguments are as for `save`, but `path` is a file.
 
     Raises:
-        TypeError: a value could not be loaded again, because it needs a class that may run code.
-        OSError: rank 0 could not write; the other ranks raise CheckpointError.
+        TypeError: `state` is no dict, or a value could not be loaded again, because it needs a
+            class that may run code.
+        OSError: rank 0 could not write.
+        CheckpointError: another rank raised one of these.
     """
     ranks = RankGroup.from_value(ranks)
     content = whole_state(agreed(ranks, lambda: checked_values(resolved(state))), ranks)
@@ -134,10 +138,10 @@ def _background(ranks: RankGroup) -> _Background:
     background = _BACKGROUNDS.get(ranks.group)
     if background is None:
         group = None if ranks.group is None else subgroup(ranks)
-        own_ranks = (
+        background_ranks = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        background = _Background(own_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        background = _Background(background_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
         _BACKGROUNDS[ranks.group] = background
     return background
 

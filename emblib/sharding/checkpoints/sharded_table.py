@@ -298,8 +298,8 @@ def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
 def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor.
 
-    A collective over the ranks of `table`. Blocks are sent one by one, so that only the target has
-    memory for the full tensor.
+    A collective over the ranks of `table`. Blocks are sent one by one, so that no rank but those
+    that get the full tensor has memory for it.
     """
     ranks = table.ranks
     if rank is not None and not 0 <= rank < ranks.size:
