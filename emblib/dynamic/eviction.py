@@ -174,9 +174,10 @@ class Expiry(nn.Module):
     have different times has one list per time (`lifetimes`).
 
     Every bucket of a table is searched once per eighth of its ttl in steps, or 16th of its ttl in
-    time. So a key stays for at least `ttl` after its last use and at most an eighth longer, or in
-    time an eighth and the pause between two steps. Until then lookups find the key, and a use
-    resets its age. A clock that was set back makes keys look younger, never older.
+    time. So a key stays for at least `ttl` after its last use, and at most an eighth, or one step,
+    longer; in time at most an eighth and the pause between two steps longer. Until then lookups
+    find the key, and a use resets its age. A clock that was set back makes keys look younger, never
+    older.
 
     The owner sets `now` from `read_clock` and holds its lock around every call.
 

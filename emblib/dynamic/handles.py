@@ -478,7 +478,7 @@ class DynamicTable:
 
         A dump of a module with this table is accepted as well. Everything is checked on all ranks
         before the first shard is changed. The hyperparameters, which tables of one module share,
-        are loaded only if the dump has made more steps.
+        are loaded from a dump of changes, and from a whole dump that has made more steps.
 
         Raises:
             DumpError: there is no whole dump, or it is damaged.

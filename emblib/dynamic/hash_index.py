@@ -37,6 +37,12 @@ MAX_TICK = 1 << 62  # ticks are less than this
 _SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ValueError for a device that hash tables do not support: meta."""
+    if device.type == "meta":
+        raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
+
+
 class RowBuffers(NamedTuple):
     """Rows by slot, which move with their entries when a table grows.
 
@@ -82,7 +88,7 @@ class HashIndex(nn.Module):
             that all share one bucket.
 
     Raises:
-        ValueError: the tables disagree in eviction or insert_policy.
+        ValueError: the tables disagree in eviction or insert_policy, or the device is meta.
     """
 
     # The tensors of `emblib.ops.hash`, with the S slots of all tables one after the other.
@@ -115,6 +121,7 @@ class HashIndex(nn.Module):
         self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
+        check_device(device)
         ops.require_kernels(device)
         self._allocate(device)
         self.clear()

@@ -24,7 +24,7 @@ from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, initial_rows_, rule_of
 from emblib.ops.primitives import group
-from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
+from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype, check_seed
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
 from emblib.tables.locks import atomic
@@ -67,29 +67,35 @@ class Insertion(NamedTuple):
 
 
 class HashTable(SentAsCopy, nn.Module):
-    """Vectors for keys of any 64 bits, at most `spec.capacity`; a full table evicts by its spec.
+    """Vectors by key, which is any 64 bits; a full table evicts by its spec.
 
-    Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
-    for LFU and LRU_LFU they are numbers of uses, which are added up (None: 1 each); for CUSTOM the
-    score itself, of which a key's last one is stored. LRU and NONE take none; STEP scores with the
-    number of the batch. Only CUSTOM takes scores below 0, which a device assert checks on a GPU.
-    Threads may share a table: every method but `export` is atomic (docs/threads.md).
+    Batches may repeat keys: of the values of a key that is assigned the last is stored. `scores`
+    depend on `spec.eviction`: for LFU and LRU_LFU they are numbers of uses, which are added up
+    (None: 1 each); for CUSTOM the score itself, of which a key's last one is stored. LRU and NONE
+    take none; STEP scores with the number of the batch. Only CUSTOM takes scores below 0, which a
+    device assert checks on a GPU. Threads may share a table: every method but `export` is atomic
+    (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
     its device and dtype, scores `[n]` to its device and int64, and neither gets a gradient. Methods
     raise ValueError for other shapes and for scores that the eviction does not take, TypeError for
-    keys of another dtype and scores that are no integers, and RuntimeError for keys on another
-    device, before they change anything.
+    keys of another dtype, scores that are no integers and values that are no tensor of real
+    numbers, and RuntimeError for keys on another device, before they change anything.
 
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
             no values are given. `admission`, `ttl` and `fallback_rows` are not used.
         dtype: dtype of the values.
         seed: seed of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
-        device: device of the table; None is torch's default device.
+        device: device of the table, not meta; None is torch's default device.
+
+    Raises:
+        TypeError: no `DynamicSpec`.
+        ValueError: a dtype that is not float32, float16 or bfloat16, a seed out of range, or the
+            device meta.
 
     Attributes:
-        values: `[capacity, dim]`, rows by slot; the rows of empty slots are unspecified.
+        values: `[spec.rows, dim]`, rows by slot; the rows of empty slots are unspecified.
 
     Example:
         >>> table = emblib.HashTable(emblib.DynamicSpec(capacity=1_000, dim=2))
@@ -118,7 +124,7 @@ class HashTable(SentAsCopy, nn.Module):
         check_float_dtype("dtype", dtype)
         self._lock = CompletingLock()
         self.spec, self.dtype = spec, dtype
-        self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
+        self.seed = 0 if seed is None else check_seed("seed", seed)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         spec_fields = {
@@ -163,6 +169,9 @@ class HashTable(SentAsCopy, nn.Module):
         return Keys.of(keys)
 
     def _checked(self, keys: Keys, values: Tensor) -> Tensor:
+        if not isinstance(values, Tensor) or values.is_complex():
+            kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise TypeError(f"values must be a tensor of real numbers, got {kind}")
         shape = (keys.ids.numel(), self.spec.dim)
         if tuple(values.shape) != shape:
             raise ValueError(

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib import ops
 from emblib.attribute_errors import shows_attribute_errors
 from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
+from emblib.dynamic.hash_index import check_device
 from emblib.dynamic.keys import as_keys, hash_keys_of
 from emblib.dynamic.rows import BatchReads, WeightGradient, check_capacity
 from emblib.dynamic.saving import checkpoint, table_dumps
@@ -35,7 +35,7 @@ from emblib.ops import autograd
 from emblib.ops.derivatives import refuse_transforms
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_count
+from emblib.specs import BoundsCheck, DynamicSpec, Pooling, Precision, check_seed
 from emblib.tables import recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.batches import append_last_offset, check_bounds
@@ -86,10 +86,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: seeds of the hash of keys alone, one per table; None uses `seed`.
+        hash_seeds: seeds of the hash of keys alone, one per table, of any size; None uses `seed`.
 
     Raises:
-        BlockingIOError: the store is open elsewhere.
+        BlockingIOError: the store is open elsewhere; it may raise other exceptions of its own.
+        TypeError: an argument of another type.
         ValueError: inconsistent arguments, or a store that has other tables.
 
     Example:
@@ -137,13 +138,11 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.tables = TableSpecs(self.tables)
         self.include_last_offset = include_last_offset
-        self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
+        self.seed = 0 if seed is None else check_seed("seed", seed)
         self._updates_in_backward = autograd.updates_in_backward(self.optimizer)
         training.check_optimizer(self.optimizer, self.tables, has_backing=backing is not None)
         check_capacity(self.tables)
         device = torch.empty(0, device=device).device
-        training.check_device(device)
-        ops.require_kernels(device)
 
         self.state = DynamicState(
             self.tables,
@@ -206,7 +205,10 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     @property
     def num_training_steps(self) -> int:
-        """Return the number of training forwards (reads the device)."""
+        """Return the number of training forwards, those before a checkpoint too; reads the device.
+
+        `clear` sets it to 0, unless evictions are tracked.
+        """
         return self.state.index.tick
 
     def table_handles(self) -> DynamicTables:
@@ -248,7 +250,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     @without_gradients
     @atomic
     def reset_parameters(self) -> None:
-        """Remove all keys and reset optimizer, counters and admission as at construction."""
+        """Remove all keys as `clear` does, and reset the optimizer as at construction."""
 
         def reset() -> None:
             self._reset_common()
@@ -587,7 +589,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if device == new_device:
             super()._apply(fn, recurse)
         else:
-            training.check_device(new_device)
+            check_device(new_device)
             self._move(fn, new_device)
         self._bind_state()
         return self

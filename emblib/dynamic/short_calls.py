@@ -87,7 +87,7 @@ class KeyedCalls:
             self._updates
             and self._weights.is_cpu
             and offsets.dim() == 1
-            and offsets.numel() > self._num_features
+            and 0 < self._num_features < offsets.numel()
             and (offsets.numel() - 1) % self._num_features == 0
             and is_plain_call(self._weights.device, ids, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None

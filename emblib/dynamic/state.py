@@ -424,7 +424,10 @@ def bucket_fill(state: DynamicState, table: int | str) -> list[int]:
 
 @of_state
 def reset_stats(state: DynamicState) -> None:
-    """Set the counts of `stats`, `tier_stats` and `statistics` to zero."""
+    """Set the counts of `stats`, `tier_stats` and `statistics` to zero.
+
+    Remembered evicted keys stay.
+    """
     state.index.reset_stats()
     if state.backing is not None:
         state.backing.reset_stats()

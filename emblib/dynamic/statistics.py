@@ -108,7 +108,7 @@ class TableStatistics:
         lookups: positions of batches.
         hits: lookups whose key had a row before the batch.
         inserted: keys that got a row.
-        evicted: keys that were evicted by new ones.
+        evicted: keys that were evicted, by new ones or because the table shrank.
         expired: keys that were removed because of their age.
         erased: keys that were removed by a call.
         refused: keys without a row for want of a slot.

@@ -474,9 +474,10 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 def clear(state: DynamicState) -> None:
     """Remove all keys, in both tiers; tables have their initial capacity again.
 
-    Counts of admission, the statistics with their counters and the times of use are forgotten, and
-    fallback rows have their initial values. The count of training steps restarts, unless evictions
-    are tracked. Scores of `Eviction.STEP` restart at 1; those of `Eviction.CUSTOM` stay.
+    Counts of admission, the statistics, all their counters, those of the tiers too, and the times
+    of use are forgotten, and fallback rows have their initial values. The count of training steps
+    restarts, unless evictions are tracked. Scores of `Eviction.STEP` restart at 1; those of
+    `Eviction.CUSTOM` stay.
     """
     tick = 0
     if state.eviction_log is not None:
@@ -596,12 +597,6 @@ def _rows_of_new_keys(layout: RowLayout, keys: Keys, inserted: InsertedBatch) ->
     tables = tables_of(keys)[inserted.misses.first[is_new]]
     first_rows = [layout.first_row(t) for t in range(len(layout.specs))]
     return torch.tensor(first_rows, device=tables.device)[tables] + inserted.result.slots[is_new]
-
-
-def check_device(device: torch.device) -> None:
-    """Raise ValueError for a device that dynamic tables do not support: meta."""
-    if device.type == "meta":
-        raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
 
 
 def check_stored(specs: Sequence[DynamicSpec]) -> None:

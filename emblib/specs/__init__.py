@@ -1,7 +1,14 @@
 """Frozen descriptions of tables, their options as enums, and checks of arguments."""
 
 from emblib.specs.caches import CacheConfig, CachePolicy, MultiPassPrefetch, Verify
-from emblib.specs.choices import FLOAT_DTYPES, Choice, brief, check_count, check_float_dtype
+from emblib.specs.choices import (
+    FLOAT_DTYPES,
+    Choice,
+    brief,
+    check_count,
+    check_float_dtype,
+    check_seed,
+)
 from emblib.specs.dynamic import (
     SLOTS,
     CountMinSketch,
@@ -53,4 +60,5 @@ __all__ = [
     "check_cores",
     "check_count",
     "check_float_dtype",
+    "check_seed",
 ]

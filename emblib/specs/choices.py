@@ -48,6 +48,15 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
     return number
 
 
+def check_seed(name: str, value: SupportsIndex) -> int:
+    """Return `value` as an int; raise TypeError if it is none, ValueError outside [0, 2^63)."""
+    seed = check_count(name, value, minimum=0)
+    if seed >= 1 << 63:
+        # Without the number, which may be a secret.
+        raise ValueError(f"{name} must be below 2^63, got {seed.bit_length()} bits")
+    return seed
+
+
 def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
     """Check fields of a frozen dataclass, and convert NumPy integers to plain ints."""
     for name in names:

@@ -335,6 +335,8 @@ def test_eviction_queues_do_not_return_from_another_device() -> None:
         (lambda t: t.find(torch.tensor([[1]])), r"keys must be of shape \[n\]"),
         (lambda t: t.find(torch.tensor([1.0])), "keys must be int64"),
         (lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(2, 3), 1), "of shape"),
+        (lambda t: t.insert_or_assign(torch.tensor([1]), [[1.0, 2.0, 3.0]], 1), "values must be"),
+        (lambda t: t.assign(torch.tensor([1]), torch.zeros(1, 3) * 1j), "real numbers"),
         (lambda t: t.insert_or_assign(torch.tensor([1]), torch.zeros(1, 3)), "needs scores"),
         (
             lambda t: t.insert_or_assign(
@@ -380,6 +382,8 @@ def test_tables_without_scores_take_none() -> None:
         table.set_scores(torch.tensor([1]), 5)
     with pytest.raises(TypeError, match="must be a DynamicSpec"):
         HashTable(64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot be on meta"):
+        HashTable(DynamicSpec(64, 3), device="meta")
 
 
 @pytest.mark.parametrize(

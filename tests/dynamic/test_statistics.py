@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -156,6 +157,24 @@ def test_demoted_rows_count_as_evicted_ones() -> None:
     assert found.eviction_ages.total_age == sum(ages)
     # A promoted row was demoted before, by an eviction or when it found no slot.
     assert 0 < (found.reinserted or 0) <= found.tiers.promoted
+
+
+@pytest.mark.parametrize(
+    "replace_tables",
+    [lambda bags: bags.clear(), lambda bags: bags.load_state_dict(bags.state_dict())],
+)
+def test_counts_of_replaced_tables_begin_together(
+    replace_tables: Callable[[DynamicEmbeddingBags], object],
+) -> None:
+    bags = module(backing=BackingStore(HostRows(1_000, seed=1)))
+    bags.track_statistics()
+    for step in range(20):
+        train(bags, batch(step))
+    replace_tables(bags)
+    numbers = bags.statistics("item")
+    assert numbers.eviction_ages == AgeHistogram()
+    assert numbers.tiers is not None
+    assert not any(asdict(numbers.tiers).values())
 
 
 def test_numbers_of_remembered_keys_may_be_of_numpy() -> None:

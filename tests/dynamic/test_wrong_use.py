@@ -1,5 +1,6 @@
 """What users get wrong: nothing is trained by halves, and no number is silently another."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, optim
+from emblib import DynamicEmbeddingBags, DynamicSpec, HashTable, HostRows, optim, storage
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 
 IDS, OFFSETS = torch.tensor([7, 8]), torch.tensor([0, 2])
@@ -83,10 +84,27 @@ def test_copies_that_follow_are_told_of_a_clear() -> None:
     assert copy.size(0) == table.size(0) == 2
 
 
-def test_no_tables() -> None:
-    table = DynamicEmbeddingBags([])
+@pytest.mark.parametrize("optimizer", [None, optim.SGD(0.1)])
+def test_no_tables(optimizer: optim.Optimizer | None) -> None:
+    table = DynamicEmbeddingBags([], optimizer)
     assert table(IDS[:0], OFFSETS[:1]).shape == (0, 0)
     assert table.stats() == {}
+
+
+@pytest.mark.parametrize(
+    "make_owner",
+    [
+        lambda seed: DynamicEmbeddingBags([DynamicSpec(32, 4)], seed=seed),
+        lambda seed: HashTable(DynamicSpec(32, 4), seed=seed),
+        lambda seed: HostRows(32, seed=seed),
+        lambda seed: storage.Hash(seed=seed),
+    ],
+)
+def test_seeds_beyond_63_bits_are_refused(make_owner: Callable[[int], object]) -> None:
+    make_owner(2**63 - 1)
+    for seed in (-1, 2**63):
+        with pytest.raises(ValueError, match="seed must be"):
+            make_owner(seed)
 
 
 def test_scores_and_tables_are_whole_numbers() -> None:

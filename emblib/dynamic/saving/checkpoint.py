@@ -3,11 +3,12 @@
 A state dict has entries (`emblib.dynamic.saving.entries`), sorted by route, so that equal contents
 are equal bytes and fit tables of any capacity, number of buckets and dtype. Stamps and scores are
 among them, so the next evictions are the same after a reload: `<table>.keys`, `<table>.stamps`,
-`<table>.scores` where eviction uses scores, `<table>.weight` and `<table>.<state>`, each with one
-row per key, on the CPU; `hyper`, the hyperparameters of the optimizer; `clock`, the tick; and
-`index.hash_keys`, by table the number on which its hash depends, so that the same keys share
-buckets after a reload. Tables keep their own if it is absent. `<table>.fallback.keys`, `.weight`
-and `.<state>` are the fallback rows (`emblib.dynamic.saving.fallback`).
+`<table>.scores` where eviction uses scores, `<table>.last_uses` where features have several times
+to live, `<table>.weight` and `<table>.<state>`, each with one row per key, on the CPU; `hyper`, the
+hyperparameters of the optimizer; `clock`, the tick; and `index.hash_keys`, by table the number on
+which its hash depends, so that the same keys share buckets after a reload. Tables keep their own if
+it is absent. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback rows
+(`emblib.dynamic.saving.fallback`).
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import LAST_USES, Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, TableTarget
-from emblib.dynamic.state import DynamicState, of_state
+from emblib.dynamic.state import DynamicState, of_state, reset_stats
 from emblib.tables import state_dicts
 from emblib.tables.parameters import caller_level
 
@@ -381,7 +382,7 @@ def replace_tables(
         newest = [new_entries.newest_stamp() for new_entries in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest]))
-            state.index.reset_stats()
+            reset_stats(state)
         else:
             state.index.set_tick(max([clock, state.index.tick, *newest]))
         if hyperparameters is not None:

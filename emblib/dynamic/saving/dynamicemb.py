@@ -154,7 +154,7 @@ def export_dynamicemb(
     *,
     leave_out: Collection[str] = (),
 ) -> DynamicEmbTable:
-    """Return the content of a table to save; rows are copied when they are indexed."""
+    """Return a copy of the content of a table, sorted by route, so that it can be saved later."""
     _check_left_out(leave_out)
     entries = table_entries(state, table).sorted()
     if "states" in leave_out:

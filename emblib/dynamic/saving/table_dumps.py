@@ -117,7 +117,8 @@ def load(
     Args:
         state: the tables.
         directory: directory of the dump.
-        part: rank and number of ranks; the dump may be of another number of ranks.
+        part: rank and number of ranks; the dump may be of another number of ranks. Without effect
+            on a snapshot, which is of one rank.
         report: function that is called as rows are loaded.
 
     Returns:
@@ -126,8 +127,9 @@ def load(
 
     Raises:
         DumpError: there is no whole dump, or it is damaged.
-        ValueError: it is of other tables or another optimizer, or of changes since a tick that
-            these tables have not reached.
+        RuntimeError: it is a snapshot, and the module has a backing store.
+        ValueError: it is of other tables or another optimizer, a snapshot of other capacities, or
+            of changes that begin after the tick of these tables or end before it.
     """
     if dumps.holds_snapshot(directory):
         snapshots.load(state, directory)
@@ -450,8 +452,8 @@ def read_table(
 def set_table(state: DynamicState, table: int, dump: TableDump, report: Report | None) -> Loaded:
     """Load what `read_table` returned; its tensors must not have changed since.
 
-    Hyperparameters, which all tables of the module share, are loaded only if the dump has made more
-    steps.
+    Hyperparameters, which all tables of the module share, are loaded from a dump of changes, and
+    from a whole dump that has made more steps.
     """
     if dump.changes is not None:
         (loaded,) = apply_changes(state, dump.changes, report).values()

@@ -776,14 +776,17 @@ class BackingTier:
 
     @without_gradients
     def clear(self) -> None:
-        """Remove all rows from the store, also if it cannot take the last step's moves."""
+        """Remove all rows from the store, also if it cannot take the last step's moves.
+
+        The counts of `stats` become zero, as those of the index do.
+        """
         self._overflow_is_dirty = False
         if self._moves is not None:
-            self.store.try_moves(self._moves)  # so that counters do not depend on the thread
             self.store.cancel_moves(self._moves)
         self.drop_overflow_rows()
         for t in range(len(self._row_bytes)):
             self.store.clear(t)
+        self.reset_stats()
 
 
 class _RowsInStore(SelectedRows):
