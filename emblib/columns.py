@@ -127,7 +127,7 @@ class HashTableColumn(IntEnum):
 
     FIRST_BUCKET = 0
     BUCKETS = 1  # buckets in use
-    MAX_BUCKETS = 2  # buckets that the table has memory for
+    MAX_BUCKETS = 2  # buckets up to which the table may grow
     SIZE = 3  # number of keys
     MAX_LOAD = 4  # load above which the table grows, in keys per 1024 slots
     HASH_KEY = 5  # random number that the hashes of the table's keys depend on

@@ -42,7 +42,7 @@ inline constexpr int kChooserGrowthLog2 = 2;  // four times as many misses in ea
 enum class HashTableColumn : int {
   kFirstBucket,  // number of the table's first bucket among those of all tables
   kBuckets,      // buckets in use
-  kMaxBuckets,   // buckets for which the table has memory
+  kMaxBuckets,   // buckets up to which the table may grow; it has memory for at least as many
   kSize,         // keys in the table
   kMaxLoad,      // fraction of occupied slots above which the table grows, 1 to kLoadUnits
   kHashKey       // random number that the hash of the table's keys depends on
@@ -61,11 +61,11 @@ enum class HashCounter : int {
   kLookups,      // positions of training batches
   kHits,         // positions whose key was in the table
   kInserted,     // missing keys that got a slot
-  kEvicted,      // keys that were replaced by new ones
+  kEvicted,      // keys that new ones replaced, or that had no slot when the table shrank
   kRefused,      // missing keys that got no slot
   kNotAdmitted,  // missing keys that the admission policy rejected
-  kExpired,      // keys removed by hash_expire_
-  kErased        // keys removed by hash_erase_
+  kExpired,      // keys removed because of their age
+  kErased        // keys removed by hash_erase_, except for their age
 };
 
 inline constexpr int kHashCounters = static_cast<int>(HashCounter::kErased) + 1;

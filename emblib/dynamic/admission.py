@@ -18,7 +18,7 @@ every batch, so that old counts fade.
 
 The hash key of a table selects the counters of its keys, so keys that share counters cannot be
 constructed without the seed. State dicts have the hash keys with the counters, which are
-meaningless under others; older state dicts lack them, which means 0.
+meaningless under others; older state dicts of sketches lack them, which means 0.
 """
 
 import math
@@ -34,7 +34,7 @@ from emblib.attribute_errors import shows_attribute_errors
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
-from emblib.dynamic.last_uses import features_of, values_by_feature
+from emblib.dynamic.last_uses import values_by_feature
 from emblib.dynamic.saving import dumps, loading
 from emblib.dynamic.saving.entries import Entries
 from emblib.ops import hash
@@ -165,10 +165,8 @@ class _Counter(nn.Module):
         picked = self.pick(missing_keys)
         slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
-        positions = torch.arange(slots.numel(), device=slots.device)
-        segments = torch.searchsorted(picked.batch.starts[1:], positions, right=True)
-        places = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
-        scores = self.index.entries[:, HashEntryColumn.SCORE][places]
+        first_slots = first_buckets[hash.segments_of(picked.batch)] * hash.SLOTS
+        scores = self.index.entries[first_slots + slots.clamp(min=0), HashEntryColumn.SCORE]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
 
@@ -443,7 +441,7 @@ class Admission(nn.Module):
     def _least_thresholds(self, keys: hash.Keys, misses: hash.Misses, count: int) -> Tensor:
         """Return per miss the least threshold of the features that use it, int64 `[count]`."""
         groups = misses.groups.long()
-        thresholds = self.feature_thresholds[features_of(keys)]
+        thresholds = self.feature_thresholds[hash.segments_of(keys)]
         least = torch.full((count + 1,), hash.MAX_USES, device=groups.device)
         least.scatter_reduce_(0, torch.where(groups < 0, count, groups), thresholds, "amin")
         return least[:count]

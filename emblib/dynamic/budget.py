@@ -143,8 +143,9 @@ class MemoryBudget:
 
         Raises:
             TypeError: not a module.
-            ValueError: tables on CUDA, tables of another budget, or tables that use more bytes
-                already than the budget has left; nothing is changed.
+            RuntimeError: tables on meta.
+            ValueError: no dynamic tables, tables on CUDA, tables of another budget, or tables that
+                use more bytes already than the budget has left; nothing is changed.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -153,12 +154,13 @@ class MemoryBudget:
             )
         names: dict[int, dict[int, str]] = {}
         states: dict[int, DynamicState] = {}
-        for name, handle in tables_of(model).items():
+        handles = tables_of(model)
+        for name, handle in handles.items():
             for number, state, index in handle.local_shards():
                 states[id(state)] = state
                 shard_name = f"{name}.{number}" if len(handle.owners) > 1 else name
                 names.setdefault(id(state), {})[index] = shard_name
-        if not tables_of(model):
+        if not handles:
             raise ValueError("a memory budget is for dynamic tables, and the model has none")
         for state in states.values():
             _check(state)

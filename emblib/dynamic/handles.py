@@ -81,11 +81,11 @@ class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
     If the table is sharded over several ranks, methods are collectives: all ranks call them, and an
-    error on one rank is raised on all. (Setters and properties do not communicate, but must be used
-    in the same way on all ranks.) Each rank passes any keys, possibly none, and gets answers for
-    these keys, on the CPU. Results about the whole table are equal on all ranks. `local` acts on
-    the shards of this rank alone. Keys are int64, uint64 or int32 `[n]` on any device. Methods wait
-    for the device.
+    error on one rank is raised on all. (Properties, options (`set_score`, `set_step`, `set_clock`,
+    `track_...`) and `reserve` do not communicate, but must be used in the same way on all ranks.)
+    Each rank passes any keys, possibly none, and gets answers for these keys, on the CPU. Results
+    about the whole table are equal on all ranks. `local` acts on the shards of this rank alone.
+    Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 

@@ -329,15 +329,18 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def find_slots(self, keys: Keys) -> Tensor:
-        """Return the slots of a batch in segments, as `slots` does; -1 outside the segments."""
+        """Return the slots of a batch in segments of table 0, as `slots` does.
+
+        Segments cover all keys; on a GPU keys may be outside of them, which have no slot.
+        """
         return self.index.find(keys)
 
     @without_gradients
     @atomic
     def count(self, keys: Keys) -> None:
-        """Count a batch in segments: insert or touch its keys, without writing new rows.
+        """Count a batch in segments of table 0: insert or touch its keys, without writing new rows.
 
-        Keys outside of the segments are not counted.
+        Segments are those of `find_slots`; keys outside of them are not counted.
         """
         effects = Effects()
         self._lock.complete(

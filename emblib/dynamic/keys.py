@@ -111,8 +111,8 @@ class KeyStatus(IntEnum):
     """Status of a key after a training forward.
 
     ============  =================================================================
-    HIT           in the table before the batch
-    NEW           inserted into an empty slot
+    HIT           in the table, or in the store behind it, before the batch
+    NEW           inserted into an empty slot, or into the store behind the table
     EVICTING      inserted into the slot of an evicted key
     REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
                   that rank above it, or keys that are never evicted
@@ -179,9 +179,9 @@ class LastBatch(NamedTuple):
         if not ids.numel() or not keys.numel():
             return result
         ordered, order = ids.sort()
-        places = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
-        is_match = ordered[places] == keys
-        result[is_match] = status[order[places[is_match]]]
+        indices = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+        is_match = ordered[indices] == keys
+        result[is_match] = status[order[indices[is_match]]]
         return result
 
 

@@ -23,16 +23,9 @@ from torch import Tensor
 from emblib.columns import HashCounter, HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex
 from emblib.ops.effects import Effects
-from emblib.ops.hash import InsertedBatch, Keys, tables_of
+from emblib.ops.hash import InsertedBatch, Keys, segments_of, tables_of
 from emblib.specs import DynamicSpec, PerFeature
 from emblib.tables import memory
-
-
-def features_of(keys: Keys) -> Tensor:
-    """Return the feature, the segment of the batch, of each position, int64 `[L]`."""
-    positions = torch.arange(keys.ids.numel(), device=keys.ids.device)
-    segments = torch.searchsorted(keys.starts[1:], positions, right=True)
-    return segments.clamp_(max=max(keys.tables.numel() - 1, 0))
 
 
 def check_features(specs: Sequence[DynamicSpec], feature_tables: Sequence[int]) -> None:
@@ -103,7 +96,7 @@ class LastUses:
 
     def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
         """Note the uses of an inserted batch at the index's clock; repeating it changes nothing."""
-        tables, levels = tables_of(keys), self._levels[features_of(keys)]
+        tables, levels = tables_of(keys), self._levels[segments_of(keys)]
         slots = inserted.slots
         first_element, width = self._table_ranges[tables].unbind(1)
         first_uses, spare = first_element + slots * width, self.buffer.numel() - 1

@@ -38,13 +38,13 @@ class RowLayout:
 
     Args:
         specs: specs of the tables.
-        names: names of the tables, on which the initial values of rows depend.
+        table_names: names of the tables, on which the initial values of rows depend.
         states: the states of the optimizer.
         precision: dtypes of weights and states.
         overflow_rows: number of rows per table behind its rows with slots; they have no slot.
 
     Attributes:
-        names: names of the P buffers: `weight`, then the states.
+        buffer_names: names of the P buffers: `weight`, then the states.
         dtypes: dtypes of the buffers.
         has_fallback: whether a table has fallback rows.
         total_rows: rows of all tables, overflow and fallback rows included.
@@ -54,18 +54,18 @@ class RowLayout:
     def __init__(
         self,
         specs: Sequence[DynamicSpec],
-        names: Sequence[str],
+        table_names: Sequence[str],
         states: Sequence[State],
         precision: Precision,
         overflow_rows: int = 0,
     ) -> None:
         self.specs, self.overflow_rows = tuple(specs), overflow_rows
-        self.table_names = list(names)
-        self.names = (WEIGHT, *(state.name for state in states))
+        self.table_names = list(table_names)
+        self.buffer_names = (WEIGHT, *(state.name for state in states))
         self._per_row = (False, *(state.per_row for state in states))
         dtypes = (torch.float32 if state.per_row else precision.states for state in states)
         self.dtypes = (precision.weights, *dtypes)
-        self._streams = [zlib.crc32(name.encode()) for name in names]
+        self._streams = [zlib.crc32(name.encode()) for name in table_names]
         self.has_fallback = any(spec.fallback_rows for spec in specs)
         self._first_rows, self._first_elements = [0], [0]
         for t, spec in enumerate(specs):
@@ -173,7 +173,7 @@ class RowLayout:
     ) -> dict[str, Tensor]:
         """Return views of `count` rows from `first_row` of a table on, by name of the buffer."""
         views = {}
-        for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
+        for number, (name, buffer) in enumerate(zip(self.buffer_names, buffers, strict=True)):
             width = self.width(table, number)
             begin = self.first_element(table, number) + first_row * width
             rows = buffer[begin : begin + count * width]
@@ -202,7 +202,7 @@ class RowLayout:
                     self.width(t, p),
                     self._streams[t],
                 )
-                for p in range(len(self.names))
+                for p in range(len(self.buffer_names))
             ]
             for t in range(len(self.specs))
         ]
@@ -213,7 +213,7 @@ class RowLayout:
         rules = [
             [
                 hash.rule_of(Constant(spec.initial_state) if p else spec.initializer, spec)
-                for p in range(len(self.names))
+                for p in range(len(self.buffer_names))
             ]
             for spec in self.specs
         ]
@@ -261,9 +261,12 @@ class RowLayout:
         for t, (buffers, rows_in_use) in enumerate(zip(tables, capacities, strict=True)):
             num_rows = rows_in_use + self.specs[t].fallback_rows
             buffers = dumps.check_list(
-                f"rows of table {t}", buffers, len(self.names), f"entry of {self.names}"
+                f"rows of table {t}",
+                buffers,
+                len(self.buffer_names),
+                f"entry of {self.buffer_names}",
             )
-            for p, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
+            for p, (name, dtype) in enumerate(zip(self.buffer_names, self.dtypes, strict=True)):
                 shape = (num_rows,) if self._per_row[p] else (num_rows, self.width(t, p))
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 

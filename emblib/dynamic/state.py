@@ -475,8 +475,9 @@ def set_eviction_score(
         score: an int64 for all those tables, or by number or name of the table.
 
     Raises:
-        KeyError, IndexError, ValueError: there is no such table, or its eviction is another.
-        TypeError: not an int.
+        KeyError, IndexError: there is no such table.
+        ValueError: its eviction is another, or the score is not an int64.
+        TypeError: the score is not an int.
     """
     if state.scores is None:
         raise ValueError("scores are set for tables with Eviction.CUSTOM, and none has it")
@@ -490,8 +491,9 @@ def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
     """Set the step that a table with `Eviction.STEP` assigns to its next batch.
 
     Raises:
-        KeyError, IndexError, ValueError: there is no such table, or its eviction is another.
-        TypeError: not an int.
+        KeyError, IndexError: there is no such table.
+        ValueError: its eviction is another, or the step is not an int64.
+        TypeError: the step is not an int.
     """
     if state.scores is None:
         raise ValueError("steps are counted by tables with Eviction.STEP, and none has it")

@@ -61,7 +61,7 @@ class AgeHistogram:
     def quantile(self, share: float) -> float:
         """Return the upper bound of the bin below which `share` of the keys are; NaN without keys.
 
-        It is at most twice the exact quantile, and infinite in the last bin.
+        It is at most twice the exact quantile, or 1, and infinite in the last bin.
         """
         seen, wanted = 0, share * self.num_keys
         for bound, count in zip((*AGE_BOUNDS, math.inf), self.counts, strict=True):

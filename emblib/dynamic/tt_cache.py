@@ -214,8 +214,8 @@ def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) ->
     candidates = cached_keys[rows]
     counts = torch.zeros_like(candidates)
     if len(keys):
-        places = torch.searchsorted(keys, candidates).clamp(max=len(keys) - 1)
-        counts = torch.where(keys[places] == candidates, uses[places], 0)
+        indices = torch.searchsorted(keys, candidates).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[indices] == candidates, uses[indices], 0)
     by_key = candidates.argsort(descending=True)
     return rows[by_key[counts[by_key].argsort(stable=True)]]
 

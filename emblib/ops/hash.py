@@ -1,4 +1,4 @@
-"""The index of dynamic tables: a scored hash table of T tables, stored in five tensors.
+"""The index of dynamic tables: a hash table of T tables, stored in five or six tensors.
 
 `index` is a list of
 - `tags` uint8 `[S]`: 0 for an empty slot, else 8 bits of a hash of its key. 32 slots are a bucket
@@ -6,51 +6,57 @@
   than "none" and "lru", score
 - `tables` int64 `[T, 6]`: `TABLE_FIELDS`; the load is in 1024ths, size is the number of keys, the
   hash of a table's keys depends on its `hash_key`
-- `clock` int64 `[1]`: the number of batches used so far
+- `clock` int64 `[1]`: the number of training batches so far
 - `counters` int64 `[T, 8]`: `COUNTERS`
 - `queues` int64 `[S / 32, 8]`, on the CPU, optional: the eviction order of each bucket as of some
   time. It makes evictions faster and changes no result. Zeros are always valid: write them before
   you write tags, stamps or scores, or set the clock back
 
 A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` are
-keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. A slot is int64, counted
-from the first bucket of its table, -1 for none: rows of values have the same numbers.
+keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. Segments cover all ids;
+on a GPU ids may be in none, and ops ignore these. A slot is int64, counted from the first bucket of
+its table, -1 for none: rows of values have the same numbers.
 
-A key may be in two buckets. A full bucket evicts its least entry in `order`: by stamp and key
-("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it evicts
-nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are never
-evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key is refused if it would
-rank below every entry that it could evict; with "wins" it evicts the least entry. The ops take the
-numbers of orders and policies in `emblib.ops.codes`.
+A key may be in either of two buckets. A full bucket evicts its least entry in `order`: by stamp and
+key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it
+evicts nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are
+never evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key is refused if it
+would rank below every entry that it could evict; with "wins" it evicts the least entry. The ops
+take the numbers of orders and policies in `emblib.ops.codes`.
 
 A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
 keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and
 `insert_`, which inserts them. With `slots` and `groups` of the batch, `insert_` also returns slot
 and status of every position; a position that missed gets the slot and status of its miss.
 
-The ops of the index; optional arguments may be None, and all tensors are on one device:
+The ops of the index follow; optional arguments may be None. All tensors are contiguous and on one
+device. Any other input raises RuntimeError before anything changes; on a GPU the contents of
+tensors are not checked.
 
 - `find(index, *batch)` returns the slot of every position, int64 `[L]`
 - `touch_(index, *batch, counts, batch_scores, order)` also records the uses: `counts` int64 `[L]`
   are the uses of each position, None for one each; `batch_scores` int64 `[T]` is the score that
-  order "assigned" gives keys of a table, and None for other orders. Returns the slots, then the
-  fields of `Misses`
+  order "assigned" gives keys of a table; other orders ignore it. Returns the slots, then the fields
+  of `Misses`
 - `grow_(index, row_buffers, row_layout, *batch, slots, offsets, admitted)` grows tables for their
-  misses, moves the rows of keys whose bucket is split, and corrects `slots` of the batch in place;
-  `admitted` bool `[L]` says by miss whether it counts, None for all
+  misses, moves the rows of keys whose bucket is split, and corrects `slots` of the batch in place.
+  `row_layout` int64 `[T, P, 2]` has for each table and buffer the byte at which row 0 begins, and
+  the bytes per row; `admitted` bool `[L]` says by miss whether it counts, None for all
 - `insert_(index, ids, first, totals, offsets, admitted, batch_scores, order, insert_policy, slots,
   groups)` inserts misses: `ids` of the batch and the fields of its `Misses`; `totals` are their
   `counts`. Returns the fields of `InsertResult`, then slot and status by position, which are empty
-  without `slots` and `groups`
+  if `slots` and `groups` are None
 - `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed)`, on the CPU only, is a training step in one call: it touches
   and inserts the keys of a batch, admits all of them, and writes their initial rows as
   `initial_rows_` does. `features`, `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is
   the table of each feature. Returns offsets (int32), starts and slots of the batch, then the fields
   of `emblib.ops.tbe.Groups` for its rows, whose groups do not ascend, and, if keys were missing,
-  their status by position. Returns nothing, and changes nothing, if offsets are invalid, if a table
-  may have to grow, or if a table has more lookups than one thread should take
-- `erase_(index, *batch)` removes keys and returns the slots that they had
+  the status of every position. Returns an empty list, and changes nothing, if there is no bag, if
+  offsets are invalid, if a table may have to grow, or if a table has more lookups than one thread
+  should take
+- `erase_(index, *batch)` removes keys and returns by position the slot that it emptied, -1 if the
+  key is missing or an earlier position has removed it
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of those buckets that
   were last used before clock `before`; returns which slots it freed, bool `[num_buckets * 32]`
 
@@ -72,9 +78,10 @@ are ordered as `touch_` returns them: the key of i is `ids[first[i]]`, and table
 - `layout` int64 `[T, P, 5]`: per table and buffer offset, stride (elements), rows, dim, stream
 - `rules` float64 `[T, P, 7]`: parameters of the initial values, see `rule_of`
 
-A value depends only on seed, stream, key and element.
+A value depends only on seed, stream, rule, key and element.
 
-Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slot -1 for none:
+Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slots outside of it, such as
+-1, for none:
 
 - `find_rows(index, keys, values, default_value)` finds keys and reads their rows; missing keys read
   the default value. Returns the rows and which keys were found. The rows of table t begin with that
@@ -153,11 +160,16 @@ class Keys(NamedTuple):
         return cls(ids.contiguous(), starts, tables)
 
 
-def tables_of(keys: Keys) -> Tensor:
-    """Return the table of each position, int64 `[L]`."""
+def segments_of(keys: Keys) -> Tensor:
+    """Return the segment of each position, int64 `[L]`; the nearest one of positions in none."""
     positions = torch.arange(keys.ids.numel(), device=keys.ids.device)
     segments = torch.searchsorted(keys.starts[1:], positions, right=True)
-    return keys.tables[segments.clamp_(max=keys.tables.numel() - 1)]
+    return segments.clamp_(max=max(keys.tables.numel() - 1, 0))
+
+
+def tables_of(keys: Keys) -> Tensor:
+    """Return the table of each position, int64 `[L]`; see `segments_of`."""
+    return keys.tables[segments_of(keys)]
 
 
 class Misses(NamedTuple):
@@ -184,7 +196,7 @@ class InsertResult(NamedTuple):
     Attributes:
         slots: int64 `[L]`, -1 where a key was not inserted.
         status: uint8 `[L]`: `NEW`, `EVICTING` (took the slot of an evicted key), `REFUSED` or
-            `NOT_ADMITTED`.
+            `NOT_ADMITTED`; after a backing store has moved rows also `HIT`, for a row from there.
         evicted: int64 `[L, 3]`: key, stamp and score of the evicted entry; unspecified where the
             status is not `EVICTING`.
     """
@@ -202,8 +214,8 @@ class InsertedBatch(NamedTuple):
         misses: the keys that were not in their table before; None if all hit, or where they are
             not needed.
         result: slots and status of the misses; None if `misses` is.
-        status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
-            may change `result` later, but not this.
+        status: uint8 `[L]`, status of the key at each position; None if all hit, or if only
+            `result` has it. A backing store may change `result` later, but not this.
     """
 
     slots: Tensor

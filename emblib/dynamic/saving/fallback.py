@@ -46,7 +46,7 @@ def names_of(state: DynamicState, table: int) -> list[str]:
     """Return the keys of `rows_of`."""
     if not state.specs[table].fallback_rows:
         return []
-    return [KEYS, *state.layout.names]
+    return [KEYS, *state.layout.buffer_names]
 
 
 def select(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -173,7 +173,7 @@ class BackingTier:
     def _describe_rows(self) -> list[list[str]]:
         """Return the optimizer, and name and dtype of each value in the bytes of a row."""
         layout = self.fast.layout
-        values = zip(layout.names, layout.dtypes, strict=True)
+        values = zip(layout.buffer_names, layout.dtypes, strict=True)
         named = [[name, str(dtype).removeprefix("torch.")] for name, dtype in values]
         return [[self.fast.optimizer_name], *named]
 
@@ -640,7 +640,7 @@ class BackingTier:
         keys, stamps, scores = (torch.cat(column) for column in columns)
         joined = {
             name: ConcatenatedRows([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
-            for buffer, name in enumerate(self.fast.layout.names)
+            for buffer, name in enumerate(self.fast.layout.buffer_names)
         }
         return Entries(
             torch.cat([fast.keys, keys]),
@@ -671,7 +671,8 @@ class BackingTier:
     def _load(self, table: int, entries: Entries) -> int:
         """Put entries into the store; return how many rows were dropped."""
         layout, values = self.fast.layout, []
-        for number, (name, dtype) in enumerate(zip(layout.names, layout.dtypes, strict=True)):
+        kinds = zip(layout.buffer_names, layout.dtypes, strict=True)
+        for number, (name, dtype) in enumerate(kinds):
             shape = (len(entries), layout.width(table, number))
             rows = entries.rows.get(name)
             if rows is None:
@@ -709,8 +710,7 @@ class BackingTier:
     def flush(self) -> None:
         """Commit both tiers."""
         self.write_back()
-        fast = self.fast
-        tables = range(len(self._row_bytes))
+        fast, tables = self.fast, range(len(self._row_bytes))
         note = {
             "planes": self._describe_rows(),
             "tick": fast.index.tick,
@@ -776,10 +776,7 @@ class BackingTier:
 
     @without_gradients
     def clear(self) -> None:
-        """Remove all rows from the store, also if it cannot take the last step's moves.
-
-        The counts of `stats` become zero, as those of the index do.
-        """
+        """Remove all rows and reset the counts, also if the store cannot take pending moves."""
         self._overflow_is_dirty = False
         if self._moves is not None:
             self.store.cancel_moves(self._moves)
