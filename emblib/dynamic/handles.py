@@ -321,7 +321,7 @@ class DynamicTable:
 
     def _divide(self, rows: int) -> int:
         """Return the part of a number of rows that each shard has, rounded up."""
-        return -(-check_count("rows", rows) // len(self.owners))
+        return -(-check_count("rows", rows, minimum=0) // len(self.owners))
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.
@@ -336,7 +336,9 @@ class DynamicTable:
 
         Raises:
             RuntimeError: `track_evictions` was not called.
-            ValueError: the record does not reach back to this step.
+            TypeError: the step is not an int.
+            ValueError: the record does not reach back to this step, or the table has not reached
+                it.
         """
         removed = partial(table_dumps.removed_since, since=since)
         return _cat_or_empty(self._map_shards("evicted", removed))
@@ -395,7 +397,9 @@ class DynamicTable:
 
         Raises:
             RuntimeError: `track_evictions` was not called.
-            ValueError: the record of removed keys does not reach back to this step.
+            TypeError: the step is not an int.
+            ValueError: the record of removed keys does not reach back to this step, or the table
+                has not reached it.
         """
 
         def shard_changes_since(state: DynamicState, index: int, number: int) -> ChangeSet:

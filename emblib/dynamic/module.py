@@ -89,7 +89,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         hash_seeds: seeds of the hash of keys alone, one per table, of any size; None uses `seed`.
 
     Raises:
-        BlockingIOError: the store is open elsewhere; it may raise other exceptions of its own.
+        BlockingIOError: the store is open in another module or process; it may raise other
+            exceptions of its own.
         TypeError: an argument of another type.
         ValueError: inconsistent arguments, or a store that has other tables.
 

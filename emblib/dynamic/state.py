@@ -607,7 +607,8 @@ def flush(state: DynamicState) -> None:
 def close(state: DynamicState) -> None:
     """Close the backing store, if there is one; changes since the last flush are lost.
 
-    The module is unusable then.
+    Do not use the module then: calls that need the store raise an exception of the store, except
+    with a `HostRows`, and another module may open it.
     """
     if state.backing is not None:
         state.backing.store.close()

@@ -193,6 +193,21 @@ def test_a_copy_as_large_as_a_full_table_loses_no_key(
     assert module.size(0) == capacity
 
 
+def test_changes_since_a_step_that_was_not_reached_are_refused(tmp_path: Path) -> None:
+    module = make()
+    module.track_evictions()
+    train(module, 0)
+    for since, error in ((1.5, TypeError), (True, TypeError), (-1, ValueError), (2, ValueError)):
+        for call in (
+            lambda since: module.save(tmp_path / "changes", since=since),
+            lambda since: changes_since(module, since),
+            module.table_handles()["items"].evicted,
+        ):
+            with pytest.raises(error, match="since"):
+                call(since)
+    assert not (tmp_path / "changes").exists()
+
+
 def test_a_copy_that_is_too_small_says_what_it_loses() -> None:
     module, copy = make(capacities=(256, 256)), make(capacities=(64, 256))
     module.track_evictions()

@@ -75,9 +75,10 @@ def test_a_table_grows_in_advance_and_shrinks() -> None:
         item.shrink(32)
     item.reserve(1 << 50)  # at most to its capacity
     assert item.capacity() == 1024
-    for call in (item.reserve, item.shrink):
+    item.reserve(0)
+    for call, rows in ((item.reserve, -1), (item.shrink, 0)):
         with pytest.raises(ValueError, match="rows must be"):
-            call(0)
+            call(rows)
 
 
 def test_status_of_keys(device: torch.device) -> None:

@@ -66,6 +66,23 @@ def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None
     assert module.size(0) == module.size(1) == 50
 
 
+@pytest.mark.parametrize("kind", STORES)
+def test_a_store_belongs_to_one_module(kind: str, tmp_path: Path) -> None:
+    backing = BackingStore(STORES[kind](tmp_path))
+
+    def make() -> DynamicEmbeddingBags:
+        return DynamicEmbeddingBags(specs((32, 32)), optim.SGD(0.01), backing=backing)
+
+    first = make()
+    with pytest.raises(BlockingIOError, match="open in another module"):
+        make()
+    first.size(0)  # its store is still open
+    first.close()
+    second = make()
+    del second
+    make()
+
+
 def test_a_store_of_other_rows_is_refused(tmp_path: Path) -> None:
     """Also where they take as many bytes."""
 

@@ -27,6 +27,7 @@ from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.state import DynamicState, of_state, size
+from emblib.specs import check_count
 from emblib.tables.parameters import caller_level
 
 
@@ -59,8 +60,9 @@ def save(
 
     Raises:
         RuntimeError: `since` is set, and `track_evictions` was not called.
-        ValueError: the eviction log does not reach back to `since`, or the directory holds
-            something else than a dump of as many parts.
+        TypeError: `since` is not an int.
+        ValueError: the eviction log does not reach back to `since`, the tables have not reached it,
+            or the directory holds something else than a dump of as many parts.
         BlockingIOError: the part is being written by another process.
         OSError: the directory cannot be written to.
     """
@@ -96,10 +98,10 @@ def _write(
 
 def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
     """Return the changes of a table at tick `since` or later; None returns all entries."""
-    entries = table_entries(state, table, since)
     if since is None:
-        return Changes(entries, torch.empty(0, dtype=torch.int64))
-    return Changes(entries, removed_since(state, table, since))
+        return Changes(table_entries(state, table), torch.empty(0, dtype=torch.int64))
+    removed = removed_since(state, table, since)
+    return Changes(table_entries(state, table, since), removed)
 
 
 @of_state
@@ -205,8 +207,16 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
 
     Raises:
         RuntimeError: `track_evictions` was not called.
-        ValueError: the eviction log does not reach back to the tick.
+        TypeError: the tick is not an int.
+        ValueError: the eviction log does not reach back to the tick, or the tables have not reached
+            it.
     """
+    since = check_count("since", since, minimum=0)
+    if since > state.index.tick:
+        raise ValueError(
+            f"since is tick {since}, and these tables are at {state.index.tick}: it is of other "
+            "tables, or of a time before an older checkpoint was loaded; save all entries instead"
+        )
     if state.eviction_log is None:
         raise RuntimeError(
             "changes need to know which keys left; call track_evictions() before the dump that "
@@ -231,8 +241,7 @@ def changes_since(
         table_indices: the numbers of the tables; None is all.
 
     Raises:
-        RuntimeError: `track_evictions` was not called.
-        ValueError: the eviction log does not reach back to the tick.
+        Exception: see `removed_since`.
     """
     table_numbers = list(range(len(state.specs)) if table_indices is None else table_indices)
     tables = {state.table_names[t]: _changes_of(state, t, since) for t in table_numbers}

@@ -96,10 +96,24 @@ class PrefetchedRows:
     Attributes:
         behind: the store behind.
         note: note of the last commit.
+        is_open: whether `close` was not called yet.
+
+    Raises:
+        BlockingIOError: another object has the same store open.
+        Exception: the store raised it, see `RowStore.open`.
     """
 
     def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
+        if _is_in_use(store):
+            gc.collect()  # a deleted module may still be there
+            if _is_in_use(store):
+                raise BlockingIOError(
+                    f"this {type(store).__name__} is open in another module, whose rows would get "
+                    "mixed with those of this one: make a store for each module, or close() that "
+                    "module first"
+                )
         store.open(tables)
+        self.is_open = True
         self.behind = store
         self.note = store.note
         self._row_bytes = [table.row_bytes for table in tables]
@@ -396,6 +410,12 @@ class PrefetchedRows:
         """See `RowStore`."""
         self.stop()
         self.behind.close()
+        self.is_open = False
+
+
+def _is_in_use(store: RowStore) -> bool:
+    """Return whether a `PrefetchedRows` has a store open."""
+    return any(other.behind is store and other.is_open for other in list(_stores))
 
 
 def _keys_of(blocks: Sequence[StoredRows]) -> Tensor:
