@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -468,7 +469,17 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         The host waits for the device. If stored rows change, backward of an earlier lookup raises.
         """
-        self._populate(range(len(self.tables)) if table is None else [table])
+        self._populate(self._numbers(table))
+
+    def _numbers(self, table: int | None) -> Sequence[int]:
+        """Return the number of a table in a list, of all (None); IndexError if there is none."""
+        if table is None:
+            return range(len(self.tables))
+        if not 0 <= index(table) < len(self.tables):
+            raise IndexError(
+                f"table must be in [0, {len(self.tables)}), the number of tables, got {table}"
+            )
+        return [table]
 
     def _populate_in_time(self) -> None:
         """Populate tables with `every` lookups since they were populated, except frozen ones."""
@@ -509,6 +520,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     def _stored_keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, int64 `[stored rows]`, -1 for free ones."""
+        (table,) = self._numbers(table)
         begin, end = self._first_row[table : table + 2]
         return self.key_of_row[begin:end]
 
@@ -583,6 +595,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     @without_gradients
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a dense float32 `[rows, D]` matrix, stored rows included."""
+        (table,) = self._numbers(table)
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
@@ -633,7 +646,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         `spilled` is the current number of spilled rows and does not change.
         """
-        selected = slice(None) if table is None else table
+        selected = list(self._numbers(table))
         self.counters[selected] = 0
         self.changes[selected] = 0.0
 
@@ -643,7 +656,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         With `DROP` their values are lost; otherwise all, spilled ones included, go into the cores.
         """
-        for t in range(len(self.tables)) if table is None else (table,):
+        for t in self._numbers(table):
             rows = (self._stored_keys(t) >= 0).nonzero().squeeze(1)
             self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)

@@ -5,6 +5,7 @@ these operations is a method. The methods are named after HierarchicalKV's (Apac
 `emblib.ops.hash` defines their results, which are equal on CPU and CUDA.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
 from emblib.tables.locks import atomic
+from emblib.tables.parameters import caller_level
 
 
 class TableRows(NamedTuple):
@@ -566,7 +568,8 @@ class HashTable(SentAsCopy, nn.Module):
     ) -> None:
         """Replace the content by a saved table, which may be of another capacity.
 
-        Of more keys than there are rows, those that would be evicted last are kept.
+        If there are too few rows, those that would be evicted last are kept; a warning counts the
+        others.
         """
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
@@ -591,12 +594,20 @@ class HashTable(SentAsCopy, nn.Module):
                 {WEIGHT: values},
             )
 
-            def make() -> None:
+            def make() -> int:
                 self.clear()
-                loading.replace_unchecked(target, entries)
+                loaded = loading.replace_unchecked(target, entries)
                 self.index.set_tick(int(tick))
+                return loaded.left_out
 
-            self._lock.complete(make, lambda: True)
+            left_out = self._lock.complete(make, lambda: True)
+            if left_out:
+                warnings.warn(
+                    f"emblib: the hash table at {prefix!r} had no slot for {left_out} of the "
+                    f"{len(entries)} keys it was loaded with, those that would have been evicted "
+                    "first",
+                    stacklevel=caller_level(),
+                )
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""

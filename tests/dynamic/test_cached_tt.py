@@ -312,6 +312,16 @@ def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
     assert bags.cache_stats().lookups == 0
 
 
+@pytest.mark.parametrize("table", [-1, 1])
+def test_tables_that_do_not_exist_are_named(table: int) -> None:
+    bags = CachedTTEmbeddingBags([TTSpec(60, 8, (2, 2))], TTCache(4))
+    for name in ("cached_ids", "spilled_ids", "populate", "to_dense", "empty_cache"):
+        with pytest.raises(IndexError, match="table must be in"):
+            getattr(bags, name)(table)
+    with pytest.raises(IndexError, match="table must be in"):
+        bags.reset_cache_stats(table)
+
+
 def test_a_batch_that_is_refused_counts_nothing() -> None:
     torch.manual_seed(0)
     bags = CachedTTEmbeddingBags(TABLES, TTCache(9, every=1), optim.SGD(0.01), bounds_check="fatal")

@@ -66,6 +66,20 @@ def test_a_store_is_let_go_of_with_its_module(kind: str, tmp_path: Path) -> None
     assert module.size(0) == module.size(1) == 50
 
 
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_keys_in_overflow_rows_are_in_the_table(rows: int) -> None:
+    backing = BackingStore(HostRows(rows, seed=0))
+    spec = DynamicSpec(32, 4, name="a")
+    module = DynamicEmbeddingBags([spec], optim.SGD(0.01), backing=backing, seed=0)
+    module.track_evictions()
+    table, ids = module.table_handles()["a"], torch.arange(100)
+    module(ids, torch.tensor([0, 100])).sum().backward()
+    present, left = ids[table.contains(ids)], table.evicted(1)
+    assert present.numel() + left.numel() == 100
+    assert present.numel() == table.size() == min(rows + 32, 100)
+    assert not torch.isin(left, present).any()
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_a_store_belongs_to_one_module(kind: str, tmp_path: Path) -> None:
     backing = BackingStore(STORES[kind](tmp_path))

@@ -211,8 +211,7 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
         ValueError: the eviction log does not reach back to the tick, or the tables have not reached
             it.
     """
-    since = check_count("since", since, minimum=0)
-    if since > state.index.tick:
+    if check_count("since", since, minimum=0) > state.index.tick:
         raise ValueError(
             f"since is tick {since}, and these tables are at {state.index.tick}: it is of other "
             "tables, or of a time before an older checkpoint was loaded; save all entries instead"
@@ -222,6 +221,8 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
             "changes need to know which keys left; call track_evictions() before the dump that "
             "they are changes of"
         )
+    if state.backing is not None:
+        state.backing.write_back()  # the store may drop rows for those that it takes
     log = state.eviction_log.since(table, since)
     removed = loading.absent(target_of(state, table), log)
     return removed if state.backing is None else state.backing.absent(table, removed)

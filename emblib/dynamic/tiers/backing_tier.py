@@ -687,8 +687,8 @@ class BackingTier:
         return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
-        """Return which of `keys`, int64 `[n]` on the CPU, are not in the store, as int64 keys."""
-        self.move_rows()
+        """Return those of `keys`, int64 `[n]` on the CPU, that are neither stored nor overflow."""
+        self.write_back()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True
         return keys[~in_store]
