@@ -21,8 +21,9 @@ A key may be in either of two buckets. A full bucket evicts its least entry in `
 key ("lru"), score and key ("lfu"), score, stamp and key ("lru_lfu", "assigned"); with "none" it
 evicts nothing. Scores are counts of uses (lfu, lru_lfu) or set by the caller. Keys of the batch are
 never evicted by it. Counts stop at 2^63 - 1. With `insert_policy` "competes" a key is refused if it
-would rank below every entry that it could evict; with "wins" it evicts the least entry. The ops
-take the numbers of orders and policies in `emblib.ops.codes`.
+would rank below every entry that it could evict; with "wins" it evicts the least entry. With no
+entry to evict a key is refused. The ops take the numbers of orders and policies in
+`emblib.ops.codes`.
 
 A training step is `touch_`, which finds and stamps the keys that hit and lists the distinct missing
 keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` demands for them; and

@@ -11,18 +11,18 @@ packed matrix, and from the matrix into the other tier.
   store, in any order, and `rows` uint8 `[m, row_bytes]` these rows. The rows of evicted keys are
   copied out of their slots before stored rows are written there. Refused misses get the overflow
   rows from `first_overflow` on. Returns slots and status by miss, as they are then (`HIT` for
-  stored rows, `NEW` for refused misses), keys, stamps and scores of evicted keys, int64 `[3, k]`,
-  their rows, the refused misses, and the slots of `found`. A stored row without a slot, -1, is not
-  written
+  stored rows, else `NEW` for refused misses), keys, stamps and scores of evicted keys, int64
+  `[3, k]`, their rows, the refused misses, and the slots of `found`. A stored row without a slot,
+  -1, is not written
 - `tier_insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
   insert_policy, layout, rules, seed, store_indices, records, first_overflow)` inserts a training
   batch like `hash_insert_batch_` into tables in front of stores in host memory: missing keys that
   are in the store get their rows from there, and the rows of evicted keys are copied out. The
   stores are only read. `store_indices` has the tensors of one index per table, one after the
   other, `records` uint8 `[S, 16 + row_bytes]` stamp, score and row by slot of that index, and
-  `first_overflow` the first overflow row per table. Returns nothing, with nothing changed, if it
-  does not serve the batch; else the first eight results of `hash_insert_batch_` and, if keys were
-  missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
+  `first_overflow` the first overflow row per table. Returns an empty list, with nothing changed, if
+  it does not serve the batch; else the first eight results of `hash_insert_batch_` and, if keys
+  were missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
 - `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
   `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
   distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. Where both buckets of a key are

@@ -80,26 +80,26 @@ class FastRows:
         """Return the bytes of a table's fallback rows, which no row of the store has."""
         views = self._fast.layout.fallback_views(self._fast.row_buffers, table).values()
         rows = torch.cat([view.detach().cpu().reshape(-1).view(torch.uint8) for view in views])
-        data = bytearray(rows.numel())
-        if data:
-            torch.frombuffer(data, dtype=torch.uint8).copy_(rows)
-        return bytes(data)
+        packed_rows = bytearray(rows.numel())
+        if packed_rows:
+            torch.frombuffer(packed_rows, dtype=torch.uint8).copy_(rows)
+        return bytes(packed_rows)
 
     @without_gradients
-    def set_fallback(self, table: int, data: bytes) -> None:
-        """Set the fallback rows of a table from bytes; ValueError for another number of them."""
+    def set_fallback(self, table: int, packed_rows: bytes) -> None:
+        """Set a table's fallback rows to those of `fallback`; ValueError for another length."""
         views = self._fast.layout.fallback_views(self._fast.row_buffers, table).values()
         nbytes = sum(view.nbytes for view in views)
-        if len(data) != nbytes:
+        if len(packed_rows) != nbytes:
             raise ValueError(
-                f"the store has fallback rows of {len(data)} bytes for table "
+                f"the store has fallback rows of {len(packed_rows)} bytes for table "
                 f"{self._fast.table_names[table]!r}, this module {nbytes}: choose "
                 "DynamicSpec.fallback_rows as there, or name another store"
             )
         begin = 0
         for view in views:
             if view.numel():
-                row_bytes = bytearray(data[begin : begin + view.nbytes])
+                row_bytes = bytearray(packed_rows[begin : begin + view.nbytes])
                 rows = torch.frombuffer(row_bytes, dtype=view.dtype)
                 view.copy_(rows.view(view.shape))
             begin += view.nbytes

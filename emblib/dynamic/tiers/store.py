@@ -51,8 +51,8 @@ class StoredRows(NamedTuple):
     @classmethod
     def none(cls, row_bytes: int) -> "StoredRows":
         """Return no rows."""
-        no = torch.empty(0, dtype=torch.int64)
-        return cls(no, no, no, torch.empty(0, row_bytes, dtype=torch.uint8))
+        words = torch.empty(0, dtype=torch.int64)
+        return cls(words, words, words, torch.empty(0, row_bytes, dtype=torch.uint8))
 
     @classmethod
     def from_words(cls, words: Tensor, values: Tensor) -> "StoredRows":
@@ -264,7 +264,7 @@ class BackingStore:
 
     Args:
         store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
-            `SqliteRows`, or any `RowStore`. It belongs to one module.
+            `SqliteRows`, or any `RowStore`. One module at a time may have it open.
         mode: rule that selects the rows to promote.
         max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
@@ -272,6 +272,10 @@ class BackingStore:
         write_behind: whether another thread removes promoted rows from the store and adds demoted
             ones, while the caller goes on with the step. Results are the same. The store's methods
             are then called by either thread, though only by one at a time.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: no mode of this name, or `max_misses` below 1.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
