@@ -299,9 +299,12 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
             RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
                 ids or a bag, on the CPU; a key that found no slot in a table with
                 `OnInsertFailure.RAISE`; a batch with more ids outside the fast tier than
-                `BackingStore.max_misses`.
+                `BackingStore.max_misses`; in training, a table with `Eviction.CUSTOM` without a
+                score, or tables of which only some are frozen.
             TypeError: indices of another dtype.
-            ValueError: `batch_sizes` that do not fit; counts below 0; weights without pooling.
+            ValueError: `batch_sizes` that do not fit; counts below 0, on the CPU; weights without
+                pooling.
+            Exception: the backing store raised it.
         """
         if is_padded() and (padding := training.num_padding_ids(indices, offsets)):
             weights, uses = (

@@ -45,7 +45,10 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
 @of_state
 def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> TableTarget:
-    """Return a table as the target that `emblib.dynamic.saving.loading` writes."""
+    """Return a table as the target that `emblib.dynamic.saving.loading` writes.
+
+    `hash_key` is the hash key that the table gets when it is replaced; None keeps its own.
+    """
     return TableTarget(
         index=state.index,
         table=table,
