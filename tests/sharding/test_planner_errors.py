@@ -19,6 +19,7 @@ from emblib.sharding.planner import (
     TableWorkload,
     Topology,
     collective_plan,
+    simulate,
 )
 from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
@@ -82,6 +83,8 @@ def test_the_optimizer_of_the_call_counts_as_that_of_the_collection() -> None:
         solved = planner.solve(source, optimizer=rowwise)
         assert str(solved) == str(expected)
         assert str(planner.predict(source, solved.plan, optimizer=rowwise)) == str(expected)
+    (simulated,) = simulate(planner, model(None), [2], optimizer=rowwise)
+    assert str(simulated.prediction) == str(expected)
     tables = [EmbeddingBagConfig(20_000, 128, "item", optimizer=rowwise)]
     own = EmbeddingBagCollection(tables, device="meta")
     assert str(planner.solve(own, optimizer=optim.Adam(0.1))) == str(expected)

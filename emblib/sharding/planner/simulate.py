@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.jagged import KeyedJaggedTensor
+from emblib.optim import Optimizer
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.planner import Planner
 from emblib.sharding.planner.report import Prediction
@@ -52,6 +53,7 @@ def simulate(
     *,
     scaling: Scaling = Scaling.WEAK,
     sharding: ShardingType | None = None,
+    optimizer: Optimizer | None = None,
 ) -> list[Simulated]:
     """Predict steps of a model in other worlds of the same machines.
 
@@ -63,13 +65,14 @@ def simulate(
         world_sizes: numbers of ranks.
         scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal.
         sharding: sharding type of all tables; None lets the planner choose.
+        optimizer: optimizer of tables whose configuration has none, as for `Planner.plan`.
 
     Raises:
         ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide the batch.
         PlanError: the tables do not fit.
     """
     return [
-        _simulate_world(planner, module, world_size, Scaling(scaling), sharding)
+        _simulate_world(planner, module, world_size, Scaling(scaling), sharding, optimizer)
         for world_size in world_sizes
     ]
 
@@ -80,6 +83,7 @@ def _simulate_world(
     world_size: int,
     scaling: Scaling,
     sharding: ShardingType | None,
+    optimizer: Optimizer | None,
 ) -> Simulated:
     """Plan the model for one world size; return the prediction with its batch size."""
     batch_size = planner.batch_size
@@ -107,7 +111,7 @@ def _simulate_world(
         comm_precision=planner.comm_precision,
         max_trials=planner.max_trials,
     )
-    return Simulated(world_size, batch_size, planner_of_size.solve(module))
+    return Simulated(world_size, batch_size, planner_of_size.solve(module, optimizer=optimizer))
 
 
 def format_simulated(simulated: Sequence[Simulated]) -> str:
@@ -160,7 +164,7 @@ def compare(
 
     Args:
         planner: planner with the constants of this machine.
-        module: model whose collections are measured; it stays as it is.
+        module: model whose collections are measured, with their own optimizers; it stays as it is.
         plans: plans by the names of their points.
         ranks: the ranks that measure.
         rounds: measured rounds, after `_WARM_UP_ROUNDS`; in each, the plans take turns.
