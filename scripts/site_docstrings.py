@@ -1,4 +1,4 @@
-"""Docstrings of the documentation site: examples and tables keep their lines."""
+"""Docstrings of the documentation site: examples and tables as code, methods as methods."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import griffe
 
 _EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 _TABLE = re.compile(r"^=+(?: +=+)+ *$\n(?:.*\S.*\n?)*", re.MULTILINE)
+_OWNER = re.compile(r"^ +state: .*\n(?: {8,}.*\n?)*", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
     """Rewrite docstrings to what griffe shows as code.
 
     It knows a section of doctests as "Examples", and takes "Example" for a remark, whose `>>>`
-    Markdown then turns into quotations. Tables of reStructuredText are no Markdown.
+    Markdown then turns into quotations. Tables of reStructuredText are no Markdown. Methods that a
+    class has by `size = functions.size` would be attributes without a docstring.
     """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
@@ -25,3 +27,44 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = _TABLE.sub(
                 lambda table: f"```text\n{table[0].rstrip()}\n```\n", text
             )
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Make attributes that are functions of another module methods of their class."""
+        modules = [pkg]
+        while modules:
+            module = modules.pop()
+            modules += [m for m in module.modules.values() if not m.is_alias]
+            for owner in module.classes.values():
+                if not owner.is_alias:
+                    for name, attribute in list(owner.attributes.items()):
+                        _make_method(owner, name, attribute)
+
+
+def _make_method(owner: griffe.Class, name: str, attribute: griffe.Attribute) -> None:
+    value = attribute.value
+    if attribute.docstring or not isinstance(value, griffe.ExprAttribute):
+        return
+    try:
+        function = owner.modules_collection[value.canonical_path]
+    except KeyError:
+        return
+    if not function.is_function or not function.docstring:
+        return
+    parameters = [p for p in function.parameters if p.name not in ("self", "state")]
+    method = griffe.Function(
+        name,
+        parameters=griffe.Parameters(griffe.Parameter("self"), *parameters),
+        returns=function.returns,
+        lineno=attribute.lineno,
+        endlineno=attribute.endlineno,
+        parent=owner,
+    )
+    text = _OWNER.sub("", function.docstring.value)
+    text = re.sub(r"^Args:\n(?=\n|\Z)", "", text, flags=re.MULTILINE)
+    method.docstring = griffe.Docstring(
+        text,
+        parent=method,
+        parser=function.docstring.parser,
+        parser_options=function.docstring.parser_options,
+    )
+    owner.members[name] = method

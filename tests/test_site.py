@@ -29,6 +29,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in page  # examples are code,
     assert "<blockquote>" not in page  # not quotations
     assert "=====</p>" not in page  # and tables keep their lines
+    page = (tmp_path / "api/dynamic/index.html").read_text()
+    assert 'id="emblib.DynamicEmbeddingBags.save"' in page  # `save = ...` of another module
     readme = (tmp_path / "getting_started/index.html").read_text()
     assert "/blob/main/examples/README.md" in readme  # links out of docs/ lead to the repository
 
