@@ -144,5 +144,5 @@ class Bench:
         totals = counting_pass(contender, ready.step, self.setup.config.timing.pool)
         if totals.get("lookups"):
             weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
-        peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
+        peak = memory.peak_bytes(partial(ready.step, 0), self.device)
         return weights if peak is None else weights | {"peak_bytes": peak}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import psutil
 import torch
 
 from experiments.machine.cpu import Cpu
-from experiments.machine.telemetry import Nvml
 
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 REUSED_BLOCK_BYTES = 32 << 20  # largest block that glibc can be told to keep
@@ -50,48 +48,20 @@ def available_bytes(device: torch.device) -> int:
     return free_bytes
 
 
-def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Make a call and return the bytes that it needs, by every available counter.
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
+    """Make a call; return the maximum of the bytes in use during it, minus those in use before.
 
-    Returns:
-        `peak`: maximum in use during the call, minus the use before it.
-        `rss`: maximum of host memory since the start of the process.
-        On a GPU also torch's peaks `allocated` and `reserved`; `driver`, the decrease of the free
-        memory, with allocations outside torch; `process`, the driver's count for this process;
-        `pinned` host memory; and `alloc_retries`, the times that torch had to free its cache.
+    On a GPU these are the bytes that torch has allocated; on a CPU the resident memory of the
+    process, and None where the system does not let a process reset its peak.
     """
-    counters: dict[str, int | None] = (
-        _measure_cuda(work, device) if device.type == "cuda" else {"peak": _measure_cpu(work)}
-    )
-    counters["rss"] = resident_bytes("VmHWM")
-    return {key: value for key, value in counters.items() if value is not None}
-
-
-def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
-    """Measure a call by the counters of torch, of the driver and of NVML, see `measure`."""
+    if device.type != "cuda":
+        return _peak_bytes_on_host(work)
     torch.cuda.synchronize(device)
     bytes_before = torch.cuda.memory_allocated(device)
-    free_before, _ = torch.cuda.mem_get_info(device)
-    retries_before = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     torch.cuda.reset_peak_memory_stats(device)
     work()
     torch.cuda.synchronize(device)
-    allocated = torch.cuda.max_memory_allocated(device)
-    retries_after = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-    nvml = Nvml.open(device)
-    try:
-        pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
-    except (AttributeError, RuntimeError):
-        pinned = None  # this torch does not count it
-    return {
-        "peak": int(allocated - bytes_before),
-        "allocated": int(allocated),
-        "reserved": int(torch.cuda.max_memory_reserved(device)),
-        "driver": max(0, int(free_before - torch.cuda.mem_get_info(device)[0])),
-        "process": ((nvml and nvml.processes()) or {}).get(os.getpid()),
-        "pinned": pinned,
-        "alloc_retries": int(retries_after - retries_before),
-    }
+    return int(torch.cuda.max_memory_allocated(device) - bytes_before)
 
 
 def resettable_peak() -> bool:
@@ -112,7 +82,7 @@ def release_freed_blocks() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _measure_cpu(work: Callable[[], object]) -> int | None:
+def _peak_bytes_on_host(work: Callable[[], object]) -> int | None:
     release_freed_blocks()
     if not resettable_peak():
         return None

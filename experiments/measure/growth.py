@@ -137,7 +137,7 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
     """Measure the peak memory while a table grows, and the memory that it occupies at the end.
 
     Returns:
-        `memory` (`memory.measure`), and in bytes `peak_bytes` and `kept_bytes`, None if unknown.
+        `peak_bytes` and `kept_bytes`, None if unknown.
     """
     size, total = call_sizes(cell)
     tables: list[KeyTable] = []
@@ -150,15 +150,12 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
         tables.append(table)
 
     bytes_before = _bytes_in_use(session.device)
-    measured = memory.measure(grow, session.device)
+    peak_bytes = memory.peak_bytes(grow, session.device)
     bytes_after = _bytes_in_use(session.device)
-    is_measured = bytes_before is not None and bytes_after is not None and "peak" in measured
     tables.clear()
-    return {
-        "memory": measured,
-        "peak_bytes": measured.get("peak"),
-        "kept_bytes": (bytes_after or 0) - (bytes_before or 0) if is_measured else None,
-    }
+    is_known = bytes_before is not None and bytes_after is not None and peak_bytes is not None
+    kept_bytes = (bytes_after or 0) - (bytes_before or 0) if is_known else None
+    return {"peak_bytes": peak_bytes, "kept_bytes": kept_bytes}
 
 
 def _bytes_in_use(device: torch.device) -> int | None:

@@ -85,7 +85,7 @@ class Outcome:
         status: "ok", "missing", "unsupported", "wrong", "oom", "timeout" or "error".
         reason: message of the error; "" for "ok".
         measured: samples.
-        memory: bytes of a step, see `memory.measure`; {} if it was not measured.
+        peak_bytes: peak memory of a step (`memory.peak_bytes`); None if it was not measured.
         nbytes: bytes of parameters, see `Contender.nbytes`.
         counters: counts of the cache over all batches, see `Contender.counters`.
         flops: floating-point operations per phase, mean over the batches.
@@ -96,7 +96,7 @@ class Outcome:
     status: str = "ok"
     reason: str = ""
     measured: Measured = field(default_factory=Measured)
-    memory: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int | None = None
     nbytes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
@@ -209,8 +209,7 @@ def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
         "weights_bytes": outcome.nbytes.get("weights"),
         "optimizer_state_bytes": outcome.nbytes.get("optimizer_state"),
         "cache_bytes": outcome.nbytes.get("cache", 0),
-        "peak_bytes": outcome.memory.get("peak"),
-        "memory": outcome.memory,
+        "peak_bytes": outcome.peak_bytes,
         "samples": measured.samples,
         "counters": outcome.counters,
         "flops": outcome.flops,

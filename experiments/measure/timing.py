@@ -127,7 +127,7 @@ def _measure_sizes(
     step = phases["step"]
     outcome.counters = counting_pass(contender, step, timing.pool)
     outcome.nbytes = contender.nbytes()
-    outcome.memory = memory.measure(partial(step, 0), contender.task.device)
+    outcome.peak_bytes = memory.peak_bytes(partial(step, 0), contender.task.device)
 
 
 def counting_pass(contender: Contender, step: Phase, pool: int) -> dict[str, int]:

@@ -68,10 +68,9 @@ def test_a_race_is_watched() -> None:
 
 
 def test_memory_of_a_call_is_seen() -> None:
-    found = memory.measure(lambda: torch.ones(16 << 20, device=CUDA).sum(), CUDA)
-    assert found["peak"] >= 64 << 20
-    assert found["allocated"] <= found["reserved"]
-    assert found["alloc_retries"] == 0
+    peak = memory.peak_bytes(lambda: torch.ones(16 << 20, device=CUDA).sum(), CUDA)
+    assert peak is not None
+    assert peak >= 64 << 20
 
 
 def test_the_machine_is_described() -> None:
