@@ -342,8 +342,6 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
             "rate_lo": rows["lookups"] / rows["hi_s"],
             "rate_hi": rows["lookups"] / rows["lo_s"],
             **{f"of_{kind}": rows["distinct_gb_s"] / bandwidths[kind] for kind in columns},
-            "gather_gb_s": bandwidths["gather"],
-            "weights_bytes": rows["weights_bytes"],
             "dense_bytes": rows["dense_bytes"],
         }
     )

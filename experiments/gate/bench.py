@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -95,15 +94,15 @@ class Bench:
         gc.freeze()
         gc.disable()
 
-    def warm(self, name: str) -> dict[str, Any]:
-        """Warm up the point; return the time of one execution and whether it is warm."""
+    def warm(self, name: str) -> float:
+        """Warm up the point; return the seconds of one execution, 0 without a warm-up."""
         ready, timing = self.ready[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
         phase = {name: ready.run}
         warm = warm_up(phase, ready.clock, timing, key=name, counters=counters)
         note(f"{name}|timing")
-        return {"execution_s": warm.typical.get(name, 0.0), **warm.describe()}
+        return warm.typical.get(name, 0.0)
 
     def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
         """Take one sample of the point per batch, each after one uncounted execution.

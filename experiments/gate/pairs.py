@@ -77,7 +77,6 @@ class PointSamples:
         seconds: samples of each side, [blocks][2], in seconds; a sample is the mean of
             `executions` calls.
         executions: calls per sample.
-        warm: answers of `Bench.warm` by side.
         weight: answers of `Bench.weigh` by side; {} if the job did not ask for them.
     """
 
@@ -85,7 +84,6 @@ class PointSamples:
         default_factory=lambda: {side: [] for side in Side}
     )
     executions: int = 1
-    warm: dict[str, Any] = field(default_factory=dict)
     weight: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -208,9 +206,7 @@ def _measure_point(job: PairJob, name: str, ask: Ask, rng: random.Random) -> Poi
     If the job checks, also weigh the point on both sides.
     """
     samples = PointSamples()
-    for side in rng.sample(list(Side), 2):
-        samples.warm[side.value] = ask(side, ("warm", name), name)
-    seconds = min(w["execution_s"] for w in samples.warm.values())
+    seconds = min(ask(side, ("warm", name), name) for side in rng.sample(list(Side), 2))
     if 0 < seconds < MIN_SAMPLE_SECONDS:
         samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
     pool = job.config.timing.pool
@@ -358,7 +354,7 @@ class TrialRunner:
                 records.append(
                     shared
                     | {"status": "ok", "effect": taken.effect, "executions": taken.executions}
-                    | {"warm": taken.warm, "weight": taken.weight, **samples}
+                    | {"weight": taken.weight, **samples}
                 )
         return records
 

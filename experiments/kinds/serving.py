@@ -89,12 +89,10 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     """Return latencies.csv: a row per cell, arm, clients and load, over all processes.
 
     `load` is CLOSED for closed blocks, else the rate of arrival ÷ the rate of closed blocks.
-    `p50_s` and `p99_s` are percentiles of the latency in seconds; `p99_lo_s` and `p99_hi_s` the
-    extremes of the latter over processes; every p99 is nan below MIN_TAIL `requests`. Medians over
-    processes: `requests_per_s`, `bags_per_s` (bags of one table), `offered_per_s` (rate of
-    arrival). `bytes` are those of the tables. `ratio`, in rows of closed blocks only, is the time
-    per request ÷ the time of the arm `baseline`, paired within rounds. An arm that was not measured
-    has one row.
+    `p50_s` and `p99_s` are percentiles of the latency in seconds; the latter is nan below MIN_TAIL
+    `requests`. Medians over processes: `requests_per_s`, `bags_per_s` (bags of one table). `bytes`
+    are those of the tables. `ratio`, in rows of closed blocks only, is the time per request ÷ the
+    time of the arm `baseline`, paired within rounds. An arm that was not measured has one row.
     """
     groups = _groups(records)
     rows = []
@@ -120,8 +118,6 @@ def _row(
     ]
     counts = counts_of(points)
     requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
-    by_process = [latency_quantile_s(counts_of([point]), 0.99) for point in points]
-    is_tail = requests >= MIN_TAIL
     per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
     effect = metrics.ratio(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
     return {
@@ -130,14 +126,9 @@ def _row(
         "requests": requests,
         "processes": len(points),
         "p50_s": latency_quantile_s(counts, 0.5),
-        "p99_s": latency_quantile_s(counts, 0.99) if is_tail else math.nan,
-        "p99_lo_s": min(by_process) if is_tail else math.nan,
-        "p99_hi_s": max(by_process) if is_tail else math.nan,
+        "p99_s": latency_quantile_s(counts, 0.99) if requests >= MIN_TAIL else math.nan,
         "requests_per_s": per_second,
         "bags_per_s": per_second * batch,
-        "offered_per_s": statistics.summarise(
-            [p["offered"] for p in points if p["offered"] is not None]
-        ).median,
         **(effect.columns() if effect else {}),
         "bytes": ok_records[0]["weights_bytes"],
     }

@@ -19,10 +19,8 @@ from experiments.results.store import Record
 from experiments.workloads.trace_analysis import SHARES, TableNumbers
 
 POLICIES = ("lru", "offline", "static_top")
-COLUMNS = (
-    *("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "bag_max"),
-    *("bags_empty", "once", "cache", "offline", "lru"),
-)
+COLUMNS = ("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "once")
+RATES = ("offline", "lru")
 
 
 class TraceRecord(TypedDict):
@@ -84,10 +82,9 @@ def good_records(records: Sequence[Record]) -> list[TraceRecord]:
 def tables(records: Sequence[Record]) -> pd.DataFrame:
     """Return tables.csv: a row per cell and table.
 
-    COLUMNS are counts, or shares of 1; `cache` is cached ÷ distinct rows of the table, `offline`
-    and `lru` the hit rates per lookup at that size. `rows_of_X` is the fewest rows that have a
-    share X of the lookups. `s`, `q`, `misfit` are of the fitted Zipf distribution, None for too few
-    lookups.
+    COLUMNS are numbers of `TableNumbers`; RATES the hit rates per lookup of a cache for a tenth of
+    the distinct rows. `rows_of_X` is the fewest rows that have a share X of the lookups. `s`, `q`,
+    `misfit` are of the fitted Zipf distribution, None for too few lookups.
     """
     return pd.DataFrame([row for r in good_records(records) for row in _tables(r)])
 
@@ -100,7 +97,7 @@ def _tables(record: TraceRecord) -> Iterator[dict[str, Any]]:
             "section": record["section"],
             "cell": record["cell"],
             "table": table["name"],
-            **{name: numbers[name] for name in COLUMNS},
+            **{name: numbers[name] for name in (*COLUMNS, *RATES)},
             **{f"rows_of_{share:g}": table["rows_of"][f"{share:g}"] for share in SHARES},
             **fit,
         }

@@ -45,7 +45,7 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     tables.clear()
     for arm in cell.arms:
         outcome = outcomes[arm.key]
-        outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
+        outcome.measured.conclude(telemetry.flags(), telemetry.summary())
         record: Record = {"keys_there": call_sizes(cell)[1]}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")

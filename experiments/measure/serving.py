@@ -34,7 +34,6 @@ from experiments.machine.telemetry import telemetry_for
 from experiments.measure.outcome import Outcome, build_arms, describe, facts
 from experiments.measure.session import Session
 from experiments.results.store import Record
-from experiments.timing import statistics
 from experiments.timing.latencies import CLOSED, bucket_of, phase_of
 from experiments.workloads.workload import Batch, Pool, TableShape, make_pool, table_shapes
 
@@ -70,14 +69,12 @@ class LoadPoint:
         clients: number of threads.
         load: rate of arrival ÷ rate of the last closed block; CLOSED for closed blocks.
         blocks: blocks of requests.
-        offered: rate of arrival per second that was aimed at, by block; empty for closed blocks.
     """
 
     request: Request
     clients: int
     load: float
     blocks: list[RequestBlock] = field(default_factory=list)
-    offered: list[float] = field(default_factory=list)
 
     def send(
         self, threads: ThreadPoolExecutor, seconds: float, rng: random.Random, closed: LoadPoint
@@ -93,19 +90,16 @@ class LoadPoint:
         rate = self.load * closed.blocks[-1].per_second
         times = arrivals(rate, seconds, rng)
         self.blocks.append(open_block(threads, self.request, self.clients, times))
-        self.offered.append(rate)
 
     def describe(self) -> Record:
         """Return a point of the record: clients, load, requests, seconds of all blocks.
 
-        `offered` is the median rate of arrival per second, None for closed blocks; `latencies` are
-        [bucket, requests] pairs, see `timing.latencies`.
+        `latencies` are [bucket, requests] pairs, see `timing.latencies`.
         """
         counts = Counter(bucket_of(ns) for block in self.blocks for ns in block.latencies_ns)
         return {
             "clients": self.clients,
             "load": self.load,
-            "offered": statistics.summarise(self.offered).median if self.offered else None,
             "requests": sum(len(block.latencies_ns) for block in self.blocks),
             "seconds": sum(block.seconds for block in self.blocks),
             "latencies": sorted(counts.items()),
@@ -133,7 +127,7 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     records = []
     for arm in cell.arms:
         outcome = outcomes[arm.key]
-        outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
+        outcome.measured.conclude(telemetry.flags(), telemetry.summary())
         record: Record = {"points": [], "cold_start": {}}
         if outcome.status == "ok":
             session.note(f"{arm.key}|starting from its file")

@@ -215,7 +215,6 @@ def _row(
     effect = ratio(ok_records, good(base_records), phase, pools.ratios)
     has_verdict = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
-    unique = record["unique_rows"] or math.nan
     return {
         **identity,
         "cache": record.get("cache", 0.0),
@@ -241,9 +240,7 @@ def _row(
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,
         "distinct_gb_s": useful_bytes(record, phase, distinct=True) / time.median / 1e9,
         "gflop_s": _flops(record, phase) / time.median / 1e9,
-        "flops": _flops(record, phase),
         "lookups": record["lookups"],
-        "unique_fraction": unique / record["lookups"],
         "weights_bytes": record["weights_bytes"],
         "optimizer_state_bytes": record["optimizer_state_bytes"],
         "cache_bytes": record.get("cache_bytes", 0),

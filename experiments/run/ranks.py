@@ -1,7 +1,7 @@
 """Several ranks on one machine: synchronised processes measure a cell together.
 
 Every rank builds the contenders and has batches of its own; `ProcessSync` synchronises them. Rank 0
-returns the records, with the seconds of every rank.
+returns the records, whose samples are the slowest rank's times.
 """
 
 from __future__ import annotations
@@ -46,14 +46,12 @@ class ProcessSync(RankSync):
 
     Attributes:
         peers: communication with the other ranks.
-        clocks: clocks by mode.
         failed: failure of the last call on this rank.
         elsewhere: failures of arms on other ranks.
     """
 
     def __init__(self, peers: Peers) -> None:
         self.peers, self.rank = peers, peers.rank
-        self.clocks: dict[str, RankClock] = {}
         self.failed: Exception | None = None
         self.elsewhere: dict[str, Exception] = {}
 
@@ -72,9 +70,7 @@ class ProcessSync(RankSync):
         return {name: partial(watched, phase) for name, phase in phases.items()}
 
     def clock(self, clock: Clock) -> Clock:
-        shared = RankClock(clock, self)
-        self.clocks[clock.mode.value] = shared
-        return shared
+        return RankClock(clock, self)
 
     def telemetry(self, telemetry: Telemetry) -> Telemetry:
         return SharedTelemetry(telemetry, self.peers)
@@ -114,13 +110,11 @@ class RankClock(Clock):
     Attributes:
         inner: clock of this rank.
         ranks: synchronisation.
-        log: seconds by rank of every sample, by the key of its task.
     """
 
     def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
         self.inner, self.ranks, self.mode = clock, ranks, clock.mode
         self.min_sample_seconds = clock.min_sample_seconds
-        self.log: dict[str, list[tuple[float, ...]]] = {}
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples one by one."""
@@ -155,8 +149,6 @@ class RankClock(Clock):
             if failure is None:
                 ranks.elsewhere[task.key.partition("/")[0]] = shared
                 task.call()  # raises `shared` inside the arm's call, where the race catches it
-        else:
-            self.log.setdefault(task.key, []).append(tuple(values[0] for values in by_rank))
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -170,25 +162,6 @@ class RankClock(Clock):
         if any(failed for (failed,) in self.ranks.peers.gather([float(error is not None)])):
             raise self.ranks.share(error)
         return adapted
-
-    def describe(self) -> dict[str, object]:
-        return self.inner.describe()
-
-    def seconds_of(self, key: str, samples: Sequence[tuple[int, float]], calls: int) -> Any:
-        """Return the seconds of every rank per sample, None for a sample that the log lacks.
-
-        Args:
-            key: key of the task.
-            samples: samples of a phase; the log also has samples of the warm-up.
-            calls: calls per sample.
-        """
-        logged = iter(self.log.get(key, []))
-        share = 1 / calls
-        by_sample = []
-        for _, seconds in samples:
-            by_rank = next((ranks for ranks in logged if max(ranks) * share == seconds), None)
-            by_sample.append(None if by_rank is None else [second * share for second in by_rank])
-        return by_sample
 
 
 class SharedTelemetry(Telemetry):
@@ -266,12 +239,12 @@ def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> No
     store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        ranks = ProcessSync(Peers())
-        session = dataclasses.replace(request.session, device=device, note=note, sync=ranks)
+        sync = ProcessSync(Peers())
+        session = dataclasses.replace(request.session, device=device, note=note, sync=sync)
         records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
     finally:
         dist.destroy_process_group()
-    pipe.send([record | _by_rank(record, ranks) for record in records] if rank == 0 else [])
+    pipe.send(records if rank == 0 else [])
 
 
 def _restrict_to_cores(rank: int, size: int) -> int:
@@ -284,18 +257,6 @@ def _restrict_to_cores(rank: int, size: int) -> int:
         share = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
         os.sched_setaffinity(0, share)
     return len(cores)
-
-
-def _by_rank(record: Record, ranks: ProcessSync) -> Record:
-    """Return the entries of a record about ranks; its samples are the slowest rank's."""
-    clock = ranks.clocks.get(record["mode"])
-    calls = record.get("executions", {})
-    samples = {
-        phase: clock.seconds_of(f"{record['arm']}/{phase}", of_phase, calls.get(phase, 1))
-        for phase, of_phase in record["samples"].items()
-        if clock
-    }
-    return {"rank_samples": samples, "rank_threads": torch.get_num_threads()}
 
 
 # The process that starts them

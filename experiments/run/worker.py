@@ -40,8 +40,7 @@ def serve(pipe: Connection, request: MeasureRequest) -> None:
     memory.keep_freed_blocks()
     session = dataclasses.replace(request.session, note=note)
     note("|starting")
-    records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
-    pipe.send([record | {"threads": torch.get_num_threads()} for record in records])
+    pipe.send(kinds.find(request.cell.kind).measure(request.cell, session, request.seconds))
 
 
 def measure_job(

@@ -129,10 +129,6 @@ class Clock:
         """Return the phase as this clock times it, for the batches 0 to pool - 1."""
         return phase
 
-    def describe(self) -> dict[str, object]:
-        """Return facts about the mode on this device, for the record."""
-        return {"mode": self.mode.value}
-
 
 class ColdClock(Clock):
     """A clock that empties the CPU's caches before every sample, outside its time.
@@ -149,9 +145,9 @@ class ColdClock(Clock):
         flush: Callable[[], object] | None = None,
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self.flush_bytes = CACHES_FLUSHED * last_level_cache_bytes()
         self.now = now
-        self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
+        num_floats = CACHES_FLUSHED * last_level_cache_bytes() // 4
+        self.flush = flush or partial(torch.zeros(num_floats).add_, 1.0)
 
     def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take samples whose cost includes emptying the caches."""
@@ -165,9 +161,6 @@ class ColdClock(Clock):
             seconds = (end - start) / 1e9
             readings.append(Reading(seconds, seconds, (end - begin) / 1e9))
         return readings
-
-    def describe(self) -> dict[str, object]:
-        return {"mode": self.mode.value, "flush_bytes": self.flush_bytes}
 
 
 class CudaClock(Clock):
@@ -270,18 +263,6 @@ class CudaClock(Clock):
             message = str(error).partition("\n")[0]
             raise UnsupportedMode(f"cannot be captured as a CUDA graph: {message}") from error
         return lambda number: graphs[number]()
-
-    def describe(self) -> dict[str, object]:
-        """Return the mode, in mode cold the bytes of a flush, and spins in microseconds.
-
-        Spins are the last lengths by key of a task; keys with the initial length are left out.
-        """
-        facts: dict[str, object] = {"mode": self.mode.value}
-        if self.mode is Mode.cold:
-            facts["flush_bytes"] = self.gpu.flush_bytes
-        if self.mode is not Mode.wall:
-            facts["spin_us"] = {k: round(1e6 * s, 1) for k, s in sorted(self.ahead.items())}
-        return facts
 
 
 class TorchGpu:

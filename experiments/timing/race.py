@@ -90,7 +90,7 @@ class Race:
             flags = [*flags, "throttled"]
         for result in self.results.values():
             result.stop_reason = result.stop_reason or "max_rounds"
-            result.conclude(flags, hardware, self.clock.describe())
+            result.conclude(flags, hardware)
         return self.results
 
     def _guard(self, name: str, action: Callable[[], object]) -> None:
@@ -256,7 +256,6 @@ class Measured:
         walls: seconds of the host per sample, if they differ from the sample.
         flags: flags of the race that concern this contender.
         hardware: observations of the telemetry.
-        clock: facts about the clock.
         noise: spread of the samples after each round, by phase.
         exposed: number of samples in which the GPU waited for the host.
     """
@@ -270,7 +269,6 @@ class Measured:
     walls: Samples = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     hardware: dict[str, Any] = field(default_factory=dict)
-    clock: dict[str, Any] = field(default_factory=dict)
     noise: dict[str, list[float]] = field(default_factory=dict)
     exposed: int = 0
 
@@ -307,14 +305,12 @@ class Measured:
             if s.n:
                 self.noise.setdefault(phase, []).append(s.spread)
 
-    def conclude(
-        self, flags: Sequence[str], hardware: dict[str, Any], clock: dict[str, Any]
-    ) -> None:
+    def conclude(self, flags: Sequence[str], hardware: dict[str, Any]) -> None:
         """Add the observations of the machine, and all flags, at the end of the race."""
         self.flags |= set(flags)
         if self.exposed > MAX_EXPOSED_SHARE * sum(map(len, self.samples.values())):
             self.flags.add("launch_exposed")
-        self.hardware, self.clock = {**self.hardware, **hardware}, clock
+        self.hardware |= hardware
 
     def describe(self) -> dict[str, Any]:
         """Return the entries of the record except `samples`."""
@@ -323,7 +319,6 @@ class Measured:
             "flags": sorted(self.flags),
             "warm": self.warm.describe() if self.warm else {},
             "hardware": self.hardware,
-            "clock": self.clock,
         }
         if any(n > 1 for n in self.executions.values()):
             facts["executions"] = self.executions

@@ -242,13 +242,10 @@ class TableNumbers(TypedDict):
     distinct: int  # rows looked up
     batch_distinct_share: float  # sum of the distinct rows of each batch ÷ lookups
     bag_mean: float  # ids per bag
-    bag_max: int
-    bags_empty: float  # share of the bags
     once: float  # share of the distinct rows that are looked up exactly once
     rows_of: dict[str, int]  # fewest rows that have each share (SHARES) of the lookups
     fit: dict[str, float] | None  # s, q, misfit of `ZipfFit`; None for too few lookups
-    cache: float  # size of a cache of this table ÷ its distinct rows
-    offline: float  # hit rate per lookup of this cache, offline optimum
+    offline: float  # hit rate per lookup of a cache of TABLE_CACHE_SHARE, offline optimum
     lru: float  # the same of the least-recently-used policy
 
 
@@ -279,15 +276,12 @@ def analyse_table(
         "distinct": len(counts),
         "batch_distinct_share": _share(sum(per_batch["rows"]), total),
         "bag_mean": float(lengths.mean()) if len(lengths) else 0.0,
-        "bag_max": int(lengths.max(initial=0)),
-        "bags_empty": float((lengths == 0).mean()) if len(lengths) else 0.0,
         "rows_of": {
             f"{share:g}": int(min(rank + 1, len(counts)))
             for share, rank in zip(SHARES, ranks, strict=True)
         },
         "once": _share(int((counts == 1).sum()), len(counts)),
         "fit": _fit_halves(lookups, rows or len(counts)),
-        "cache": TABLE_CACHE_SHARE,
         "offline": offline["lookups"],
         "lru": lru["lookups"],
     }

@@ -24,7 +24,6 @@ class FakeGpu:
     launch: float = 5e-6  # seconds of the host for one launch
     cycles_per_second: float = 2e9
     flush_seconds: float = 40e-6
-    flush_bytes: int = 1 << 20
     log: list[str] = field(default_factory=list)
     captured: list[Callable[[], object]] = field(default_factory=list)
 

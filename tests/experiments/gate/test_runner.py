@@ -74,7 +74,7 @@ class Pretender:
                     raise Died("error", "ImportError: no kernels")
                 return {p.name: bad.get(p.name, BuildResult()) for p in message.points}
             case "warm", _:
-                return {"execution_s": self.traits.get("execution", 1e-3)}
+                return self.traits.get("execution", 1e-3)
             case "take_samples", point, batches, _:
                 if self.traits.get("dies") == (self.side, point):
                     raise Died("oom", "killed")

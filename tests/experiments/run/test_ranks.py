@@ -140,16 +140,6 @@ def test_a_sample_is_the_slowest_ranks_and_all_ranks_have_it() -> None:
         }
 
 
-def test_every_ranks_seconds_are_kept_beside_the_sample() -> None:
-    results, ranks = on_every_rank(lambda ranks: (race(ranks)[0], ranks))[0]
-    taken = results["b"].samples["step"]
-    every = ranks.clocks["hot"].seconds_of("b/step", taken, 1)
-    assert len(every) == len(taken)
-    assert all(sorted(seconds) == [1e-3, 2e-3, 3e-3] for seconds in every)
-    shared = ranks.clocks["hot"].seconds_of("b/step", [(n, s / 4) for n, s in taken], 4)
-    assert shared == [[s / 4 for s in seconds] for seconds in every]  # four calls in a sample
-
-
 @pytest.mark.parametrize("call", [1, 3, 9])  # in the warm-up and in the race
 @pytest.mark.parametrize("where", [0, 2])
 def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) -> None:
@@ -412,7 +402,4 @@ def test_two_ranks_of_a_run(tmp_path: Path, smoke_host: SmokeHost) -> None:
     assert "rank 1: ValueError: not on this rank" in by_arm["fails_in_step"]["reason"]
     good = by_arm["tbe"]
     assert (good["status"], good["world_size"]) == ("ok", 2)
-    for phase, samples in good["samples"].items():
-        every = good["rank_samples"][phase]
-        assert [max(seconds) for seconds in every] == [s for _, s in samples]
-        assert all(len(seconds) == 2 for seconds in every)
+    assert good["samples"]["step"]

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from experiments.config.schema import Config, DeviceKind, Mode, UsageError
+from experiments.machine.cpu import last_level_cache_bytes
 from experiments.run.runner import device_of
 from experiments.timing.clock import (
+    CACHES_FLUSHED,
     MAX_VAIN_SPINS,
     SAMPLES_PER_CHUNK,
     Clock,
@@ -63,9 +65,8 @@ def test_the_flush_is_larger_than_the_cache_and_touches_all_of_it() -> None:
     clock = ColdClock(now=lambda: 0)
     buffer = clock.flush()
     assert isinstance(buffer, torch.Tensor)
-    assert buffer.nbytes == clock.flush_bytes >= 2 << 20
+    assert buffer.nbytes == CACHES_FLUSHED * last_level_cache_bytes() >= 2 << 20
     assert buffer.min() == buffer.max() == 1.0  # every element was read and written
-    assert clock.describe() == {"mode": "cold", "flush_bytes": clock.flush_bytes}
 
 
 def test_behind_a_spin_launches_are_outside_the_time() -> None:
@@ -93,8 +94,7 @@ def test_a_short_spin_is_seen_and_made_longer() -> None:
     assert [r.exposed for r in readings] == [True, False, False]
     assert readings[0].seconds > 25e-6
     assert readings[1].seconds == pytest.approx(20e-6)
-    assert clock.ahead["a"] > 5 * gpu.launch
-    assert clock.describe()["spin_us"] == {"a": pytest.approx(300.0)}
+    assert clock.ahead == {"a": pytest.approx(300e-6)}
 
 
 def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
@@ -122,7 +122,6 @@ def test_the_caches_are_emptied_before_each_cold_sample_outside_its_time() -> No
     assert [r.seconds for r in readings] == pytest.approx([10e-6] * 3)
     assert gpu.log == ["flush", "spin"] * 3 + ["synchronise"]
     assert all(r.cost > gpu.flush_seconds for r in readings)
-    assert clock.describe()["flush_bytes"] == gpu.flush_bytes
 
 
 def test_a_chunk_is_waited_for_once() -> None:
