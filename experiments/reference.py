@@ -159,6 +159,9 @@ def with_questions(page: str) -> str:
 def add(words: Sequence[str]) -> int:
     """Measure experiments, store the runs and compare them; return 1 if one failed, else 0."""
     settings = [a for a in words if "=" in a and not a.startswith("+experiment=")]
+    for setting in settings:  # an older run would be taken for the new one
+        if setting.startswith(("report.folder=", "dry_run=")):
+            raise UsageError(f"{setting}: `reference add` stores new runs of reports/runs")
     names = experiments_to_run([a for a in words if a not in settings])
     for name in names:
         configure.load([f"+experiment={name}", *settings])

@@ -137,7 +137,8 @@ def _rerun(
             print("  it claims nothing that could be compared")
         _print_findings(result.findings)
         findings += result.findings
-    _print_summary(findings)
+    if findings:
+        print(f"\n{len(findings)} claims: {_outcome_words(findings)}")
     return _exit_status(findings)
 
 
@@ -165,19 +166,16 @@ def _print_findings(findings: Sequence[CheckedClaim]) -> None:
     reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
     for reason, count in reasons.most_common():
         print(f"  not measured, {count} claims: {reason}")
-    counts = Counter(f.outcome for f in findings)
-    print("  " + ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o]))
+    print(f"  {_outcome_words(findings)}")
 
 
 def _shown_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
-def _print_summary(findings: Sequence[CheckedClaim]) -> None:
-    if findings:
-        counts = Counter(f.outcome for f in findings)
-        words = ", ".join(f"{n} {outcome.value}" for outcome, n in counts.items())
-        print(f"\n{len(findings)} claims: {words}")
+def _outcome_words(findings: Sequence[CheckedClaim]) -> str:
+    counts = Counter(f.outcome for f in findings)
+    return ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o])
 
 
 def _exit_status(findings: Sequence[CheckedClaim]) -> int:

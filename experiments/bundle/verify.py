@@ -24,7 +24,7 @@ from experiments.bundle.pack import (
     reproduce,
     run_entry,
 )
-from experiments.report import write_report
+from experiments.report import text, write_report
 from experiments.report.data import Run
 
 IGNORED_ELEMENTS = ("svg", "style", "script")  # of a page; their text is not compared
@@ -97,14 +97,8 @@ CHECKED_FILES = {
     "report.md",
     "index.html",
 }
-RUN_ENTRIES = (
-    "experiment",
-    "device",
-    "cuda",
-    "torch",
-    "code",
-    "seconds",
-)  # required entries of a run
+# Required entries of a run.
+RUN_ENTRIES = ("experiment", "device", "cuda", "torch", "code", "seconds")
 
 
 @dataclass
@@ -231,7 +225,7 @@ def _run_problems(
                     f"{column}: only one of packed and rebuilt has it"
                     for column in unshared_columns
                 ]
-            problems += [f"{name}: {text}" for text in different]
+            problems += [f"{name}: {difference}" for difference in different]
             checked.numbers += count
     further_files = [
         p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")
@@ -312,13 +306,9 @@ def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str],
 
 
 def _equal(old: Any, new: Any) -> bool:
-    if _missing(old) or _missing(new):
-        return _missing(old) and _missing(new)
+    if text.missing(old) or text.missing(new):
+        return text.missing(old) and text.missing(new)
     try:
         return math.isclose(float(old), float(new), rel_tol=RELATIVE_TOLERANCE, abs_tol=0.0)
     except ValueError:
         return bool(old == new)
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from experiments.config.schema import UsageError, folder_name
 from experiments.paths import ROOT
+from experiments.results.store import has_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     from experiments.compare import machines, pages
 
     if arguments.overview:
+        if strangers := [path for path in arguments.runs if not has_records(path)]:
+            raise UsageError(f"{strangers[0]} is no run: --overview takes directories of runs")
         text = pages.overview(arguments.runs).markdown()
         if arguments.overview == "print":
             print(text)

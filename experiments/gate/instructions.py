@@ -71,18 +71,20 @@ def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
         message.write_bytes(pickle.dumps(setup))
         runs = {side: _start(side, folder, message) for side, folder in folders.items()}
         counts: Counts = {}
-        for side, process in runs.items():
-            try:
+        try:
+            for side, process in runs.items():
                 _, errors = process.communicate(timeout=LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                for started in runs.values():
-                    started.kill()
-                return {}, f"{side} took more than {LIMIT_SECONDS} s"
-            if process.returncode:
-                lines = [line for line in errors.strip().splitlines() if not line.startswith("==")]
-                return {}, f"{side} failed under valgrind: {(lines or ['no message'])[-1]}"
-            for point, side_counts in read_dumps(message.parent / side).items():
-                counts.setdefault(point, {})[side] = side_counts
+                if process.returncode:
+                    lines = [x for x in errors.strip().splitlines() if not x.startswith("==")]
+                    return {}, f"{side} failed under valgrind: {(lines or ['no message'])[-1]}"
+                for point, side_counts in read_dumps(message.parent / side).items():
+                    counts.setdefault(point, {})[side] = side_counts
+        except subprocess.TimeoutExpired:
+            return {}, f"{side} took more than {LIMIT_SECONDS} s"
+        finally:  # where one side failed, the other would run on while times are measured
+            for process in runs.values():
+                process.kill()
+                process.wait()
     return counts, ""
 
 

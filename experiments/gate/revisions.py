@@ -180,16 +180,6 @@ def provide_libraries(
             os.replace(partial, target)
 
 
-def snapshot(name: str, device: str, say: Say) -> Revision:
-    """Check out a revision with its libraries.
-
-    A working tree is copied, so that later edits do not affect a comparison with itself.
-    """
-    revision = checkout(name)
-    provide_libraries(revision, revision, device, say)
-    return revision
-
-
 def _build_key(revision: Revision, cuda: str) -> str:
     """Return a key of what determines a build: sources, torch, the C++ compiler, variables."""
     variables = ("TORCH_CUDA_ARCH_LIST", "CXX", "CXXFLAGS", "CUDACXX", "CUDAFLAGS", "CUDA_HOME")
@@ -213,13 +203,13 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
     folder = home / _build_key(revision, cuda)
+    work, log = folder / "work", folder / "build.log"
     libraries = sorted(folder.glob("libemblib_*.so"))
-    if libraries:
+    if libraries and not work.exists():  # it is removed last: until then some may be missing
         return libraries
     if not (revision.folder / "csrc" / "CMakeLists.txt").exists():
         raise BuildError("it has no csrc/CMakeLists.txt")
     say(f"building the native libraries of {revision.words}; this is done once")
-    work, log = folder / "work", folder / "build.log"
     work.mkdir(parents=True, exist_ok=True)
     source = str(revision.folder / "csrc")
     # The environment's own cmake and ninja first: the system's may be too old.

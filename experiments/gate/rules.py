@@ -2,8 +2,9 @@
 
 There are two independent sets of pairs. The first covers every point, with more pairs for points
 that it cannot decide. What it finds slower or faster is measured again by a second set of the same
-size, and only what the second set confirms counts. The second set is evaluated only when complete,
-so longer measurement in the first set, or many points, do not make false alarms more likely.
+size, and only what the second set confirms counts. The second set is evaluated once, when it is
+complete or the run was interrupted. So longer measurement in the first set, or many points, do not
+make false alarms more likely.
 """
 
 from __future__ import annotations

@@ -191,9 +191,13 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
 
 
 def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFolders:
-    """Return a copy of head as both sides; raise UsageError where it does not build."""
+    """Return head as both sides; raise UsageError where it does not build.
+
+    A working tree is copied, so that later edits do not affect the comparison with itself.
+    """
+    head = revisions.checkout(start.config.gate.head)
     try:
-        head = revisions.snapshot(start.config.gate.head, start.device.type, say)
+        revisions.provide_libraries(head, head, start.device.type, say)
     except revisions.BuildError as error:
         raise UsageError(str(error)) from error
     return dict.fromkeys(Side, str(head.folder))

@@ -1,4 +1,4 @@
-"""What the report of traces through caches says: its answer and its tables.
+"""What the report of traces through caches says and draws: hit rates, and the time of steps.
 
 Rows are traces (`run.traces`): one per cell, policy (a contender or an ideal cache) and size of the
 cache; `kinds.cache.frame` lists the columns. Rows of `run.table` are timed phases, and

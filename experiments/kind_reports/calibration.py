@@ -6,10 +6,11 @@ A record's "calibration" has the fields of `emblib.sharding.planner.Calibration`
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from experiments.report import text
 from experiments.report.charts import Curve, Scale, curves
@@ -79,10 +80,7 @@ def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
     Outside the range of the points it is the value of the nearest one. Points must ascend in bytes.
     """
-    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
-        if x0 <= nbytes <= x1:
-            return float(y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
-    return float(curve[0][1] if nbytes < curve[0][0] else curve[-1][1])
+    return float(np.interp(nbytes, *zip(*curve, strict=True)))
 
 
 def answer(run: Run) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config.schema import UsageError
@@ -12,36 +11,25 @@ from experiments.paths import ROOT
 from experiments.report.data import Run
 from experiments.results.store import POINTS, RunStore, has_records
 
-__all__ = ["ReportSummary", "Run", "add_arguments", "run", "write_report"]
-
-FAILED_STATUSES = ("wrong", "error", "timeout")
+__all__ = ["Run", "add_arguments", "run", "write_report"]
 
 
-@dataclass(frozen=True)
-class ReportSummary:
-    """What the terminal shows of a report."""
-
-    answer: str
-    failures: int  # records of FAILED_STATUSES; out of memory and unsupported are results
-
-
-def write_report(path: Path, *, draws_figures: bool = True) -> ReportSummary:
-    """Write every derived file of the run in `path` from its raw records; measure nothing.
+def write_report(path: Path, *, draws_figures: bool = True) -> str:
+    """Write every derived file of a run from its raw records; return the answer to its question.
 
     Args:
         path: directory of the run.
-        draws_figures: whether the figures are drawn; without, the pages have their titles and
-            captions only. Kinds with reports of their own ignore it.
+        draws_figures: False for pages with titles and captions of figures only. Kinds with reports
+            of their own ignore it.
 
     Raises:
-        UsageError: the run is of a kind that this harness does not have.
+        UsageError: the run is damaged, or of a kind that this harness does not have.
     """
     from experiments.report import document, pages
 
     run_data = Run.read(path)
-    num_failed = sum(r["status"] in FAILED_STATUSES for r in run_data.records)
     if (answer := run_data.kind.rebuild(path)) is not None:
-        return ReportSummary(answer, num_failed)
+        return answer
     store = RunStore(path)
     always = {"results", *run_data.kind.frames([], run_data.config.report)}
     for name, table in run_data.frames.items():
@@ -51,7 +39,7 @@ def write_report(path: Path, *, draws_figures: bool = True) -> ReportSummary:
         store.write(name, content)
     page = pages.page(run_data)
     document.write(path, page, draws_figures=draws_figures)
-    return ReportSummary(" ".join(page.answer), num_failed)
+    return " ".join(page.answer)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             status = 2
             continue
         try:
-            answer = write_report(path).answer
+            answer = write_report(path)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2

@@ -70,11 +70,18 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """Read the files that store.RunStore wrote; raise UsageError for a kind not known here."""
+        """Read the files that store.RunStore wrote.
+
+        Raises:
+            UsageError: a file is damaged, or the kind is not known here.
+        """
         config = read_config(path / "config.yaml")
-        # In the order of the experiment, not in the order of measuring.
-        records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
-        info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
+        try:
+            # In the order of the experiment, not in the order of measuring.
+            records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
+            info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))
+        except ValueError as error:
+            raise UsageError(f"{path}: {error}") from error
         if "device" in environment:  # older files say "1 threads"
             environment["device"] = re.sub(r"\b1 threads\b", "1 thread", environment["device"])
         for labelled in (info, *records):

@@ -213,9 +213,10 @@ def _with_present_names(record: Record) -> Record:
 
 
 def read_config(path: Path) -> DictConfig:
-    """Return a run's config.yaml with present names."""
+    """Return a run's config.yaml with present names and without keys that are gone."""
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
+    config.get("timing", {}).pop("energy_seconds", None)
     groups = [(config, "gate"), (config, "workload")]
     groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
     for parent, name in groups:
@@ -226,6 +227,9 @@ def read_config(path: Path) -> DictConfig:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """Return environment.json or run.json of a run; {} if it is missing."""
+    """Return a JSON file of a run; {} if it is missing. Raise ValueError if it is damaged."""
     source = path / name
-    return json.loads(source.read_text()) if source.exists() else {}
+    try:
+        return json.loads(source.read_text()) if source.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{name} is damaged ({error})") from error

@@ -239,8 +239,9 @@ class JobRunner:
         earlier_records = self.earlier.get((key, replicate))
         if earlier_records and self._same_tables(job.cell, earlier_records[0]["rows_scale"]):
             self.reused += 1
-            place = {"order": job.order, "cell_number": job.number, "run_id": self.session.run_id}
-            return [{"reused_from": r["run_id"], **r, **place} for r in earlier_records]
+            position = {"order": job.order, "cell_number": job.number}
+            position["run_id"] = self.session.run_id
+            return [{"reused_from": r["run_id"], **r, **position} for r in earlier_records]
         if job.cell.key not in self.fitted:
             ranked_session = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked_session)
@@ -323,13 +324,13 @@ def finish(
     end = {"experiment": config.name, "question": question, "status": status, **extra}
     try:
         store.write_json("run.json", end)
-        summary = write_report(store.path)
+        answer = write_report(store.path)
     except (KeyboardInterrupt, OSError) as error:
         problem = f"error: {error}" if isinstance(error, OSError) else "interrupted"
         command = f"python run.py report {page.parent}"
         print(f"{problem}; there is no report yet: '{command}' writes it", file=sys.stderr)
         return 1 if isinstance(error, OSError) else 130
-    print(f"\n{summary.answer}\n")
+    print(f"\n{answer}\n")
     outcomes = extra["outcomes"]
     failures = sum(outcomes.get(name, 0) for name in FAILURES)
     if failures:

@@ -40,7 +40,8 @@ def serve(pipe: Connection, request: MeasureRequest) -> None:
     memory.keep_freed_blocks()
     session = dataclasses.replace(request.session, note=note)
     note("|starting")
-    pipe.send(kinds.find(request.cell.kind).measure(request.cell, session, request.seconds))
+    records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
+    pipe.send([record | {"threads": torch.get_num_threads()} for record in records])
 
 
 def measure_job(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from experiments.config.schema import Config
 from experiments.gate import instructions, pages, verdicts
 from experiments.gate.instructions import NATIVE, TOTAL
 from experiments.gate.pairs import Trial
-from experiments.gate.points import points_of
+from experiments.gate.points import Setup, points_of
 from experiments.gate.rules import Evidence, Rules
 from experiments.timing.statistics import Verdict
 
@@ -57,6 +59,23 @@ def test_the_smallest_dump_of_a_point_counts(tmp_path: Path) -> None:
         "a forward": 150.0,
         "b step": 95.0,
     }
+
+
+def test_a_side_that_fails_ends_the_other_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would run on while the pairs are timed."""
+    commands = {"base": "echo no valgrind >&2; exit 1", "head": "exec sleep 60"}
+    started: dict[str, subprocess.Popen[str]] = {}
+
+    def start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
+        words = ["sh", "-c", commands[side]]
+        started[side] = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        return started[side]
+
+    monkeypatch.setattr(instructions, "_start", start)
+    config = configure.load(["+experiment=gate", "device=cpu"])
+    counts, reason = instructions.count(Setup((), config, "cpu", 1), {"base": "", "head": ""})
+    assert (counts, reason) == ({}, "base failed under valgrind: no valgrind")
+    assert started["head"].poll() == -signal.SIGKILL
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code for x86-64")

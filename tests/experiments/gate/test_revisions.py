@@ -132,3 +132,7 @@ def test_a_build_is_kept_by_its_sources(
         (library,) = revisions.build(head, home / "native", "cpu", said.append)
         assert library.name == "libemblib_cpu.so"
     assert len(said) == 1
+    (library.parent / "work").mkdir()  # as if the copying of libraries had been interrupted
+    revisions.build(head, home / "native", "cpu", said.append)
+    assert len(said) == 2
+    assert not (library.parent / "work").exists()

@@ -162,9 +162,9 @@ def test_a_run_that_was_interrupted_has_a_report(
     records = path / "points.jsonl"
     lines = records.read_text().splitlines(keepends=True)
     records.write_text("".join(x for x in lines if json.loads(x).get("kind", "time") == kept))
-    summary = write_report(path)
+    answer = write_report(path)
     start = "No answer yet" if kept == "time" else "With "
-    assert summary.answer.startswith(f"{pages.SMOKE} {start}")
+    assert answer.startswith(f"{pages.SMOKE} {start}")
     assert "Throughput" in (path / "report.md").read_text() or kept == "cache"
 
 

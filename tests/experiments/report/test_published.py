@@ -14,6 +14,7 @@ import pytest
 
 from experiments import compare, configure
 from experiments.compare import pages
+from experiments.config.schema import UsageError
 from experiments.kind_reports import anchor as anchor_report
 from experiments.machine import ceilings
 from experiments.report import Run, published
@@ -314,6 +315,8 @@ def _references_are_read_once() -> Iterator[None]:
 @pytest.mark.usefixtures("_references_are_read_once")
 def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line(compare)(["--overview", "check"]) == 0, capsys.readouterr().out
+    with pytest.raises(UsageError, match="nowhere is no run"):
+        command_line(compare)(["nowhere", "--overview", "check"])
 
 
 @pytest.mark.usefixtures("_references_are_read_once")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import experiments
+from experiments import cli
 from experiments.measure.process import Child
 from experiments.results.store import (
     POINTS,
@@ -18,10 +19,12 @@ from experiments.results.store import (
     RunStore,
     has_records,
     pack_records,
+    read_config,
     read_records,
     runs_in,
     unpack_records,
 )
+from tests.experiments.made_up import Recipe, make_run
 
 
 def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) -> None:
@@ -36,6 +39,26 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
     points.write_text('{"number": 1, "torn\n' + '{"number": 2}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
         read_records(tmp_path)
+
+
+def test_a_damaged_run_is_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", Recipe(replicates=1))
+    points = run / "points.jsonl"
+    points.write_text("{\n" + points.read_text())
+    assert cli.main(["report", str(run)]) == 2
+    assert "points.jsonl line 1 is damaged" in capsys.readouterr().err
+    points.write_text(points.read_text().removeprefix("{\n"))
+    (run / "environment.json").write_text("{")
+    assert cli.main(["report", str(run)]) == 2
+    assert "environment.json is damaged" in capsys.readouterr().err
+
+
+def test_keys_that_are_gone_are_not_read(tmp_path: Path) -> None:
+    """The report of a gate would refuse them."""
+    (tmp_path / "config.yaml").write_text("timing: {pool: 8, energy_seconds: 1.0}\n")
+    assert read_config(tmp_path / "config.yaml") == {"timing": {"pool": 8}}
 
 
 def test_a_torn_line_longer_than_any_buffer_is_cut_off(tmp_path: Path) -> None:

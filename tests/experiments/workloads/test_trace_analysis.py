@@ -285,15 +285,15 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
     own["params"] |= {"distribution": "trace", "file": "clicks.pt", "sha256": "ab" * 32}
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(own) + "\n")
-    summary = write_report(run)
-    assert summary.answer.startswith(pages.SMOKE)
-    assert " Of the lookups of the trace clicks.pt (1 table, " in summary.answer
-    assert "For comparison, at best it would serve" in summary.answer
+    answer = write_report(run)
+    assert answer.startswith(pages.SMOKE)
+    assert " Of the lookups of the trace clicks.pt (1 table, " in answer
+    assert "For comparison, at best it would serve" in answer
 
 
 def test_nothing_looked_at_yet(run: Path) -> None:
     (run / "points.jsonl").write_text("")
-    assert "No answer: no lookups were analysed" in write_report(run).answer
+    assert "No answer: no lookups were analysed" in write_report(run)
 
 
 def test_a_trace_that_failed_is_not_answered_for_by_other_lookups(run: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_trace_that_failed_is_not_answered_for_by_other_lookups(run: Path) -> 
     lost |= {"section": "sweep", "cell": "sweep own", "status": "unsupported", "reason": reason}
     with (run / "points.jsonl").open("a") as file:
         file.write(json.dumps(lost) + "\n")
-    answer = write_report(run).answer
+    answer = write_report(run)
     assert f"No answer: the trace clicks.pt was not analysed ({reason})." in answer
     assert "lookups into" not in answer
 
