@@ -80,7 +80,8 @@ def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
 
     Outside the range of the points it is the value of the nearest one. Points must ascend in bytes.
     """
-    return float(np.interp(nbytes, *zip(*curve, strict=True)))
+    sizes, costs_ns = zip(*curve, strict=True)
+    return float(np.interp(nbytes, sizes, costs_ns))
 
 
 def answer(run: Run) -> list[str]:

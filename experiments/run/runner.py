@@ -239,9 +239,8 @@ class JobRunner:
         earlier_records = self.earlier.get((key, replicate))
         if earlier_records and self._same_tables(job.cell, earlier_records[0]["rows_scale"]):
             self.reused += 1
-            position = {"order": job.order, "cell_number": job.number}
-            position["run_id"] = self.session.run_id
-            return [{"reused_from": r["run_id"], **r, **position} for r in earlier_records]
+            of_run = {"order": job.order, "cell_number": job.number, "run_id": self.session.run_id}
+            return [{"reused_from": r["run_id"], **r, **of_run} for r in earlier_records]
         if job.cell.key not in self.fitted:
             ranked_session = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked_session)

@@ -86,8 +86,7 @@ def test_a_machine_that_is_20_times_as_fast_is_said_to_be_that(gpu: Path) -> Non
 def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
     rows = Comparison.read([gpu, CPU]).points
     criteo = rows[(rows["role"] == "criteo") & (rows["machine"] == 0)].iloc[0]
-    assert criteo["gather_gb_s"] == 800.0  # D=16: rows of 64 bytes
-    assert criteo["of_gather"] == pytest.approx(criteo["distinct_gb_s"] / 800)
+    assert criteo["of_gather"] == pytest.approx(criteo["distinct_gb_s"] / 800)  # rows of 64 bytes
     assert criteo["of_copy"] == pytest.approx(criteo["distinct_gb_s"] / 2800)
     assert criteo["of_theory"] == pytest.approx(criteo["distinct_gb_s"] / 3350)
     # The CPU's run is from before gathers were measured.
