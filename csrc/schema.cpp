@@ -27,9 +27,10 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tbe_lookup(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets, Tensor? slots,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // A lookup that checks its batch in the same call unless `check` is None. The CPU returns
-  // [output], or [] for an invalid batch. A GPU repairs the offsets and adds to `violations` as
-  // `bounds_check_` does. It returns [output], or with `check` [output, repaired offsets].
+  // A lookup that checks its batch in the same call. The CPU returns [output], or [] for an invalid
+  // batch, whatever `check` is. A GPU checks nothing if `check` is None, and returns [output]; else
+  // it repairs the offsets and adds to `violations` as `bounds_check_` does, and returns [output,
+  // repaired offsets].
   m.def(
       "tbe_lookup_checked_(Tensor[] weights, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, SymInt output_dim, ScalarType output_dtype,"
@@ -253,8 +254,9 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? bag_layout, Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
-  // quant_lookup that checks its batch as `tbe_lookup_checked_` does. The CPU returns [output], or
-  // [] for an invalid batch. A GPU repairs the offsets and returns [output].
+  // quant_lookup that checks its batch in the same call unless `check` is None. The CPU returns
+  // [output], or [] for an invalid batch. A GPU repairs the offsets, adds to `violations` as
+  // `bounds_check_` does, and returns [output].
   m.def(
       "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
       " Tensor? sample_weights, int pooling, int format, SymInt output_dim,"

@@ -171,7 +171,7 @@ TORCH_HEADERS = {
     "csrc/tbe/grouping.h",
     "csrc/optim/device_states.h",
     "csrc/optim/update_matrix.h",
-    "csrc/tbe/pass_check.h",
+    "csrc/tbe/check_located.h",
 }
 
 

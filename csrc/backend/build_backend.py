@@ -3,7 +3,7 @@
 A build needs the headers of torch's stable ABI and the file name of one of torch's libraries, from
 any torch >= 2.10. If pyproject.toml required torch for builds, pip would download several gigabytes
 into its build environment even where torch is installed. So the hooks below require torch only if
-the interpreter has none. They look twice: in the environment of the build, and with `-E`, which
+the interpreter has none of these versions. They look twice: in the environment of the build, and with `-E`, which
 ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt finds torch in the
 same way. A source distribution needs no torch.
 """
@@ -22,7 +22,7 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 10)
 
 
 def _torch_requirement() -> list[str]:
-    """Return the requirement for torch, or nothing if this interpreter can import one."""
+    """Return the requirement for torch, or nothing if a torch that satisfies it is installed."""
     for options in ([], ["-E"]):
         if not subprocess.run(
             [sys.executable, *options, "-c", _FIND], capture_output=True

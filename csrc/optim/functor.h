@@ -63,7 +63,7 @@ struct ScalarMath {
   EMB_HD static float ratio(float a, float b) { return b == 0.0f ? 0.0f : a / b; }
 };
 
-// Return lr / (sqrt(sum) + eps), and 0 if all squares were zero: 0/0 must not become NaN.
+// Return lr / (sqrt(sum) + eps); 0 if that denominator is 0, so that 0/0 does not become NaN.
 EMB_HD float adagrad_scale(float lr, float sum, float eps) {
   const float denominator = sqrtf(sum) + eps;
   return denominator == 0.0f ? 0.0f : lr / denominator;

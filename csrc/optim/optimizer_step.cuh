@@ -148,7 +148,8 @@ struct GradientOnly {
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
 
-// Whether an optimizer has a separately compiled kernel: the optimizers of most models have.
+// Whether an optimizer has a separately compiled kernel: the optimizers of most models have. It
+// must leave RowFactors::weight at 1, which Compiled does not read.
 template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;

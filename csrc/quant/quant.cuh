@@ -116,7 +116,8 @@ constexpr int quant_in_flight(int format, int rows) {
 
 // The arguments of the lookup kernels. All pointers are to device memory that must live until they
 // have run. Indices and offsets are repaired as they are read; `features` and `map` are trusted. An
-// int counts the bits of a row, so rows must have fewer than 2^26 columns.
+// int counts the bits of a row, so rows must have fewer than 2^26 columns (MAX_DIM in emblib/specs
+// is less).
 struct QuantArgs {
   const uint8_t* packed;  // the rows of all tables
   void* output;           // [B, columns], [columns] in a variable batch, or [L, columns] for NONE

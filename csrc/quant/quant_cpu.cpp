@@ -50,15 +50,15 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
 // Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
 // the columns of the output: this makes reads and writes safe whatever the caller passes. Return
 // the sum of the features' dims.
-int64_t check_tables(const Tensor& features, const Tensor& packed, const RowFormats& formats,
-                     Pooling pooling, int64_t columns) {
+int64_t check_tables(const char* op, const Tensor& features, const Tensor& packed,
+                     const RowFormats& formats, Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
   int64_t sum_of_dims = 0;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
     const int64_t format = format_of(formats, x);
-    STD_TORCH_CHECK(formats.has(format), "quant_lookup: feature ", f, " has rows of format ",
-                    format, ", which is not among those that the argument names");
+    STD_TORCH_CHECK(formats.has(format), op, ": feature ", f, " has rows of format ", format,
+                    ", which is not among those that the argument names");
     // The 1 keeps the division below defined; a dim of 0 raises anyway.
     const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, static_cast<int>(format)) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
@@ -66,23 +66,22 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, const RowForm
                         x.weight_offset % kWordBytes == 0 && x.weight_offset <= packed.numel() &&
                         x.rows <= (packed.numel() - x.weight_offset) / nbytes && column >= 0 &&
                         x.dim <= columns && column <= columns - x.dim,
-                    "quant_lookup: feature ", f, " lies outside the packed rows, not at a word of ",
+                    op, ": feature ", f, " lies outside the packed rows, not at a word of ",
                     "them, or outside the columns of the output; features must come from the ",
                     "module that owns them");
-    STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns,
-                    "quant_lookup: pooling none needs one dim for all features, got ", x.dim,
-                    " and ", columns);
+    STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns, op,
+                    ": pooling none needs one dim for all features, got ", x.dim, " and ", columns);
     sum_of_dims += x.dim;
   }
   return sum_of_dims;
 }
 
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
-Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
+Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
   const bool is_pooled = call.pooling != Pooling::kNone, is_variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
-  const int64_t sum_of_dims = check_tables(call.features, call.packed, call.formats,
+  const int64_t sum_of_dims = check_tables(op, call.features, call.packed, call.formats,
                                            is_variable ? Pooling::kSum : call.pooling,
                                            is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
@@ -130,7 +129,7 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   const char* op = "quant_lookup";
   const QuantCall call(op, packed, features, indices, offsets, bag_layout, sample_weights, pooling,
                        format, columns, output_dtype);
-  return look_up(call, feature_bags_of(op, call));
+  return look_up(op, call, feature_bags_of(op, call));
 }
 
 // Look up a fixed batch and return [output]. With a `check_mode`, a code of BoundsMode, return no
@@ -149,7 +148,7 @@ std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& fe
   if (check_mode.has_value() &&
       !is_valid_batch(features, index_array(call.indices), call.bags, bags))
     return {};
-  return {look_up(call, bags)};
+  return {look_up(op, call, bags)};
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last
 
 // The CPU kernels for one instruction set.
 struct UniformTable {
-  UniformFn at[kDtypes];  // by Dtype of the tensor
+  UniformFn kernels[kDtypes];  // [dtype of the tensor]
 };
 
 }  // namespace emb

@@ -23,7 +23,7 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
-  const UniformFn fill = uniform_table().at[static_cast<int>(type)];
+  const UniformFn fill = uniform_table().kernels[static_cast<int>(type)];
   const int64_t blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
   parallel_balanced(blocks, kBlockGrain, kUnitCost,
                     [&](int64_t begin, int64_t end) { fill(args, begin, end); });

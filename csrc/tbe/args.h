@@ -3,9 +3,9 @@
 // An entry (`*_cpu.cpp`) checks its tensors, fills one of these structs, and lets several threads
 // call a kernel (`*_kernels.cpp`), each on its own range of bags or of unique rows. The structs own
 // nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and are
-// valid until the op returns. Kernels check nothing but indices, which they repair as they read
-// them, and cache slots: a row without a valid slot is not cached. L is the number of lookups, U
-// the number of unique rows.
+// valid until the op returns. Kernels of the forward repair indices and clamp offsets as they read
+// them, and take a row without a valid slot as not cached; they check nothing else. L is the number
+// of lookups, U the number of unique rows.
 #pragma once
 
 #include "core/dtype.h"

@@ -136,8 +136,8 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
 }
 
 // The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
-// tensors alive that `bags` and `rows_of` refer to, but not the weights, which the op's caller must
-// keep alive.
+// tensors alive that `bags` and `rows_of` refer to, but not the weights and `bag_layout`, to which
+// feature_bags.map points: the op's caller must keep these alive.
 struct LookupInputs {
   TierWeights weights;
   Pooling pooling;

@@ -116,8 +116,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// The counterpart of emb::sum_row_grads. `groups` and `out` are in device memory, and `indices`
-// serves only for the number of lookups. It does not check that no dim exceeds `dim`.
+// The counterpart of emb::sum_row_grads. `groups` and `out` are in device memory; of `indices` only
+// the number and the device matter. It does not check that no dim exceeds `dim`.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,

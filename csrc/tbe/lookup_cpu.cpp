@@ -13,7 +13,6 @@
 #include "tbe/args.h"
 #include "tbe/check.h"
 #include "tbe/entries.h"
-#include "tbe/pass_check.h"
 
 namespace emb {
 
@@ -134,7 +133,7 @@ Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tenso
 
 }  // namespace
 
-// The contract of both functions is in tbe/entries.h.
+// The contract is in tbe/entries.h.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -151,6 +150,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
   return look_up(op, in, sample_weights, columns, output_dtype);
 }
 
+// The contract is in tbe/entries.h.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags) {
   if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
@@ -172,8 +172,9 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
 namespace {
 
 // Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it, or no tensor for
-// an invalid batch, which the caller then repairs and reports with `bounds_check`. `mode` and
-// `violations` are only validated: nothing is counted here.
+// an invalid batch, without a `mode` too: the caller then repairs and reports it with
+// `bounds_check`, or calls `tbe_lookup`. `mode` and `violations` are only validated: nothing is
+// counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,

@@ -15,7 +15,6 @@
 #include "tbe/check_batch.cuh"
 #include "tbe/entries.h"
 #include "tbe/lookup.cuh"
-#include "tbe/pass_check.h"
 #include "tbe/sample_weights.cuh"
 
 namespace emb::cuda {
@@ -27,8 +26,8 @@ extern template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, 
 namespace {
 
 // The checked arguments of a lookup. `args` points into the (contiguous) tensors that the object
-// keeps alive, and into `features`, `slots` and the weights, which the op's caller holds. The
-// output, the sample weights and the dtype of the output are set afterwards.
+// keeps alive, and into `features`, `slots`, `bag_layout` and the weights, which the op's caller
+// holds. The output, the sample weights and the dtype of the output are set afterwards.
 struct LookupCall {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;

@@ -157,9 +157,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Set the tasks of all chunk slots, if args.chunk_tasks is not null. If `num_updated`, [1], is not
-// null, the grouping has not counted the step: count it, and write the number of groups to update,
-// 0 if the gradient is not finite. Grid-stride over groups.
+// Set the tasks of the chunk slots of all groups, if args.chunk_tasks is not null. If
+// `num_updated`, [1], is not null, the grouping has not counted the step: count it, and write the
+// number of groups to update, 0 if the gradient is not finite. Grid-stride over groups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
   const int num_groups = *args.num_groups;

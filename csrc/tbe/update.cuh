@@ -42,7 +42,7 @@ struct DefaultUpdateShape {
   static constexpr int kSlices = 2, kBlocksPerSm = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
 };
 // For each selection of optimizers: kSlices, the slices (four columns of a row) in the registers of
-// a lane, and kBlocksPerSm, the blocks per multiprocessor.
+// a lane, and kBlocksPerSm.
 template <class Selection>
 struct UpdateShape : DefaultUpdateShape {};
 template <>
@@ -123,8 +123,8 @@ struct TileRow {
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
   // Three fields that the rows of one batch share, by the bit where each starts: whether rows are
-  // read in vectors, the tier, and dim, which must be below 2^29 (not checked). `update_tile`
-  // unpacks them.
+  // read in vectors, the tier, and dim, which must be below 2^29 (MAX_DIM in emblib/specs is
+  // less). `update_tile` unpacks them.
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;

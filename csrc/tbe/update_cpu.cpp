@@ -18,8 +18,8 @@
 #include "core/parallel.h"
 #include "optim/check.h"
 #include "tbe/args.h"
+#include "tbe/check_located.h"
 #include "tbe/entries.h"
-#include "tbe/pass_check.h"
 
 namespace emb {
 

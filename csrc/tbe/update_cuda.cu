@@ -12,9 +12,9 @@
 #include "core/device_arrays.h"
 #include "core/launch.h"
 #include "optim/device_states.h"
+#include "tbe/check_located.h"
 #include "tbe/entries.h"
 #include "tbe/grouping.h"
-#include "tbe/pass_check.h"
 #include "tbe/update.cuh"
 
 namespace emb::cuda {

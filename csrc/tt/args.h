@@ -271,13 +271,13 @@ struct TtOuterSumArgs {
   float* grads;  // [rows][size], to which the sums are added
 };
 
-// The arguments that reverse the axes of rows: row from_ids[i] of `from` becomes row to_ids[i] of
+// The arguments that reverse the axes of rows: row ids[i] - first_id of `from` becomes row i of
 // `to`. Null ids stand for row i.
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]
-  const int32_t *from_ids = nullptr, *to_ids = nullptr;
-  int64_t first_id = 0;  // the id of row 0
+  const int32_t* ids = nullptr;
+  int64_t first_id = 0;
   int64_t a, q, b;
 };
 

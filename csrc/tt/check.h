@@ -191,7 +191,8 @@ struct TtTables {
 };
 
 // The thirds of the `features` of a whole pass, each [F, 8]: they describe the tables as tables of
-// keys (to group), of ids (to check bounds), and of rows that are made (to pool them).
+// keys (to group), of ids (to check bounds), and of rows that are made (to pool them on a GPU; the
+// CPU derives that third from the first).
 enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
 
 // Return a third of `features`, [3 F, 8], as a tensor that shares its memory.
@@ -329,7 +330,7 @@ inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64
 }
 
 // The checked arguments of `tt_stored` and its outputs, allocated here. `indices` must be
-// contiguous; `args` refers to the caller's tensors.
+// contiguous; `args` refers to the outputs and to the caller's tensors.
 struct TtStored {
   Tensor cold, rows, counted;
   TtStoredArgs args{};

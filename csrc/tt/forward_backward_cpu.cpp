@@ -160,7 +160,7 @@ struct TtRights {
     if (!half.is_pair) {
       tt_reverse({.from = batch.cores[last],
                   .to = values.get(),
-                  .from_ids = batch.plan.rights,
+                  .ids = batch.plan.rights,
                   .first_id = batch.first_right_id,
                   .a = half.rank,
                   .q = half.q_outer,
@@ -173,14 +173,14 @@ struct TtRights {
     mirrored_inner = new_floats(rows->num_inner() * half.inner_size());
     tt_reverse({.from = batch.cores[last],
                 .to = mirrored_outer.get(),
-                .from_ids = rows->outer.data(),
+                .ids = rows->outer.data(),
                 .a = half.inner_rank,
                 .q = half.q_outer,
                 .b = 1},
                rows->num_outer());
     tt_reverse({.from = batch.cores[last - 1],
                 .to = mirrored_inner.get(),
-                .from_ids = rows->inner.data(),
+                .ids = rows->inner.data(),
                 .a = half.rank,
                 .q = half.q_inner,
                 .b = half.inner_rank},

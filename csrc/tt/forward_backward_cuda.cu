@@ -26,8 +26,9 @@ namespace emb::cuda {
 namespace {
 
 // Buffers in one allocation, which torch frees in stream order after the object's end.
-// `take_all(memory)` takes the buffers, by calling `memory` for each. It is called twice: the first
-// time to add up the sizes, with null addresses as results, the second time with the addresses.
+// `take_all(memory)` takes the buffers, by calling `memory` for each, in the same order at every
+// call: the first call adds up the sizes and gets null addresses, the second gets the addresses (no
+// second call if all sizes are 0).
 class PackedBuffers {
  public:
   template <class TakeAll>

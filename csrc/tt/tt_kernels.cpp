@@ -533,12 +533,9 @@ void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
 // TtTable::reverse.
 void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
   const int64_t a = args.a, q = args.q, b = args.b, size = a * q * b;
-  const auto row = [&](const int32_t* ids, int64_t i) {
-    return ids != nullptr ? ids[i] - args.first_id : i;
-  };
   for (int64_t i = begin; i < end; ++i) {
-    const float* from = args.from + row(args.from_ids, i) * size;
-    float* to = args.to + row(args.to_ids, i) * size;
+    const float* from = args.from + (args.ids != nullptr ? args.ids[i] - args.first_id : i) * size;
+    float* to = args.to + i * size;
     if (b == 1 || a == 1) {  // one axis of length 1: a plain transposition
       const int64_t lines = b == 1 ? a : q;
       transpose({from, lines, size / lines, size / lines}, to, lines);

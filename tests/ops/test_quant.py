@@ -288,6 +288,9 @@ def test_wrong_input_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             quant_lookup(*arguments)
+    checked = (packed, outside, *good[2:4], None, *rest, None, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="quant_lookup_checked_: feature 0 lies outside"):
+        quant_lookup_checked_(*checked)
     rows = torch.randn(4, 5)
     target = torch.zeros(4, 12, dtype=torch.uint8)
     for wrong, message in (
