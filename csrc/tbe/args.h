@@ -120,9 +120,9 @@ struct TableSpan {
 struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};
-  const TableSpan* tables = nullptr;   // [num_tables], disjoint, by ascending rows
+  const TableSpan* tables = nullptr;   // [num_tables], disjoint, in the order of their groups
   int64_t num_tables = 0;              // 0: `tables` is not set, so use UpdateTable::update
-  const int64_t* rows = nullptr;       // [U] linear row id of each group, ascending
+  const int64_t* rows = nullptr;       // [U] linear row id of each group, in any order
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
   TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
   const double* hyper = nullptr;       // the optimizer's numbers, see optim/functor.h

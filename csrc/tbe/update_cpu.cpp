@@ -379,6 +379,17 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   return spans;
 }
 
+// Return whether the groups of rows `rows`, [num_groups], follow the order of `tables`, so that the
+// groups of a table are neighbours. Within a table they may have any order.
+bool follow_tables(const int64_t* rows, int64_t num_groups, const std::vector<TableSpan>& tables) {
+  size_t t = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    while (t < tables.size() && rows[group] >= tables[t].first_row + tables[t].rows) ++t;
+    if (t == tables.size() || rows[group] < tables[t].first_row) return false;
+  }
+  return true;
+}
+
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
 //   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; changed
@@ -412,7 +423,8 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   args.rows = rows.const_data_ptr<int64_t>();
   args.hyper = hyper.const_data_ptr<double>();
   const int64_t dim = gradient.max_dim();
-  const std::vector<TableSpan> tables = spans_of(gradient, row_slots.has_value());
+  std::vector<TableSpan> tables = spans_of(gradient, row_slots.has_value());
+  if (!follow_tables(args.rows, gradient.num_groups, tables)) tables.clear();
   args.tables = tables.data();
   args.num_tables = static_cast<int64_t>(tables.size());
   const UpdateTable& kernels = update_table();

@@ -494,8 +494,8 @@ void update_table(const UpdateArgs& args, const TableSpan& table, SumFn sum_fn, 
   }
 }
 
-// The UpdateFn for args.tables: take groups [begin, end) table by table. This works because rows
-// ascend, so that the groups of a table are neighbours.
+// The UpdateFn for args.tables: take groups [begin, end) table by table. Groups follow the order of
+// the tables; within a table they may have any order, as those of hash_insert_batch_ do.
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {

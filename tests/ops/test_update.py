@@ -165,6 +165,25 @@ def test_groups_that_would_leave_gradient_or_table_are_refused() -> None:
             _hand_made(dims, rows, [0, 2, 2])
 
 
+@pytest.mark.parametrize("place", ["one_tier", "variable_batch"])
+def test_groups_in_any_order_give_the_same_bits(place: str) -> None:
+    problem = Problem(CASES["rowwise_adagrad"], **PLACES[place])
+    weights = [w.clone() for w in problem.weights]
+    states = [s.clone() for s in problem.states]
+    arguments = list(problem.arguments(weights, states))
+    rows, segments, lookups, bags, count = (x.clone() for x in arguments[6:11])
+    num_groups = int(count)
+    groups = [slice(*segments[g : g + 2].tolist()) for g in reversed(range(num_groups))]
+    rows[:num_groups] = rows[:num_groups].flip(0)
+    segments[1 : num_groups + 1] = torch.tensor([g.stop - g.start for g in groups]).cumsum(0)
+    num_grouped = int(segments[num_groups])
+    for values in (lookups, bags):
+        values[:num_grouped] = torch.cat([values[g] for g in groups])
+    ops.tbe_update_(*arguments[:6], rows, segments, lookups, bags, count, *arguments[11:])
+    for got, want in zip([*weights, *states], run(problem), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_segments_whose_differences_overflow_are_refused() -> None:
     problem = Problem(CASES["sgd"])
     arguments = list(problem.arguments(problem.weights, problem.states))
