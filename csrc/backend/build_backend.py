@@ -3,9 +3,9 @@
 A build needs the headers of torch's stable ABI and the file name of one of torch's libraries, from
 any torch >= 2.10. If pyproject.toml required torch for builds, pip would download several gigabytes
 into its build environment even where torch is installed. So the hooks below require torch only if
-the interpreter has none of these versions. They look twice: in the environment of the build, and with `-E`, which
-ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt finds torch in the
-same way. A source distribution needs no torch.
+the interpreter has none of these versions. They look twice: in the environment of the build, and
+with `-E`, which ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt
+finds torch in the same way. A source distribution needs no torch.
 """
 
 import subprocess
