@@ -366,7 +366,10 @@ def _make_step(
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
-    if may_move_rows(tiers.hyperparams):  # before the update, so that no interrupt can omit it
+    code = codes.OPTIMIZER[rule.name]
+    if may_move_rows(
+        tiers.hyperparams, code
+    ):  # before the update, so that no interrupt can omit it
         torch.autograd.graph.increment_version(tiers.weights)
     count_step(step, step_increment, update)
 
@@ -720,11 +723,23 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
     return optimizer.leaves_gradient is None
 
 
-def may_move_rows(hyper: Tensor) -> bool:
-    """Return whether an update counts as a write of weights: not at rate 0, for `gradcheck`."""
+_MAX_NORM = Hyper.OPTIMIZER_ARGS + 1  # of the optimizers that bound the norm of rows
+_BOUNDING = frozenset(
+    codes.OPTIMIZER[f"rowwise_adagrad_{variant}"]
+    for variant in ("max_norm", "global_decay", "cowclip", "counter")
+)
+
+
+def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
+    """Return whether an update counts as a write of weights.
+
+    For `gradcheck` it does not at learning rate 0, unless the norm of rows is bounded.
+    """
     if hyper.is_cuda:
         return True
-    return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
+    numbers = hyper.tolist()  # one number costs as much as all
+    is_bounded = optimizer_code in _BOUNDING and numbers[_MAX_NORM] > 0
+    return bool(numbers[Hyper.LEARNING_RATE] != 0 or is_bounded)
 
 
 def with_default_rows(weights: Sequence[Tensor], default_rows: Tensor | None) -> Sequence[Tensor]:

@@ -237,7 +237,7 @@ class TableHandles(nn.ModuleDict):
         _refuse_other_tables(*self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_modules", {}):
+        if name in self.__dict__.get("_modules", {}) or isinstance(value, nn.Module):
             _refuse_other_tables(name)
         super().__setattr__(name, value)
 

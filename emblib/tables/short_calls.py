@@ -139,14 +139,15 @@ class LookupBoundsCheck:
 LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
-def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
-    """Call `tbe_backward_`; `arguments` follow `hyperparams`.
+def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *arguments: Any) -> None:
+    """Call `tbe_backward_`; `arguments` follow the code of the optimizer.
 
-    The versions of the weights increase, on the CPU only if the learning rate is not zero.
+    The versions of the weights increase, on the CPU only if `may_move_rows`.
     """
-    if autograd.may_move_rows(tiers.hyperparams):  # first: an interrupt must not omit it
+    assert optimizer_code is not None
+    if autograd.may_move_rows(tiers.hyperparams, optimizer_code):  # first, as interrupts may follow
         torch.autograd.graph.increment_version(tiers.weights)
-    _backward_(tiers.weights, tiers.states, tiers.hyperparams, *arguments)
+    _backward_(tiers.weights, tiers.states, tiers.hyperparams, optimizer_code, *arguments)
 
 
 class ShortCalls:

@@ -527,6 +527,7 @@ def test_tables_are_not_replaced_or_removed() -> None:
     changes: list[Callable[[], Any]] = [
         lambda: tables.__setitem__("a", other),
         lambda: setattr(tables, "a", other),
+        lambda: setattr(tables, "c", other),
         lambda: tables.update({"c": other}),
         lambda: tables.pop("a"),
         lambda: delattr(tables, "a"),

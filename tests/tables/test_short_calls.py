@@ -568,6 +568,17 @@ def test_a_pooling_that_changes_after_a_call(kind: str) -> None:
     assert torch.equal(module(*batch), pooled / 4)
 
 
+@pytest.mark.parametrize("is_short", [False, True])
+def test_rows_that_are_scaled_at_rate_zero_have_a_new_version(*, is_short: bool) -> None:
+    rule = optim.RowwiseAdagrad(0.0, max_norm=0.01)
+    module = TableBatchedEmbeddingBags([TableSpec(9, 4)], rule)
+    before, version = module.weights.detach().clone(), module.weights._version
+    sizes = None if is_short else [[1]]
+    module(torch.tensor([1]), torch.tensor([0, 1]), batch_sizes=sizes).sum().backward()
+    assert not torch.equal(module.weights, before)
+    assert module.weights._version > version
+
+
 def test_an_interrupt_behind_an_update_leaves_a_new_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
