@@ -366,10 +366,7 @@ def _make_step(
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
-    code = codes.OPTIMIZER[rule.name]
-    if may_move_rows(
-        tiers.hyperparams, code
-    ):  # before the update, so that no interrupt can omit it
+    if may_move_rows(tiers.hyperparams, codes.OPTIMIZER[rule.name]):  # before any interrupt
         torch.autograd.graph.increment_version(tiers.weights)
     count_step(step, step_increment, update)
 
@@ -723,23 +720,12 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
     return optimizer.leaves_gradient is None
 
 
-_MAX_NORM = Hyper.OPTIMIZER_ARGS + 1  # of the optimizers that bound the norm of rows
-_BOUNDING = frozenset(
-    codes.OPTIMIZER[f"rowwise_adagrad_{variant}"]
-    for variant in ("max_norm", "global_decay", "cowclip", "counter")
-)
-
-
 def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
-    """Return whether an update counts as a write of weights.
-
-    For `gradcheck` it does not at learning rate 0, unless the norm of rows is bounded.
-    """
+    """Return whether an update writes weights: at rate 0 (`gradcheck`) only to bound norms."""
     if hyper.is_cuda:
         return True
-    numbers = hyper.tolist()  # one number costs as much as all
-    is_bounded = optimizer_code in _BOUNDING and numbers[_MAX_NORM] > 0
-    return bool(numbers[Hyper.LEARNING_RATE] != 0 or is_bounded)
+    rate, *_, max_norm = hyper.tolist()[: Hyper.OPTIMIZER_ARGS + 2]  # costs as much as one number
+    return bool(rate != 0 or (optimizer_code in codes.WITH_MAX_NORM and max_norm > 0))
 
 
 def with_default_rows(weights: Sequence[Tensor], default_rows: Tensor | None) -> Sequence[Tensor]:

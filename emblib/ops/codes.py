@@ -32,3 +32,8 @@ OPTIMIZER = _number(
     "lars",
     "ftrl",
 )
+# Optimizers whose second own number in `Hyper` is `max_norm`, as in csrc/optim/rowwise_adagrad.h.
+WITH_MAX_NORM = frozenset(
+    OPTIMIZER[f"rowwise_adagrad_{variant}"]
+    for variant in ("max_norm", "global_decay", "cowclip", "counter")
+)
