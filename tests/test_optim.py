@@ -148,6 +148,11 @@ def test_ensemble_averages_and_swaps() -> None:
     assert not slow[0].any()
 
 
+def test_a_counter_without_bound_or_threshold() -> None:
+    counter = optim.Counter(bound=math.inf, threshold=math.inf)
+    assert optim.Counter().with_parameters(counter.parameters(None)) == counter
+
+
 def test_largest_count_goes_to_hyper() -> None:
     optimizer = optim.RowwiseAdagrad(0.1, counter=optim.Counter(update_every=5))
     hyper = optimizer.hyperparams()

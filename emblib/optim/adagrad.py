@@ -113,7 +113,7 @@ class Counter:
         update_every: steps between updates of the largest count; <= 0 never updates it.
 
     Raises:
-        ValueError: a number that is not finite.
+        ValueError: a number that is not finite; `bound` and a count as threshold may be infinite.
 
     Example:
         >>> counter = emblib.optim.Counter(halflife=1_000, tail=emblib.optim.TailRate.BY_COUNT)
@@ -130,12 +130,15 @@ class Counter:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tail", TailRate(self.tail))
-        threshold = self.threshold
-        if isinstance(threshold, RelativeThreshold):
-            threshold = threshold.fraction_of_largest
-        _check_finite("threshold", threshold)
-        for name in ("halflife", "start", "bound", "update_every"):
-            _check_finite(name, getattr(self, name))
+        numbers = {name: getattr(self, name) for name in ("halflife", "start", "update_every")}
+        if isinstance(self.threshold, RelativeThreshold):
+            numbers["threshold"] = self.threshold.fraction_of_largest
+        elif self.threshold != math.inf:
+            numbers["threshold"] = self.threshold
+        if self.bound != math.inf:
+            numbers["bound"] = self.bound
+        for name, number in numbers.items():
+            _check_finite(name, number)
 
     def parameters(self, decay: WeightDecay | None) -> tuple[float, ...]:
         """Return the numbers in the order of the functor (csrc/optim/rowwise_adagrad.h).
