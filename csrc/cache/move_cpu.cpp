@@ -67,8 +67,8 @@ namespace {
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
-//   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. That no
-//                        two rows have one slot, a data race, is not checked
+//   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
+//                        rows with one slot are a data race; not checked
 //   later                empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,

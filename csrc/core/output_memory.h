@@ -51,8 +51,8 @@ class FreeOutputBlocks {
   // the system has no memory; `*bytes` is unspecified then.
   void* take(int64_t* bytes) {
     const int64_t requested = *bytes;
-    // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
-    // the same block.
+    // Round up to steps of an eighth of the largest power of two in the size, so that batches of
+    // slightly different sizes use the same block.
     const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(requested))) / 8;
     *bytes = (requested + step - 1) / step * step;
     {

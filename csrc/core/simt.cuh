@@ -28,8 +28,9 @@
 #endif
 
 // Kernels must keep to this contract. The emulation ends the launch with a report where a GPU would
-// hang. Where a GPU could read garbage, it reports, or dynamic shared memory that no thread has
-// written reads as NaN:
+// hang, and where it sees a wrong collective, mask or barrier. Dynamic shared memory that no thread
+// has written has all bits set, NaN as a float. It does not detect a missing barrier, nor a read of
+// static memory that no thread has written (core/simt_host.h):
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,

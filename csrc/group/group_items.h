@@ -156,7 +156,7 @@ constexpr int bucket_digit_bits(int64_t n) {
 }
 
 // Return the maximum width of the digits by which n items are sorted without buckets: a run or a
-// small input. It is kUnbucketedDigitBits if there are at least `min_wide_items`.
+// small input. It is kUnbucketedDigitBits from `min_wide_items` (>= 256) items on.
 constexpr int unbucketed_digit_bits(int64_t n, int64_t min_wide_items) {
   if (n < 256) return 6;
   return n < min_wide_items ? 8 : kUnbucketedDigitBits;

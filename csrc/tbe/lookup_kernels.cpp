@@ -15,8 +15,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Bytes of rows in flight: enough to cover the latency of memory without exceeding the fill
-// buffers. The unit is bytes because a row of 512 bytes is 8 requests.
+// Bytes of rows in flight, measured (reports/LOG.md): more did not help. The unit is bytes because
+// a row of 512 bytes is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
 // Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
@@ -99,7 +99,7 @@ struct ValidRows {
 };
 
 // Store a vector of the output. With kStream, which only float outputs use, the store bypasses the
-// caches.
+// caches: `out` must be aligned to a vector. Without AVX2 it is an ordinary store.
 template <bool kStream, class O>
 EMB_HD void store_output(O* out, Vec values) {
   store(out, values);
@@ -201,8 +201,8 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
   store_first(out + column, total * broadcast(scale), rest);
 }
 
-// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Uses differences, since
-// comparisons of 64 bits would not vectorise. Reads offsets[last_bag].
+// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Collects differing
+// bits, because a loop with a bool result would not vectorise. Reads offsets[last_bag].
 template <class Offset>
 bool all_have_one_lookup(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   const auto first = static_cast<uint64_t>(offsets[first_bag]);
@@ -227,6 +227,7 @@ bool all_have_one_lookup(const Bags& bags, int64_t first_bag, int64_t last_bag) 
 // kStream, which needs kVectors > 0, the output bypasses the caches.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int64_t last_bag) {
+  static_assert(kVectors <= 8 || kVectors % 8 == 0, "sum_block takes 8 vectors of longer rows");
   const BagItems& bags = args.bags;
   const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
   const ValidRows<kVectors, W, I> rows(args, indices, last);
@@ -301,7 +302,7 @@ void pool_valid(const LookupArgs& args, const I* indices, int64_t first_bag, int
 // Return whether indices [begin, end) are all rows of a table.
 template <class I>
 bool are_all_rows(const I* indices, int64_t begin, int64_t end, int64_t rows) {
-  // The sign of a 64-bit difference, because comparisons of 64 bits do not vectorise.
+  // The signs of 64-bit differences, because a loop with a bool result would not vectorise.
   uint64_t signs = 0;
   for (int64_t i = begin; i < end; ++i) {
     const auto index = static_cast<uint64_t>(static_cast<int64_t>(indices[i]));

@@ -9,9 +9,10 @@ features, K blocks, U units, L ids, and bags delimited by `offsets`:
 - `blocks` `[K, 3]`, see `RouteBlockColumn`. By range, an id goes to the last block of its feature
   that begins at or before it; the first block begins at row 0. The rank receives `id - first_row`.
   An id outside `[0, rows)` goes unchanged to the rank with row 0, whose lookup repairs and reports
-  it like any other; -1 goes to the first block. BY_RANGE_ELSE_SPREAD is the same, except that an id
-  from `rows` on goes to block `id % num_blocks` of its feature, as `id // num_blocks`. With BY_KEY
-  a key goes unchanged to the block that `emblib.dynamic.keys.owner` returns
+  it like any other; -1, and every id of a table without rows, goes to the first block as -1.
+  BY_RANGE_ELSE_SPREAD is the same, except that an id from `rows` on goes to block `id % num_blocks`
+  of its feature, as `id // num_blocks`. With BY_KEY a key goes unchanged to the block that
+  `emblib.dynamic.keys.owner` returns
 - `copies` `[C]`: the units that receive the ids of a block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in the output; a unit has as many bags as its
   feature, in the same order

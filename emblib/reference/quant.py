@@ -1,8 +1,8 @@
 """Quantised tables in plain PyTorch: the definition of correct.
 
 Same terms as `emblib.ops.quant`, no native code, any device. A row of a format with 2 to 8 bits per
-number is scale and offset, both float16, the numbers, and zeros up to 4 bytes; value d of the row
-is `scale * number[d] + offset`. Other formats have the values alone.
+number is scale and offset, both float16, the numbers, and zeros up to a multiple of 4 bytes; value
+d of the row is `scale * number[d] + offset`. Other formats have the values alone.
 """
 
 from typing import NamedTuple
@@ -148,8 +148,8 @@ def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     -1, are returned unchanged, and without an index all ids are. A negative NUM_IDS is no limit.
 
     Args:
-        index: int64, the entries of all features: of an array int32 rows by id, of a hash table
-            pairs (id, row). A row of -1 is no entry.
+        index: int64, the entries of all features. An array has one int32 row per id, two in an
+            element; a hash table has pairs (id, row). A row of -1 is no entry.
         table: int64 `[6]`, the feature's row of `tables`, see `IndexColumn`.
         ids: `[L]`.
     """
@@ -170,4 +170,5 @@ def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
             for key, is_in_range in zip(ids.tolist(), in_range, strict=True)
         ],
         dtype=torch.int64,
+        device=ids.device,
     )

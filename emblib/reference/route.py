@@ -1,6 +1,7 @@
 """Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
-The arguments are those of `emblib.ops.route`, whose docstring gives shapes and terms: a *block* is
+The arguments have the names of `emblib.ops.route`, whose docstring gives shapes and terms; ops take
+some more, which follow from these. A *block* is
 a range of a feature's rows, or a share of its keys; a *unit* is the part of a feature that one rank
 looks up; `copies` are the units that get the ids of a block. `routing` is the five tensors
 first_bags, features, blocks, copies and units. The loops run over features, blocks and segments,
@@ -17,7 +18,9 @@ from emblib.reference.random import mix
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Concatenate segments `order` of `values` `[N, ...]`; segment s starts at row `starts[s]`.
+    """Concatenate segments `order` of `values` `[N, ...]`; segment s is from row `starts[s]` on.
+
+    `starts` is `[S + 1]`.
 
     Raises:
         ValueError: `total` is not the number of rows of these segments.
@@ -38,8 +41,9 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     """Return the block of each id of one feature, int64 `[L]`, and the id within that block.
 
     `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`. The
-    ids within blocks have the dtype of `ids`. By range, -1 goes to the first block as -1, and other
-    ids outside the table go unchanged to the block of row 0, see `emblib.ops.route`.
+    ids within blocks have the dtype of `ids`. By range, -1 goes to the first block as -1, as does
+    every id of a table without rows; other ids outside the table go unchanged to the block of row
+    0, but BY_RANGE_ELSE_SPREAD spreads those from `rows` on, see `emblib.ops.route`.
     """
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
@@ -165,6 +169,8 @@ def combine(
 ) -> Tensor:
     """Sum the pieces of every target in float32; means are divided by the lengths of bags.
 
+    Elements of the output without a target are 0.
+
     Args:
         source: flat, all pieces, except for pieces in `local` if there is one.
         targets: int64 `[T, 7]`, see `TargetColumn`.
@@ -172,7 +178,8 @@ def combine(
         lengths: lengths of bags, by which means are divided; None divides nothing.
         out_numel: number of elements of the output.
         dtype: dtype of the output.
-        rows: int32, the piece's row for rows of a target, -1 for none; None: row i for row i.
+        rows: int32, from `first_row` of a piece on: the row of the piece that each row of the
+            target adds, -1 for none. None adds row i to row i.
         scale: factor of all sums.
         local: flat, the elements of the source from `local_begin` on.
         local_begin: position of `local` in the whole source.
@@ -186,9 +193,9 @@ def combine(
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         total = source.new_zeros((count, width), dtype=torch.float32)
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            in_piece, positions = _rows_of_piece(rows, first_row, count)
-            values = _rows(source, piece, piece_stride, _num_rows(positions), width)
-            total[in_piece] += values[positions].float()
+            target_rows, piece_rows = _rows_of_piece(rows, first_row, count)
+            values = _rows(source, piece, piece_stride, _num_rows(piece_rows), width)
+            total[target_rows] += values[piece_rows].float()
         total /= _divisors(lengths, first_bag, count)
         _rows(out, offset, stride, count, width).copy_(total * scale)
     return out
@@ -207,7 +214,7 @@ def combine_backward(
     local: Tensor | None = None,
     local_begin: int = 0,
 ) -> Tensor:
-    """Apply the adjoint of `combine`: copy each target's gradient, divided, to all its pieces.
+    """Apply the adjoint of `combine`: copy each target's gradient, divided and scaled, to pieces.
 
     `grad` is the gradient of the output of `combine`, `source_numel` the size of the whole source;
     other arguments are those of `combine`. Returns the gradient of the source, flat in `dtype`, 0
@@ -219,9 +226,9 @@ def combine_backward(
         target_grad = _rows(grad, offset, stride, count, width).float()
         piece_grad = target_grad / _divisors(lengths, first_bag, count) * scale
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            in_piece, positions = _rows_of_piece(rows, first_row, count)
-            values = _rows(out, piece, piece_stride, _num_rows(positions), width)
-            values[positions] = piece_grad[in_piece].to(dtype)
+            target_rows, piece_rows = _rows_of_piece(rows, first_row, count)
+            values = _rows(out, piece, piece_stride, _num_rows(piece_rows), width)
+            values[piece_rows] = piece_grad[target_rows].to(dtype)
     if local is None:
         return out
     local_end = local_begin + local.numel()

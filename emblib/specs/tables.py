@@ -57,8 +57,8 @@ class BoundsCheck(Choice):
 
     A collection treats the lengths of a batch in the same way whatever the order of its keys, its
     tables and its ranks. If they do not add up to the number of ids, FATAL raises; the other modes
-    clamp offsets and give the last bag the ids that no bag has, and WARNING warns, or raises for
-    ids behind the bags of an only feature. After a negative length bags would have ids of others:
+    clamp offsets and give the last bag the ids that no bag has, and WARNING warns; with a single
+    feature it raises for ids after the last bag. A negative length would move ids to other bags:
     FATAL and, on the CPU and not compiled, WARNING raise; IGNORE and NONE take its bag as empty.
 
     Example:
@@ -132,6 +132,10 @@ class TableSpec:
         name: name of the table in state dicts, without dots; "" names it by its position.
         placement: the memory of the rows.
 
+    Raises:
+        ValueError: a number out of its range, a name with dots, or an unknown placement.
+        TypeError: a number that is no int.
+
     Example:
         >>> emblib.TableSpec(rows=1_000, dim=16, name="item")
         TableSpec(rows=1000, dim=16, name='item', placement=<Placement.DEVICE: 'device'>)
@@ -155,8 +159,9 @@ class StochasticRounding:
     """Round values that are stored in 16 bits up or down at random, without bias.
 
     The random numbers come from a counter-based generator (Philox) and depend only on `seed`, step,
-    row and column: they are the same on any number of threads, on any device, and with any cache.
-    Rows are numbered over the module, ordered by placement.
+    tensor, row and column: they are the same on any number of threads, on any device, and with any
+    cache of the dtype of the table. A cache of another dtype rounds when rows are written back, so
+    that results depend on when. Rows are numbered over the module, ordered by placement.
 
     Example:
         >>> to_nearest = emblib.Precision(weights=torch.bfloat16)

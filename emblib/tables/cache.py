@@ -67,7 +67,7 @@ class BatchId(NamedTuple):
         return self.indices is other.indices and self.offsets is other.offsets
 
     def has_content_of(self, other: "BatchId") -> bool:
-        """Return whether both have equal content; on a GPU a device assert checks it instead."""
+        """Return whether both have equal content; on a GPU a device assert checks the values."""
         for tensor, other_tensor in zip(self, other, strict=True):
             if tensor is other_tensor:
                 continue
@@ -90,8 +90,8 @@ _FETCHES_PER_PROBE = 8  # while a probe finds all pages in memory
 class _Ticket(weakref.ref["InFlight"]):
     """The number of a batch in flight, and the stream of its last lookup.
 
-    If the batch's graph is deleted without an update, C code appends the ticket to a list: a Python
-    finaliser could be interrupted, and would swallow the interrupt.
+    If the batch's graph is deleted without an update, C code appends the ticket to a deque: a
+    Python finaliser could be interrupted, and would swallow the interrupt.
     """
 
     number = 0  # number of the batch; batches are numbered from 1
@@ -147,7 +147,7 @@ class InFlight:
             slots = owner.cache.slots_of_lookups(locations.groups, locations.row_slots)
             locations = locations._replace(slots=slots)
         self._locations = locations
-        if not owner.is_on_one_stream():
+        if not owner.note_stream():
             stream = _keep_on_this_stream(locations)
             if self.ticket is not None:
                 self.ticket.stream = stream
@@ -166,7 +166,10 @@ class InFlight:
         return locations
 
     def after_update(self) -> None:
-        """Allow eviction of the rows after the enqueued work, unless the batch is read again."""
+        """Allow eviction of the rows after the enqueued work, unless the batch is read again.
+
+        Also called after a lookup without gradients, which no update follows.
+        """
         if self._will_be_repeated:
             self._will_be_repeated = False
             return
@@ -287,13 +290,14 @@ class Prefetcher:
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
         self._later: deque[_DeferredFetch] = deque()  # in the order of the tickets
         self._fetches_until_probe = 0  # see `_read_pages`
-        self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
+        self._prefetches = _LastWork()
+        self._uses = _LastWork()  # finds, updates and flushes
         self._fetched = _LastWork()  # deferred fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
-        work = {name: _LastWork() for name in ("_filled", "_used", "_fetched")}
+        work = {name: _LastWork() for name in ("_prefetches", "_uses", "_fetched")}
         empty = {name: deque[object]() for name in ("_queue", "_dropped", "_later")}
         return {**self.__dict__, **work, **empty, "_tickets": {}, "_streams": []}
 
@@ -302,11 +306,11 @@ class Prefetcher:
         """Return whether one op checks, groups and fetches a batch of any size."""
         return self.options.passes is None and self.memory.disk is None
 
-    def is_on_one_stream(self) -> bool:
-        """Return whether all work of the cache so far is on the current stream; True on the CPU.
+    def note_stream(self) -> bool:
+        """Note that the current stream has work; return whether it has all work of the cache.
 
-        The current stream is noted as one that has work, except during a capture. When it is the
-        second one, events and tickets of all earlier work are recorded on the first stream.
+        True on the CPU. The stream of a capture is not noted. With the second stream, events and
+        tickets of all earlier work are recorded on the first one.
         """
         if not self.cache.weights.is_cuda:
             return True
@@ -318,7 +322,7 @@ class Prefetcher:
         if torch.cuda.is_current_stream_capturing():  # its stream ends with the capture
             return False
         for first_stream in self._streams:
-            for work in (self._filled, self._used, self._fetched):
+            for work in (self._prefetches, self._uses, self._fetched):
                 work.end_on(first_stream)
             for ticket in (*self._tickets.values(), *self._dropped):
                 ticket.stream = first_stream
@@ -448,22 +452,22 @@ class Prefetcher:
         if self.memory.disk is not None:
             self.memory.disk.protect(_NO_ROWS)  # raises in a forked process, before rows move
         # Fetches run one after the other, also on different streams.
-        has_order = self.is_on_one_stream()
+        has_order = self.note_stream()
         if not has_order:
-            self._filled.wait()
+            self._prefetches.wait()
         self._release_dropped()
         if not has_order:
-            self._used.wait()
+            self._uses.wait()
             self._fetched.wait()
-            self._filled.begin(batch.indices.device)
+            self._prefetches.begin(batch.indices.device)
         size = self._size_of_pass(batch)
         if size < batch.indices.numel() or self.memory.disk is not None:
             self._fill_in_passes(flight, batch, tiers, size)
         elif not self._fill_at_once(flight, batch, tiers, check):
             return False
         if not has_order:
-            self._filled.end(batch.indices.device)
-            flight.filled = None if self.rounds else self._filled.event
+            self._prefetches.end(batch.indices.device)
+            flight.filled = None if self.rounds else self._prefetches.event
         return True
 
     def _fill_at_once(
@@ -561,7 +565,7 @@ class Prefetcher:
 
         Updates that are already enqueued run before it; later ones look up their slots again.
         """
-        has_order, device = self.is_on_one_stream(), self.cache.weights.device
+        has_order, device = self.note_stream(), self.cache.weights.device
         if not has_order:
             self._fetched.wait()
         while self._later and self._later[0].number <= number:
@@ -570,7 +574,7 @@ class Prefetcher:
                 self._later.popleft()
                 continue
             if not has_order:
-                self._used.wait()
+                self._uses.wait()
                 self._fetched.begin(device)
                 for tensor in fetches:
                     tensor.record_stream(torch.cuda.current_stream(device))
@@ -633,21 +637,21 @@ class Prefetcher:
 
     def wait_for_prefetch(self) -> None:
         """Make the current stream wait for what prefetches on other streams have written."""
-        if not self.is_on_one_stream():
-            self._filled.wait()
+        if not self.note_stream():
+            self._prefetches.wait()
 
     def begin_use(self) -> None:
         """Record that a find, an update or a flush begins on the current stream, see `end_use`."""
-        if not self.is_on_one_stream():
-            self._used.begin(self.cache.weights.device)
+        if not self.note_stream():
+            self._uses.begin(self.cache.weights.device)
 
     def end_use(self) -> None:
         """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
 
         The next prefetch also waits for earlier work of this kind, on any stream.
         """
-        if not self.is_on_one_stream():
-            self._used.end(self.cache.weights.device)
+        if not self.note_stream():
+            self._uses.end(self.cache.weights.device)
 
     def _new_ticket(self, flight: InFlight) -> _Ticket:
         """Return the ticket of a new batch, whose rows are not evicted from its plan on."""
@@ -673,7 +677,10 @@ class Prefetcher:
             self._dropped.append(flight.ticket)
 
     def _release_dropped(self) -> None:
-        """End batches whose forward never came, so that their rows may be evicted."""
+        """End batches that will not be updated, so that their rows may be evicted.
+
+        Their graph was deleted, or their prefetch or lookup raised.
+        """
         while self._dropped:
             ticket = self._dropped[0]
             self.fetch_later(ticket.number)
@@ -681,7 +688,7 @@ class Prefetcher:
                 self.begin_use()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
             self.leave(ticket)
-            self.end_use()
+            self.end_use()  # without `begin_use` if only one stream has work: then it does nothing
             self._dropped.popleft()
 
     def protect_conflicts(self, locations: autograd.RowLocations) -> None:

@@ -238,7 +238,8 @@ class ShortCalls:
             module, indices, offsets, sample_weights, in_order=in_order
         )
         if flight is not None:
-            flight.after_update()
+            with flight.lock:
+                flight.after_update()
         return output
 
     def look_up(

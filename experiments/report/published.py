@@ -31,7 +31,7 @@ class Nature(Enum):
 
 
 class Quantity(Enum):
-    """The quantity of a published figure; OUR_NUMBERS computes it from a row of our results."""
+    """The quantity of a published figure; `_our_number` computes it from a row of our results."""
 
     compression = "compression"  # bytes of plain tables ÷ bytes
     us_per_lookup = "us_per_lookup"
@@ -57,8 +57,8 @@ class PublishedFigure:
     """One published number, a row of a file of reports/published.
 
     Attributes:
-        name: name, unique within the publication; figures with the same beginning before a colon
-            share a line of the overview.
+        name: name, unique within the publication together with the unit; figures with the same
+            beginning before a colon share a line of the overview.
         value: number as printed.
         unit: unit as printed.
         last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
@@ -104,13 +104,13 @@ class Publication:
 
 
 def shown(value: float) -> str:
-    """Return a number with the digits that it was printed with, thousands separated."""
+    """Return a number with its thousands separated, without zeros at its end."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:,}"
 
 
 @cache
 def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
-    """Return every publication, by file name."""
+    """Return every publication, in the order of the names of the files."""
     return tuple(read_publication(path) for path in sorted(folder.glob("*.yaml")))
 
 
@@ -120,7 +120,7 @@ def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
 
 
 def read_publication(path: Path) -> Publication:
-    """Read one file; raise ValueError that describes the fault.
+    """Read one file; raise ValueError for wrong entries, and what OmegaConf raises for no YAML.
 
     `device`, `device_words` and `work` of the file apply to every row that does not override them.
     """
@@ -154,12 +154,12 @@ def _build(kind: type[T], values: Mapping[str, Any], location: str) -> T:
 
 EXACT, MEASURED = 0.02, 0.15  # relative deviation at which a figure still counts as reproduced
 RULE = (
-    f"The rule. A figure that follows from sizes alone is 'reproduced' when ours is within "
-    f"{100 * EXACT:.0f} % of it, which leaves room for another choice of factors, or within half a "
-    f"unit of its last printed digit, and 'differs' otherwise. A figure that was measured is "
-    f"'reproduced' when our median is within {100 * MEASURED:.0f} % of it and 'differs' otherwise, "
-    "but only if the same program did the same work on the same device. In every other case it is "
-    "'not run here', with the reason; where there is a number of ours it is still shown, and is "
+    f"The rule. A figure is judged if the same work was done, and, if it was measured, by the same "
+    f"program on the same device. It is 'reproduced' when ours is within {100 * EXACT:.0f} % of a "
+    f"figure that follows from sizes alone, which leaves room for another choice of factors, or "
+    f"our median within {100 * MEASURED:.0f} % of one that was measured, or ours within half a "
+    "unit of the last printed digit of either; otherwise it 'differs'. A figure that is not judged "
+    "is 'not run here', with the reason; where there is a number of ours it is still shown, and is "
     "not divided by theirs."
 )
 
@@ -192,7 +192,7 @@ def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
 
 
 def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
-    """Compare every source with each reference of its experiment and each run of `extra`."""
+    """Compare every source with all references, and all runs in `extra`, of its experiment."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
     judgements = []
@@ -255,7 +255,7 @@ def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series 
         table = table[arm & (table["section"] == point.section)]
     if not len(table):
         return None, f"our run has no {point.arm} in {point.section}"
-    # Judge only the mode in which the published figure was measured.
+    # The mode of the published figure if we have it; `work_differences` names another one.
     rows_in_mode = table[table["mode"] == figure.work.get("mode")]
     row = (rows_in_mode if len(rows_in_mode) else table).iloc[0]
     return (row, "") if row["status"] == "ok" else (None, f"{row['status']}: {row['reason']}")

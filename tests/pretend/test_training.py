@@ -197,8 +197,8 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         with torch.cuda.stream(side):
             module.prefetch(*batches[step])
-        assert prefetcher._filled.event is not None
-        return prefetcher._filled.event
+        assert prefetcher._prefetches.event is not None
+        return prefetcher._prefetches.event
 
     updated, ready = None, prefetch(0)
     for step in range(3):

@@ -26,6 +26,7 @@ from emblib import (
     TTSpec,
     optim,
 )
+from emblib.tables.cache import InFlight
 from tests.tables import forks
 from tests.tables.kills import run_alone
 from tests.thread_cases import Meeting, held_elsewhere, together
@@ -162,6 +163,26 @@ def test_a_lookup_reads_its_slots_before_others_get_them(tmp_path: Path) -> None
         done.set()
 
     together(empty, *(lambda: read_until(done, module) for _ in range(2)))
+
+
+def test_a_lookup_without_gradients_ends_under_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, is_free = make(tmp_path), []
+    after_update = InFlight.after_update
+
+    def check(flight: InFlight) -> None:
+        thread = threading.Thread(
+            target=lambda: is_free.append(flight.lock.acquire(blocking=False))
+        )
+        thread.start()
+        thread.join()
+        after_update(flight)
+
+    monkeypatch.setattr(InFlight, "after_update", check)
+    with torch.no_grad():
+        module(torch.arange(3), torch.arange(4))
+    assert is_free == [False]
 
 
 @cached

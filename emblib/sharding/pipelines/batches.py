@@ -30,7 +30,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the items of a batch as pairs (index, key or attribute name; item).
+    """Return the items of a batch as pairs (step, item): an index, a key or an attribute's name.
 
     Leaves (tensors and jagged tensors), text, types and modules have none.
     """
@@ -99,8 +99,9 @@ def device_of(leaf: Any) -> torch.device:
 def to_device(batch: Any, device: torch.device) -> Any:
     """Copy a batch to a device; leaves on the device are not copied.
 
-    Copies from pinned memory are not waited for. A batch with a method `to` is copied by it, which
-    may wait if it takes no `non_blocking`.
+    Copies from pinned memory are not waited for. If the batch itself, not one of its items, has a
+    method `to`, that method copies it, and may wait if it takes no `non_blocking`. A leaf that
+    occurs twice is copied twice.
     """
     if not _is_leaf(batch) and hasattr(batch, "to"):
         parameters = inspect.signature(batch.to).parameters.values()
@@ -116,8 +117,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def empty_batch(batch: Any) -> Any:
     """Return the batch without examples, for a rank that has no data left.
 
-    Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
-    stay. A batch whose examples lie along another dimension needs a function of its own.
+    Tensors lose all of their first dimension, and jagged ones all bags; scalar tensors and values
+    that are no tensors stay. A batch whose examples lie along another dimension needs a function of
+    its own.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
@@ -219,7 +221,7 @@ class Staged(NamedTuple, Generic[T]):
     ready_event: torch.cuda.Event | None = None
 
     def take(self) -> T:
-        """Return the value, for use on the current stream."""
+        """Return the value, for use on the current stream, which waits for the event."""
         if self.ready_event is not None:
             stream = torch.cuda.current_stream(self.ready_event.device)
             stream.wait_event(self.ready_event)
