@@ -76,7 +76,7 @@ def test_the_skew_of_counts() -> None:
     counts = torch.tensor([0, 5, 1, 0, 3, 1])
     assert shares_of(IdSkew.of_counts(counts)).tolist() == [0.5, 0.3, 0.1, 0.1, 0, 0]
     skew = IdSkew.of_counts(counts)
-    missed = [skew.missed(rows) for rows in (1, 2, 3, 4, 6)]
+    missed = [skew.miss_rate(rows) for rows in (1, 2, 3, 4, 6)]
     assert missed == pytest.approx([0.5, 0.2, 0.1, 0.0, 0.0])
 
 
@@ -88,7 +88,7 @@ def test_zipf_in_groups_is_zipf(rows: int) -> None:
     assert skew.sizes.sum() == rows
     assert (skew.sizes * skew.shares).sum() == pytest.approx(1.0)
     for kept in {1, rows // 100 + 1, rows // 3 + 1, rows}:
-        assert skew.missed(kept) == pytest.approx(1 - exact[:kept].sum(), abs=2e-3)
+        assert skew.miss_rate(kept) == pytest.approx(1 - exact[:kept].sum(), abs=2e-3)
 
 
 @pytest.mark.parametrize("kept", [10, 100, 1000])
@@ -99,7 +99,7 @@ def test_what_ids_of_a_row_share_is_what_a_hash_makes_them_share(kept: int) -> N
         row = chance.integers(kept, size=len(shares))
         of_row = np.bincount(row, shares, kept)[row]
         found.append((shares * (of_row - shares) / of_row).sum())
-    assert IdSkew.zipf(2000).shared(kept) == pytest.approx(np.mean(found), rel=0.05)
+    assert IdSkew.zipf(2000).shared_update_rate(kept) == pytest.approx(np.mean(found), rel=0.05)
 
 
 def exactly_shared(shares: list[float], rows: int) -> float:
@@ -116,7 +116,7 @@ def exactly_shared(shares: list[float], rows: int) -> float:
 def test_what_ids_share_is_the_mean_over_all_hashes(counts: list[int], rows: int) -> None:
     skew = IdSkew.of_counts(torch.tensor([*counts, 0, 0]))
     shares = [count / sum(counts) for count in counts]
-    assert skew.shared(rows) == pytest.approx(exactly_shared(shares, rows), abs=2e-3)
+    assert skew.shared_update_rate(rows) == pytest.approx(exactly_shared(shares, rows), abs=2e-3)
 
 
 def test_many_different_counts_are_grouped() -> None:
@@ -126,7 +126,7 @@ def test_many_different_counts_are_grouped() -> None:
     assert int(skew.sizes.sum()) == len(counts)
     exact = counts.flip(0).double() / counts.sum()
     for kept in (10, 1000, 15_000):
-        assert skew.missed(kept) == pytest.approx(1 - float(exact[:kept].sum()), abs=2e-3)
+        assert skew.miss_rate(kept) == pytest.approx(1 - float(exact[:kept].sum()), abs=2e-3)
 
 
 def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,18 +150,18 @@ def test_hits_are_those_of_a_cache_of_the_least_recently_used(rows: int) -> None
         cache.move_to_end(i)
         if len(cache) > rows:
             cache.popitem(last=False)
-    assert skew.hits(rows) == pytest.approx(hits / 40_000, abs=0.01)
+    assert skew.hit_rate(rows) == pytest.approx(hits / 40_000, abs=0.01)
 
 
 def test_a_cache_of_all_used_rows_serves_all() -> None:
     skew = IdSkew.of_counts(torch.tensor([3, 0, 2, 0]))
-    assert skew.hits(2) == 1.0
+    assert skew.hit_rate(2) == 1.0
     # Of ids that are drawn with 3/5 and 2/5, one is the last one again by the sum of the squares.
-    assert skew.hits(1) == pytest.approx(0.52, abs=0.03)
+    assert skew.hit_rate(1) == pytest.approx(0.52, abs=0.03)
 
 
 def test_without_lookups_nothing_is_shared() -> None:
-    assert IdSkew.of_counts(torch.zeros(5)).shared(2) == 0.0
+    assert IdSkew.of_counts(torch.zeros(5)).shared_update_rate(2) == 0.0
 
 
 @pytest.mark.parametrize("rows", [10**7, 10**9])
@@ -478,7 +478,7 @@ def test_tables_are_cached_only_where_there_is_memory_behind_it() -> None:
         if cached:
             count = choice.before.num_embeddings
             rows = math.ceil(choice.config.storage.cache.load_factor * count / 32) * 32
-            assert choice.hit_rate == IdSkew.zipf(count).hits(rows)
+            assert choice.hit_rate == IdSkew.zipf(count).hit_rate(rows)
             assert choice.hit_rate >= 0.5
     shown = str(plan)
     assert "in host memory, 1/" in shown

@@ -5,14 +5,15 @@ any torch >= 2.10. If pyproject.toml required torch for builds, pip would downlo
 into its build environment even where torch is installed. So the hooks below require torch only if
 the interpreter has none of these versions. They look twice: in the environment of the build, and
 with `-E`, which ignores the PYTHONPATH by which pip hides installed packages. csrc/CMakeLists.txt
-finds torch in the same way. A source distribution needs no torch.
+looks in the same order, but takes the first torch and fails if that is too old. A source
+distribution needs no torch.
 """
 
 import subprocess
 import sys
 
 from scikit_build_core import build
-from scikit_build_core.build import *  # noqa: F403  the hooks that need no torch
+from scikit_build_core.build import *  # noqa: F403  all hooks but those below
 
 TORCH = "torch>=2.10"
 _FIND = """

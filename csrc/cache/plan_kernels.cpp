@@ -1,8 +1,8 @@
 // Probing and admission on one CPU thread: the functions of CachePlanTable (cache/args.h). The tags
-// of a set are four cache lines, which are prefetched a block of rows ahead. A hit writes one usage
-// word. Only the admission of misses reads all usage words of a set; it reads no tags but those of
-// the ways that it replaces. Sets with misses are in ascending order, so admission walks forward
-// through memory.
+// of a set are four cache lines, which are prefetched a block of rows ahead. A hit of `probe`
+// writes one usage word. Only the admission of misses reads all usage words of a set; it reads no
+// tags but those of the ways that it replaces. Sets with misses are in ascending order, so
+// admission walks forward through memory.
 #include "cache/args.h"
 #include "core/vec.h"
 
@@ -43,8 +43,8 @@ EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
   return args.segments[u + 1] - args.segments[u];
 }
 
-// Write the usage words of the hits among rows [begin, end): the batch, and for LFU the sum of
-// their lookups.
+// Write the usage words of the hits among rows [begin, end): the number of the batch, and for LFU
+// the lookups of the row so far, with those of the batch.
 EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
@@ -106,14 +106,15 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
   return num_misses;
 }
 
-// A missing row and its lookups so far.
+// A missing row that may get a way.
 struct Candidate {
-  int32_t position;
-  int32_t lookups;
+  int32_t position;  // its position u in `rows`
+  int32_t lookups;   // so far, with those of the batch; 0 for LRU, which does not count them
 };
 
 // Write the misses of group g that come first in the order of the policy to `candidates`, [kWays]:
-// LRU in ascending order of rows, LFU in descending order of lookups. Return how many there are.
+// LRU in ascending order of rows, LFU in descending order of lookups and, among equals, ascending
+// order of rows. Return how many there are, at most kWays.
 EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
                             Candidate* candidates) {
   const CacheState& cache = args.cache;

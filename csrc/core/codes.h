@@ -11,16 +11,18 @@ enum class Pooling : int { kSum, kMean, kNone };
 inline constexpr const char* kPoolings[] = {"sum", "mean", "none"};
 
 // The reaction of `bounds_check` to violations: raise (on a GPU: trap), warn, or only repair. The
-// op itself only counts for a warning, and on the CPU raises where a repair would lose data
+// op itself only counts for a warning, but on the CPU throws where a repair would lose data
 // (tbe/check.h). There is no code for BoundsCheck.NONE, for which the caller skips the op.
 enum class BoundsMode : int { kFatal, kWarning, kIgnore };
 inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 
 // The replacement policy of a set of the cache: which missing rows take which ways.
+// Empty ways are taken first; ways that a batch in flight uses are not taken.
 //   LRU: missing rows in ascending order take the ways in order of age, the oldest first.
-//   LFU: missing rows in descending order of their lookups so far take the ways in ascending order
-//        of the lookups of the rows in them. Among ways of equally many lookups, the way that was
-//        used last is the first. A row takes no way whose row has more lookups.
+//   LFU: missing rows in descending order of their lookups so far, with those of the batch, take
+//        the ways in ascending order of the lookups of the rows in them. Among ways of equally many
+//        lookups, the way that was used last is the first. A row takes no way whose row has more
+//        lookups.
 enum class CachePolicy : int { kLru, kLfu };
 inline constexpr const char* kCachePolicies[] = {"lru", "lfu"};
 
@@ -41,7 +43,7 @@ inline constexpr const char* kHashOrders[] = {"none", "lru", "lfu", "lru_lfu", "
 enum class InsertPolicy : int { kWins, kCompetes };
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 
-// The accuracy of matrix products on tensor cores, see core/mma.cuh.
+// The accuracy of matrix products on a GPU's tensor cores, see core/mma.cuh.
 enum class MatmulPrecision : int { kFloat32, kTf32, kBf16 };
 inline constexpr const char* kMatmulPrecisions[] = {"float32", "tf32", "bf16"};
 

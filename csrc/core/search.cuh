@@ -1,21 +1,21 @@
 // Finds the interval that contains an element, given where the intervals start: for example the bag
 // of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
 // Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
-// at a time. Then each thread searches for its elements between these two intervals only. A tile
-// has a fixed number of elements, so a long interval does not unbalance the work. Kernels also use
-// warp_search alone, for one element per warp.
+// at a time. Then each thread searches for its elements between these two intervals only. The tiles
+// of a kernel have equally many elements, so a long interval does not unbalance the work. Kernels
+// also use warp_search alone, for one element per warp.
 #pragma once
 
 #include "core/simt.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kTileThreads = 256;  // threads per block of kernels that take tiles
-inline constexpr int kTileSize = 1024;    // elements per tile
+inline constexpr int kTileThreads = 256;  // threads per block of most kernels that take tiles
+inline constexpr int kTileSize = 1024;    // elements per tile, unless a kernel has its own size
 
 // Return the last i in [0, n) with starts(i) <= x, or -1 if there is none. All 32 lanes of a warp
-// must call this with the same arguments; they get the same result. `starts(i)` returns int64 and
-// should not decrease; if it decreases, the result is some i in [-1, n).
+// must call this with the same arguments; they get the same result. `starts(i)`, an integer for i
+// in [0, n), should not decrease; if it decreases, the result is some i in [-1, n).
 template <class Starts>
 EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -40,7 +40,8 @@ struct TileSearch {
 
   // Find both intervals. All threads of a block of at least two warps must call this. `starts(i)`
   // is where interval i in [0, n) starts. The tile is [begin, end), not empty. `shared` is shared
-  // memory for two ints that may be used again when the constructor returns. Contains barriers.
+  // memory for two ints, which no thread may still use at the call, and which may be used again
+  // when the constructor returns. Contains barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
     const unsigned warp = threadIdx.x / simt::kWarp;
@@ -54,7 +55,8 @@ struct TileSearch {
     __syncthreads();
   }
 
-  // Return the interval of element x of the tile, -1 if x is before all intervals.
+  // Return the interval of element x of the tile, -1 if x is before all intervals. `starts` is that
+  // of the constructor. Each thread may call this with its own x.
   template <class Starts>
   EMB_DEVICE int find(const Starts& starts, int64_t x) const {
     int low = first, high = last;

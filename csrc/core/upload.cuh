@@ -1,6 +1,7 @@
 // Copies small arrays from the host to the device through the parameters of a kernel. Such a copy
-// runs in stream order, can be captured in a CUDA graph, and needs no pinned memory. The arrays may
-// be freed as soon as the launch returns, because the driver has copied the parameters by then.
+// runs in stream order, can be captured in a CUDA graph (whose replays copy the same words), and
+// needs no pinned memory. The arrays may be freed as soon as the launch returns, because the driver
+// has copied the parameters by then.
 #pragma once
 
 #include <cstddef>
@@ -25,16 +26,16 @@ struct UploadWords {
   uint64_t word[kWords];
 };
 
-// Extra work of an upload that begins an update step; all pointers are to device memory. It fills a
-// gradient with zeros and counts the step. If the gradient of the batch is not finite, the step is
-// skipped: it is not counted, and the uploaded words from `first_of_step` on, the arguments of the
-// update, are written as 0. The gradient is filled with zeros in any case.
+// Extra work of an upload before a backward pass or an update step; all pointers are to device
+// memory. It fills a gradient with zeros and counts the step. If the gradient of the batch is not
+// finite, the step is skipped: it is not counted, and the uploaded words from `first_of_step` on,
+// the arguments of the update, are written as 0. The gradient is filled with zeros in any case.
 struct BeginStep {
   float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
   int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill
-  double* step = nullptr;           // [1], incremented; null to count nothing
+  double* step = nullptr;           // [1], incremented unless skipped; null to count nothing
   const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
-  int64_t first_of_step = 0;        // position among the uploaded words
+  int64_t first_of_step = 0;        // position among the uploaded words; <= 0: all of them
 };
 
 // Copy `num_words` words to device memory `to`, and do the work of `begin`. There may be at most
@@ -83,10 +84,10 @@ class Upload {
   // Return the number of words of all arrays.
   int64_t words() const { return static_cast<int64_t>(words_.size()); }
 
-  // Start the copy to `to`, [words()] in device memory: one launch per kManyWords words, and also
-  // one if there are no words but `begin` has work. The first launch does that work. This object
-  // may be destroyed afterwards. `to` and the memory that `begin` points to must live until the
-  // kernels have run.
+  // Start the copy to `to`, [words()] in device memory: one launch per kManyWords words; one if
+  // there are no words but `begin` counts or fills; else none. The first launch does that work.
+  // This object may be destroyed afterwards. `to` and the memory that `begin` points to must live
+  // until the kernels have run.
   template <class Launcher>
   void start(const Launcher& launcher, uint64_t* to, BeginStep begin = {}) const {
     int64_t done = 0;  // words whose copy has been launched

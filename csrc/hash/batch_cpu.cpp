@@ -49,6 +49,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 
 // The arguments of hash_insert_batch_ or tier_insert_batch_, checked. The struct points into the
 // tensors of the caller.
+//   tensors         the index, see HashIndex
 //   row_buffers, layout, rules  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature
 //   ids             int64 [n], the key of each lookup
@@ -412,11 +413,12 @@ Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegme
   return status;
 }
 
-// Insert a batch. Return [offsets, starts, slots, rows, segments, lookups, bags, count]; the first
-// two are members of HashBatchCall, the others of BatchGroups. If keys were missing, the status of
-// the key of each position follows, uint8 [n]. The batch is not served if it has no bags, if its
-// offsets do not ascend from 0 to n, if a table may have to grow, or if threads cannot take whole
-// tables (are_balanced): then return an empty list and change nothing.
+// Insert a batch: change the index in `tensors` and the rows in `row_buffers`. `seed` is that of
+// hash_initial_rows_. Return [offsets, starts, slots, rows, segments, lookups, bags, count]; the
+// first two are members of HashBatchCall, the others of BatchGroups. If keys were missing, the
+// status of the key of each position follows, uint8 [n]. The batch is not served if it has no bags,
+// if its offsets do not ascend from 0 to n, if a table may have to grow, or if threads cannot take
+// whole tables (are_balanced): then return an empty list and change nothing.
 std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                                        const Tensor& features, const Tensor& ids,
                                        const Tensor& offsets, const Tensor& tables,
@@ -561,10 +563,10 @@ enum TierCount {
 // other large results, must be allocated before the batch is inserted, because an error after that
 // would lose evicted rows. Only small vectors are allocated later.
 struct TableMoves {
-  Tensor demoted;                        // [misses, 3], the evicted entries
-  Tensor demoted_rows;                   // [misses, row_bytes], their rows
-  Tensor promoted;                       // [misses], keys of the store that got a slot
-  Tensor refused;                        // [misses, 2], keys and uses of misses in overflow rows
+  Tensor demoted;                        // int64 [misses, 3], the evicted entries
+  Tensor demoted_rows;                   // uint8 [misses, row_bytes], their rows
+  Tensor promoted;                       // int64 [misses], keys of the store that got a slot
+  Tensor refused;                        // int64 [misses, 2], keys and uses in overflow rows
   std::vector<int64_t> demoted_numbers;  // by miss of the table: row in `demoted_rows`, -1 for none
   int64_t counts[kTierCounts] = {};
 
@@ -644,7 +646,8 @@ struct TableMoves {
   }
 };
 
-// The first position of each miss and the miss of each position, as hash_touch_ returns them.
+// The first position of each miss, and the miss of each position, -1 for none, as hash_touch_
+// returns them.
 struct MissPositions {
   Tensor first_positions, groups;
 

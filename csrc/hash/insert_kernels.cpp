@@ -7,8 +7,8 @@
 // The eviction queue of a full bucket (args.h) tells which entry the bucket evicts first, usually
 // the entry of the first element. If that entry was used since it became an element, the element
 // moves to where its present rank belongs. If the queue is empty or its elements do not decide, all
-// entries of the bucket are sorted again. The result is always the entry of the lowest rank that
-// the batch does not use, whatever the queue contained before.
+// entries of the bucket are sorted again. With any valid queue the result is the entry of the
+// lowest rank that the batch does not use.
 
 #include <cstring>
 

@@ -4,13 +4,13 @@
 // and results.
 //
 // Between the tiers a row is packed: its bytes in all row buffers, weights then optimizer states,
-// one after the other. So it is copied twice, out of one tier into a packed matrix, and from there
-// into the other tier. A swap visits each miss of a batch once: it copies the row of the evicted
-// key out of the slot and the stored row into the slot while the slot is in the cache. The
+// one after the other. These ops copy it twice, out of one tier into a packed matrix, and from
+// there into the other tier. A swap visits each miss of a batch once: it copies the row of the
+// evicted key out of the slot and the stored row into the slot while the slot is in the cache. The
 // addresses are random, so rows are prefetched some rows ahead.
 //
-// The caller must pass distinct slots, which is not checked. Then threads may work in any order,
-// and no result depends on the number of threads.
+// The slots that an op writes must be distinct, except -1; not checked. Then threads may work in
+// any order, and no result depends on the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -26,9 +26,9 @@
 namespace emb {
 namespace {
 
-// The rows that a swap copies out of and into the slot of a miss.
+// The slot of a miss, and the rows that a swap copies out of it and into it.
 struct SlotSwap {
-  int64_t slot;         // -1 for none
+  int64_t slot;         // -1 for none: then no row is copied
   int64_t demoted_row;  // number of the demoted row that leaves the slot, -1 for none
   int64_t stored_row;   // number of the stored row that enters the slot, -1 for none
 };
@@ -39,15 +39,17 @@ struct SwapCall {
   static constexpr const char* kOp = "tier_swap_";
 
   PackedRows table;               // the rows of the table, by slot
-  int64_t n, num_found;           // number of misses; of misses whose row is in the store
-  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the evicted entry
+  int64_t n, num_found;           // numbers of misses, and of misses whose row is in the store
+  const int64_t* evicted;         // [n, 3], by miss: key, stamp and score of the entry it evicts;
+                                  // read only where the status is kEvicting
   const int64_t* found;           // [num_found], the misses whose row is in the store
   const char* rows;               // [num_found, row_bytes], these rows
   std::vector<SlotSwap> swaps;    // by miss
   std::vector<int64_t> evicting;  // the misses that evict a key, ascending
   // Results for k evicted keys and r refused misses.
   Tensor slots;         // int64 [n], by miss: the slot, or the overflow row of a refused miss
-  Tensor status;        // uint8 [n], by miss: InsertStatus
+  Tensor status;        // uint8 [n], by miss: kHit if the row is in the store, else kNew if the
+                        // miss was refused, else the status of the insertion
   Tensor demoted;       // int64 [3, k]: keys, stamps and scores of the evicted entries
   Tensor demoted_rows;  // uint8 [k, row_bytes], their rows
   Tensor refused;       // int64 [r]: the refused misses
@@ -321,8 +323,8 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
 // has the keys, stamps and scores of the rows, `rows` is uint8 [n, row_bytes]. The keys of
 // `entries` must be distinct; not checked. A row replaces the stored row of its key. A new key
 // whose buckets are full evicts the row of the lowest rank in them that the same call did not put;
-// if there is none, the new row is dropped. If n > 0, the clock of the store advances. Return the
-// evicted and dropped entries and rows, see copy_dropped.
+// if there is none, the new row is dropped. If n > 0, the clock of the store advances beyond the
+// stamps of `entries`. Return the evicted and dropped entries and rows, see copy_dropped.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {

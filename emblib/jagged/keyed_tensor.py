@@ -16,10 +16,11 @@ class KeyedTensor(metaclass=TracedClass):
 
     Args:
         keys: the name of each block. Of a repeated key, all methods take the last block.
-        length_per_key: size of each block along `key_dim`, by default its columns. Lists here and
-            in `keys` are not copied: do not change them afterwards.
-        values: the matrix, or any tensor with these blocks along `key_dim`.
-        key_dim: the dimension that is divided into blocks.
+        length_per_key: size of each block along `key_dim`. Lists here and in `keys` are not copied:
+            do not change them afterwards.
+        values: the matrix, or any tensor with these blocks along `key_dim`; not copied. Only
+            `validate` checks that the lengths fit it.
+        key_dim: the dimension that is divided into blocks; by default the columns.
 
     Raises:
         ValueError: not one length per key.
@@ -71,13 +72,20 @@ class KeyedTensor(metaclass=TracedClass):
         """Construct from one tensor per key, concatenated along `cat_dim`.
 
         `cat_dim` must be `key_dim`; not checked.
+
+        Raises:
+            ValueError: no tensors, or not one per key.
         """
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(list(tensors), dim=cat_dim), key_dim)
 
     @staticmethod
     def adopt(other: Any) -> "KeyedTensor":
-        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedTensor."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.KeyedTensor; copy no tensor.
+
+        Raises:
+            TypeError: no `keys()`, `length_per_key()` or `values()`.
+        """
         return KeyedTensor(**convert.keyed_arguments(other))
 
     def keys(self) -> list[str]:
@@ -97,18 +105,18 @@ class KeyedTensor(metaclass=TracedClass):
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Return the size of each block along `key_dim`."""
+        """Return the size of each block along `key_dim`; do not modify the list."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Return the offset of each block, and the end of the last."""
+        """Return the offset of each block, and the end of the last; do not modify the list."""
         bounds = self._offset_per_key
         if bounds is None:
             bounds = self._offset_per_key = bounds_of(self._length_per_key)
         return bounds
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the position of each key; the last position of a repeated key."""
+        """Return the last position of each key; do not modify the dictionary."""
         index = self._index_per_key
         if index is None:
             index = {key: position for position, key in enumerate(self._keys)}
@@ -156,7 +164,10 @@ class KeyedTensor(metaclass=TracedClass):
     def regroup(
         keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Concatenate the blocks of each group's keys, which may be in different tensors.
+        """Return one tensor per group: the blocks of its keys, copied and joined along `key_dim`.
+
+        The keys of a group may be in different tensors, of equal other dimensions. A group without
+        keys has size 0 along `key_dim`.
 
         Raises:
             KeyError: a key that no tensor has.
@@ -169,7 +180,7 @@ class KeyedTensor(metaclass=TracedClass):
     def regroup_as_dict(
         keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the results of `regroup` by the name of each group, `keys`.
+        """Return the results of `regroup` by the name of each group, `keys`, which should differ.
 
         Raises:
             KeyError: a key that no tensor has.
@@ -191,15 +202,15 @@ class KeyedTensor(metaclass=TracedClass):
         return self._with_values(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":
-        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous; needs a GPU."""
         return self._with_values(self._values.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until the work queued on `stream` is done."""
+        """Keep the values, on a GPU, in memory until the work queued on `stream` is done."""
         self._values.record_stream(stream)
 
     def _with_values(self, values: Tensor) -> "KeyedTensor":
-        """Return a tensor of the same keys and dims with other values."""
+        """Return a tensor of the same keys, lengths and `key_dim` with other values."""
         keyed = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
         keyed._index_per_key, keyed._offset_per_key = self._index_per_key, self._offset_per_key
         return keyed
@@ -305,7 +316,7 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
 def regroup_by_name(
     tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]], names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return the results of `regroup` by the name of each group; ValueError for fewer or more."""
+    """Return the results of `regroup` by name; see `KeyedTensor.regroup_as_dict` for errors."""
     if len(groups) != len(names):
         raise ValueError(f"keys must name every group = {len(groups)}, got {len(names)}")
     return dict(zip(names, regroup(tensors, groups), strict=True))

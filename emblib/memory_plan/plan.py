@@ -394,7 +394,9 @@ def _hashed_options(table: _PlannedTable) -> Iterator[_Option]:
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
-            yield _Option(replace(table.config, storage=Hashed(rows)), table.skew.shared(rows))
+            yield _Option(
+                replace(table.config, storage=Hashed(rows)), table.skew.shared_update_rate(rows)
+            )
 
 
 def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
@@ -421,7 +423,7 @@ def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
                 weight_init_min=low,
                 weight_init_max=high,
             )
-            yield _Option(config, EVICTED * table.skew.missed(rows))
+            yield _Option(config, EVICTED * table.skew.miss_rate(rows))
 
 
 def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
@@ -435,7 +437,7 @@ def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
     for share in SHARES:
         cache = CacheConfig(load_factor=share, directory=directory)
         storage = Dense(placement, cache)
-        hit_rate = table.skew.hits(cached_rows(storage, table.rows))
+        hit_rate = table.skew.hit_rate(cached_rows(storage, table.rows))
         if hit_rate >= backing.min_hit_rate:
             yield _Option(replace(table.config, storage=storage), 0.0, hit_rate)
 

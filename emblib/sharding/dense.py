@@ -1,7 +1,7 @@
 """The dense part of a model: equal initial values on every rank, and averaged gradients.
 
 PyTorch's `DistributedDataParallel` or `fully_shard` averages the gradients. This module tells it
-which parameters to ignore: the tables, whose rows are updated on the rank that stores them.
+which parameters to ignore: the tables, which have their own exchange of gradients.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +22,7 @@ class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
     `options` are further arguments of DDP, e.g. `{"static_graph": True}`. With `gradient_dtype`,
-    float16 or bfloat16, gradients are sent and added up in it.
+    float16 or bfloat16, gradients are sent and added up in it; None is the dtype of each parameter.
 
     Raises:
         ValueError: another `gradient_dtype`.
@@ -45,7 +45,8 @@ class DDP:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`.
 
-        A collective. `ranks` must have a process group; `ignored` are names in `module`.
+        A collective. `ranks` must have a process group; `ignored` are names in `module`, of which
+        another parameter must require gradients.
         """
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
@@ -80,8 +81,9 @@ def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
 class FullyShard:
     """Shard each dense parameter over the ranks with `fully_shard` (FSDP2).
 
-    `blocks` returns the submodules that are gathered one at a time, in the order of use; without
-    it the dense part is gathered as a whole. `options` are further arguments of `fully_shard`.
+    `blocks` returns the submodules of the model that are gathered one at a time, inner ones first;
+    with None the dense part is gathered as a whole. `options` are further arguments of
+    `fully_shard`.
 
     Example:
         >>> emblib.sharding.FullyShard(options={"reshard_after_forward": False}).options
@@ -123,7 +125,7 @@ def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
     """
     if wrap is None or isinstance(wrap, Wrapping):
         return wrap
-    if wrap not in _BY_NAME:
+    if not isinstance(wrap, str) or wrap not in _BY_NAME:
         raise ValueError(
             f"wrap must be {', '.join(map(repr, _BY_NAME))}, DDP(...) or FullyShard(...), "
             f"got {wrap!r}"
@@ -132,7 +134,7 @@ def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside the module that averages its gradients, or the module itself."""
+    """Return the model inside DDP and modules with `wraps_module`, or the module itself."""
     inner: Any = module
     while isinstance(inner, DistributedDataParallel) or getattr(inner, "wraps_module", False):
         inner = inner.module
@@ -141,10 +143,14 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate modules on the meta device and initialize them with `reset_parameters`.
+    """Allocate modules on the meta device on `device` and initialize them with `reset_parameters`.
+
+    All own tensors of a module are replaced if one of them is on the meta device; other modules do
+    not change or move.
 
     Raises:
-        RuntimeError: a module on the meta device has no `reset_parameters`.
+        RuntimeError: a module on the meta device has no `reset_parameters`. Modules before it have
+            been allocated.
     """
     for name, submodule in module.named_modules():
         modules = _with_containers(submodule)

@@ -36,7 +36,7 @@ _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
 _FIELDS_OF_ONE_RANK = {"directory", "device_ids", "output_device"}
 _MAX_DEPTH = 8  # nesting of values that is compared
-_MAX_VALUES = 16  # of a larger tensor only the shape is compared
+_MAX_VALUES = 16  # of a larger tensor only dtype and shape are compared
 
 
 def agree(
@@ -46,7 +46,7 @@ def agree(
 ) -> T:
     """Return `prepare()`; raise on every rank if it fails on one, or if descriptions differ.
 
-    All ranks call this. One rank alone only calls `prepare`.
+    A collective. One rank alone only calls `prepare`.
 
     Args:
         ranks: the processes.
@@ -56,7 +56,8 @@ def agree(
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
-        RuntimeError: `prepare` failed on another rank; where it failed, its own error is raised.
+        RuntimeError: `prepare` or `describe` failed on another rank, and the descriptions do not
+            differ; where it failed, its own error is raised.
     """
     if ranks.size == 1:
         return prepare()
@@ -151,7 +152,7 @@ def _abbreviate(text: str) -> str:
 
 
 def merged(*descriptions: Description) -> dict[str, dict[str, Any]]:
-    """Return one description with the values of several."""
+    """Return one description with the values of several; of a repeated name, the last value."""
     result: dict[str, dict[str, Any]] = {}
     for description in descriptions:
         for subject, values in description.items():
@@ -209,7 +210,7 @@ def collection_description(
         configs: configurations of its tables, with the optimizers that they will have.
         plan: the sharding of each table, by name; None without a valid plan.
         optimizer: optimizer of tables whose configuration has none.
-        path: path of the collection in the model; without it, errors name tables only.
+        path: path of the collection in the model; if empty, errors name tables only.
     """
     path_text = f" of {path}" if path else ""
     description: dict[str, dict[str, Any]] = {
@@ -273,7 +274,8 @@ def _leaves(description: Description) -> _Leaves:
 def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the texts of a value and of its parts.
 
-    Functions are compared by module and qualified name, other objects by class and fields.
+    Functions are compared by module and qualified name, dataclasses by class and fields, other
+    objects by `repr`, or by class if that shows an address.
 
     Args:
         name: name of the value, with dots.
@@ -307,7 +309,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a text that is the same in two processes for the same value."""
+    """Return a text that is the same in all processes for equal values; it may omit parts."""
     if isinstance(value, str):
         return value
     if isinstance(value, Enum):

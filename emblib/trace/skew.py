@@ -1,4 +1,4 @@
-"""Skew of the lookups of a table, and the share of lookups that a smaller table serves."""
+"""Skew of the lookups of a table, and the hit, miss and sharing rates of a smaller table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ZIPF = 1.05  # exponent of the assumed skew of ids without a trace
-_GROUPS = 128  # approximate number of groups of ids with about equal frequency; not measured
+_GROUPS = 128  # ids or counts that are groups alone, and log steps after them; not measured
 _GRID = 120  # points of the numerical integration, evenly spaced in log t; not measured
 _LOG_BEFORE, _LOG_AFTER = 9, 4  # log t from 9 below -log(max share) to 4 above -log(min share)
 _BISECTIONS = 60  # halvings of an interval: more than a float64 resolves
@@ -32,7 +32,10 @@ class IdSkew:
 
     @classmethod
     def of_counts(cls, counts: Tensor) -> IdSkew:
-        """Return the skew of ids that were looked up `counts` times, `[rows]`; at least one row."""
+        """Return the skew of ids that were looked up `counts` times, `[rows]`; at least one row.
+
+        Without lookups all shares are 0.
+        """
         values, sizes = counts.detach().cpu().double().unique(return_counts=True)
         # Small counts are groups by themselves; larger ones that differ by a few per cent form one.
         group_of = (
@@ -48,7 +51,7 @@ class IdSkew:
 
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
-        """Return the skew in which id n has a share proportional to n^-exponent."""
+        """Return the skew of `rows` >= 1 ids; id n has a share proportional to n^-exponent."""
         head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
         low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
@@ -57,14 +60,17 @@ class IdSkew:
         shares = (first_ids[:-1] + (sizes - 1) / 2) ** -exponent
         return cls(shares / (shares @ sizes), sizes)
 
-    def missed(self, rows: int) -> float:
-        """Return the share of lookups that read ids other than the `rows` most used ones."""
+    def miss_rate(self, rows: int) -> float:
+        """Return the share of lookups that read ids other than the `rows` most used ones.
+
+        Without lookups it is 1.
+        """
         num_before = self.sizes.cumsum(0) - self.sizes
         num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
         return max(0.0, 1.0 - float(num_cached @ self.shares))
 
-    def hits(self, rows: int) -> float:
-        """Return the hit rate of an LRU cache of `rows` rows.
+    def hit_rate(self, rows: int) -> float:
+        """Return the hit rate of a warm LRU cache of `rows` rows; 1 without lookups.
 
         By Che's approximation: an id of share s is in the cache if it was looked up in the last t
         lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.
@@ -82,13 +88,14 @@ class IdSkew:
             low, high = (guess, high) if is_below else (low, guess)
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
-    def shared(self, rows: int) -> float:
+    def shared_update_rate(self, rows: int) -> float:
         """Return the share of a row's updates that come from other ids, if ids hash to `rows` rows.
 
-        It is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
-        id and o the sum of the shares of the other ids in its row. 1 / (s + o) is the integral of
-        exp(-(s + o) t) over t, and the expectation of exp(-o t) is a product over all other ids,
-        each of which is in the row with probability 1 / rows.
+        `rows` is at least 1; without lookups the result is 0. It is the expectation, over lookups
+        and hashes, of o / (s + o), where s is the share of an id and o the sum of the shares of the
+        other ids in its row. 1 / (s + o) is the integral of exp(-(s + o) t) over t, and the
+        expectation of exp(-o t) is a product over all other ids, each of which is in the row with
+        probability 1 / rows.
         """
         is_used = self.shares > 0
         if not is_used.any():
@@ -103,7 +110,7 @@ class IdSkew:
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:
-        """Return exp(-s t) `[used groups, T]` on a grid of t, and the width of each step of t."""
+        """Return exp(-s t) `[used groups, T]` on a grid of t, clamped, and the grid's steps."""
         shares = self.shares[self.shares > 0]
         low = -math.log(float(shares.max())) - _LOG_BEFORE
         high = -math.log(float(shares.min())) + _LOG_AFTER

@@ -329,6 +329,8 @@ def test_replicated_tables_without_an_optimizer_are_dense() -> None:
 def test_wrong_words_are_told() -> None:
     with pytest.raises(ValueError, match=r"wrap must be 'ddp', 'fully_shard', 'none', .*'fsdp'"):
         DistributedModelParallel(nn.Linear(DENSE, 1), RankGroup.single(), plan={}, wrap="fsdp")
+    with pytest.raises(ValueError, match=r"wrap must be .*\['ddp'\]"):  # a list cannot be hashed
+        DistributedModelParallel(nn.Linear(DENSE, 1), RankGroup.single(), plan={}, wrap=["ddp"])  # type: ignore[arg-type]
 
 
 class _OverBareTables(nn.Module):
