@@ -61,16 +61,16 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     `length_per_key` and other numbers on the host are read from the device once. Moved batches,
     splits and permutations have them too, except a permutation that a CUDA graph captures; pickled
-    and deep copies read them again. Tensors are not copied.
-    After these numbers or the offsets were read, overwrite the lengths only with `copy_`.
+    and deep copies, and `as_type`, read them again. The constructor does not copy tensors. After
+    these numbers or the offsets were read, overwrite the lengths only with `copy_`.
 
     Args:
         keys: the name of each feature. A list is not copied: do not change it afterwards.
         values: `[L]` ids or `[L, ...]` rows of all bags, concatenated.
-        weights: `[L, ...]`, one per value.
+        weights: `[L, ...]`, an entry per value; None for a batch without weights.
         lengths: int32 or int64 `[F * B]`. One of lengths and offsets suffices; the other is
-            computed on first use.
-        offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
+            computed on first use. Int32 only for L below 2^31.
+        offsets: int32 or int64 `[F * B + 1]`, from 0 to L; contents are checked by `validate` only.
         stride: batch size B. None computes it: the number of bags per key or, if that varies, the
             columns of the inverse indices, without these the largest number.
         stride_per_key_per_rank: number of bags per feature and rank, `[F][R]` on the host, if
@@ -82,7 +82,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
             from the other arguments.
 
     Raises:
-        ValueError: neither lengths nor offsets, or sizes that do not match.
+        ValueError: neither lengths nor offsets, sizes that do not match, or int32 for L >= 2^31.
         TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
             integers; another argument.
 
@@ -295,7 +295,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "KeyedJaggedTensor":
-        """Return a batch without features and values."""
+        """Return a batch without features and values; None is torch's default dtype or device."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -380,7 +380,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._values.device
 
     def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the bytes of all tensors, computed lengths or offsets included."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -403,7 +403,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._stride_per_key_per_rank is not None
 
     def stride_per_key(self) -> list[int]:
-        """Return the bags of each feature."""
+        """Return the number of bags of each feature; do not modify the list."""
         varied = self._stride_per_key
         return [self._stride] * len(self._keys) if varied is None else varied
 
@@ -709,7 +709,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until the work queued on `stream` is done."""
+        """Keep the memory until the work queued on `stream` is done; for tensors on a GPU only."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
@@ -719,21 +719,21 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         """Overwrite tensors and numbers known on the host by what `other` has; return self.
 
         Raises:
-            ValueError: other keys, strides or shapes, or weights or inverse indices in only one of
-                them; nothing is changed.
+            ValueError: other keys (also of inverse indices), strides (also per rank) or shapes, or
+                weights or inverse indices in only one of them; nothing is changed.
         """
         is_alike = (
             self._keys == other._keys
-            and self.stride_per_key() == other.stride_per_key()
+            and self._stride == other._stride
+            and self._stride_per_key_per_rank == other._stride_per_key_per_rank
             and self._values.shape == other._values.shape
             and _shape(self._weights) == _shape(other._weights)
-            and _shape(self._inverse and self._inverse[1])
-            == _shape(other._inverse and other._inverse[1])
+            and _keys_and_shape(self._inverse) == _keys_and_shape(other._inverse)
         )
         if not is_alike:
             raise ValueError(
-                f"copy_ needs a batch like {self!r}, got {other!r}: make the target with "
-                "empty_like(batch, device)"
+                f"copy_ needs a batch like {self!r}, also in strides per rank and keys of inverse "
+                f"indices, got {other!r}: make the target with empty_like(batch, device)"
             )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
@@ -795,6 +795,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
 def _shape(tensor: Tensor | None) -> torch.Size | None:
     return None if tensor is None else tensor.shape
+
+
+def _keys_and_shape(inverse: InverseIndices | None) -> Any:
+    return inverse and (list(inverse[0]), inverse[1].shape)
 
 
 def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:

@@ -1,8 +1,9 @@
-"""The integer codes of the options of native ops.
+"""The integer codes of the options of native ops: one dict {name: code} per option.
 
 Ops take an option as a small integer: the conversion of a string argument in torch's stable headers
-leaks a copy of it at every call. The same numbers are in csrc/core/codes.h and, for optimizers, in
-csrc/optim/optimizers.h; tests/test_schema.py compares the two.
+leaks a copy of it at every call. The same numbers and, with what each does, the same names are in
+csrc/core/codes.h and, for optimizers, in csrc/optim/optimizers.h; tests/test_schema.py compares
+them.
 """
 
 
@@ -11,7 +12,7 @@ def _number(*names: str) -> dict[str, int]:
 
 
 POOLING = _number("sum", "mean", "none")
-BOUNDS_CHECK = _number("fatal", "warning", "ignore")
+BOUNDS_CHECK = _number("fatal", "warning", "ignore")  # no code for NONE: the check is not called
 CACHE_POLICY = _number("lru", "lfu")
 HASH_ORDER = _number("none", "lru", "lfu", "lru_lfu", "assigned")
 INSERT_POLICY = _number("wins", "competes")
@@ -32,7 +33,8 @@ OPTIMIZER = _number(
     "lars",
     "ftrl",
 )
-# Optimizers whose second own number in `Hyper` is `max_norm`, as in csrc/optim/rowwise_adagrad.h.
+# Codes of the optimizers whose entry `Hyper.OPTIMIZER_ARGS + 1` of `hyper` is `max_norm`, as in
+# csrc/optim/rowwise_adagrad.h.
 WITH_MAX_NORM = frozenset(
     OPTIMIZER[f"rowwise_adagrad_{variant}"]
     for variant in ("max_norm", "global_decay", "cowclip", "counter")

@@ -8,8 +8,8 @@ with an output row per row (`index_select`, bags of 1) and per 32 rows (`embeddi
 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup whose
 rows come from memory stays below the ceiling, because its kernel is one of the four ways and its
 bytes are counted the same way; a row size between two measured ones is compared with the larger. On
-a GPU, ceilings and lookups are timed by events behind a spin, without launches. Lookups whose rows
-or outputs stay in a cache can exceed the ceiling.
+a GPU, ceilings except `launch_us` are timed by events behind a spin, without launches. Lookups
+whose rows or outputs stay in a cache can exceed the ceiling.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
             smoke run, which measures a cache.
 
     Returns:
-        `copy_gb_s`, `sgemm_gflop_s`; `gather_gb_s` and `gather_by` (the fastest way), keyed by
-        bytes per row; on a GPU `launch_us`, from a call on an idle GPU to the end of an almost
-        empty kernel.
+        `copy_gb_s`, `sgemm_gflop_s` (10^9 bytes, operations); `gather_gb_s` and `gather_by` (the
+        fastest way), keyed by bytes per row as a string; `counted`, `table_bytes` and `threads`,
+        how they were measured; on a GPU `launch_us`, from a call on an idle GPU to the end of an
+        almost empty kernel.
     """
     size = table_bytes(device) if seconds else SMOKE_BYTES
     flat = torch.ones(size // 4, device=device)
@@ -99,7 +100,7 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
-    """Return the operations per second of a product of float32 matrices."""
+    """Return the multiplications plus additions per second of a product of float32 matrices."""
     a, b = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(a)
     return 2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(a, b, out=out), device, seconds)
@@ -108,7 +109,8 @@ def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
     """Return the bytes per second of the fastest way to gather rows of `row_bytes`, and its name.
 
-    `flat` is the memory of the table, float32 [elements].
+    `flat` is the memory of the table, float32 [elements], a multiple of `row_bytes`. The lookups of
+    emblib allocate a second table of that size.
     """
     rates = {
         method: nbytes / shortest_call(work, flat.device, seconds / 4)
@@ -213,7 +215,7 @@ def shortest_wall(
 
 
 class CacheLines:
-    """Memory of `nbytes` in small or huge pages; cache line n begins with the number n.
+    """Memory of `nbytes` in small or huge pages; cache line n is the int64 n, then zeros.
 
     The kind of pages is advice to the system, which may not follow it.
     """
@@ -232,15 +234,15 @@ class CacheLines:
         self.words[::WORDS_PER_LINE] = np.arange(self.count)
 
     def positions(self, keys: Tensor) -> Tensor:
-        """Return the index of the word to read per key, int64."""
+        """Return the index of the word to read per key, int64 [N] on the CPU as `keys`."""
         return keys.remainder(self.count) * WORDS_PER_LINE
 
     def read(self, positions: Tensor) -> Tensor:
-        """Read the words at `positions` with torch, on its threads."""
+        """Return the words at `positions`, int64 [N], read by torch on its threads."""
         return torch.index_select(torch.from_numpy(self.words), 0, positions)
 
     def take(self, positions: Tensor) -> Tensor:
-        """Read the words at `positions` with NumPy, which on one thread is mostly faster."""
+        """Return the same, read by NumPy, which on one thread is mostly faster."""
         out = np.empty(positions.numel(), np.int64)
         return torch.from_numpy(np.take(self.words, positions.numpy(), out=out, mode="clip"))
 

@@ -1,9 +1,9 @@
 """Methods that compress the large tables of a model to a share of their bytes.
 
-A method is a module that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and that backward
-updates. Most methods are a `StoredTables` of tables that a function `configure_*` returns. Others
-are a class, or a function that builds a `StoredTables`. A new method is one of these, and a line in
-METHODS.
+A method is a module on the CPU that maps ids of K fields to rows, `[B, K] -> [B, K, dim]`, and that
+backward updates. Most methods are a `StoredTables` of tables that a function `configure_*` returns.
+Others are a class, or a function that builds a `StoredTables`. A new method is one of these, and a
+line in METHODS. All raise Unsupported for a task that they cannot do, as for too few bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOAT_BYTES = 4  # bytes of a float32
 QUANTISED = storage.Quantized(8)  # storage of dense rows when they are served
 PERMUTED = "permuted"  # order of ids of tensor trains
 LOOKUPS_PER_CHOICE = 50  # training lookups between two choices of the rows in a cache
-NETWORK_RATE = 1e-3  # learning rate of Adam for all parameters outside tables
+NETWORK_RATE = 1e-3  # learning rate of Adam for the parameters outside of methods
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,12 @@ class MethodTask:
     Attributes:
         rows: number of rows of each table.
         dim: dim of a row.
-        share: permitted bytes ÷ bytes of the plain table, for each table.
+        share: permitted bytes ÷ bytes of the plain float32 table, for each table.
         learning_rate: learning rate of Adagrad.
-        counts: number of training samples with each id, per table. `HotRows` and `build_from_plain`
-            need them.
-        trained: function that returns the rows of the plain tables after training.
+        counts: number of training samples with each id, int64 [rows] per table; () if unknown.
+            `HotRows` and `build_from_plain` need them, `build_planned` uses them.
+        trained: function that returns the rows of the plain tables after training, float32
+            [rows, dim] per table; None if they were not trained. `build_from_plain` needs it.
     """
 
     rows: tuple[int, ...]
@@ -85,7 +86,7 @@ class Method(nn.Module):
         task: tables to compress.
         trained_bytes: bytes of parameters and indices, without optimizer states.
         served_bytes: the same with tables of `storage.Dense` quantised to 8 bits.
-        ranks: rank of each table's tensor train; [] for methods without trains.
+        ranks: first rank of each table that is a tensor train (projected ones are), in order.
     """
 
     def __init__(self, task: MethodTask) -> None:
@@ -96,7 +97,7 @@ class Method(nn.Module):
         self.ranks: list[int] = []
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows `[B, K, dim]` of ids `[B, K]`."""
+        """Return the rows `[B, K, dim]`, float32, of ids `[B, K]` that lie in their tables."""
         raise NotImplementedError
 
 
@@ -126,7 +127,7 @@ class StoredTables(Method):
         return rows.view(*ids.shape, -1)
 
     def weights(self) -> list[Tensor]:
-        """Return the dense rows of each table, float32 [rows, dim]."""
+        """Return the rows of each table as floats [rows, dim]; only where `has_dense_rows`."""
         handles = self.bags.handles()
         return [handles[name].dense_rows().detach() for name in self.names]
 
@@ -146,7 +147,8 @@ def _max_rows(task: MethodTask, table: int, configure: Callable[[int], Embedding
     Args:
         task: the tables.
         table: number of the table, whose rows are the upper bound.
-        configure: function of a number of rows that returns the configuration with them.
+        configure: function of a number of rows that returns the configuration with them; more rows
+            must not take fewer bytes.
 
     Raises:
         Unsupported: not one row fits, with its index.
@@ -168,7 +170,7 @@ def build_stored(configure: ConfigureTable, task: MethodTask) -> StoredTables:
 
 
 def configure_plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
-    """Store every row; `changes` are further arguments of the configuration."""
+    """Store every row, whatever the share; `changes` are further arguments of the configuration."""
     return EmbeddingBagConfig(task.rows[table], task.dim, f"t{table}", **changes)
 
 
@@ -188,7 +190,7 @@ def configure_narrow(task: MethodTask, table: int) -> EmbeddingBagConfig:
 
 
 def configure_projected(task: MethodTask, table: int) -> EmbeddingBagConfig:
-    """Store narrower rows, and per table a learned matrix that projects them to `dim`."""
+    """Store narrower rows, and beyond the permitted bytes a learned matrix that widens them."""
     return configure_plain(task, table, storage=storage.TensorTrain.projected(_width(task)))
 
 
@@ -218,7 +220,10 @@ def configure_quotient_remainder(
 
 
 def tensor_train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
-    """Return the tensor train of the largest ranks that fit into the permitted bytes."""
+    """Return the tensor train of the largest ranks that fit into the permitted bytes.
+
+    `ids` is the order of ids, see `emblib.TTSpec`.
+    """
     rows = task.rows[table]
     one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
     try:
@@ -301,8 +306,8 @@ def build_planned(task: MethodTask) -> StoredTables:
 class HotRows(Method):
     """Plain tables of the most frequent ids, and tables of another method for the other ids.
 
-    Half of the permitted bytes store the plain rows, the other half the other tables. `hot_rows` is
-    not counted: there is none where ids are numbered in order of frequency.
+    Half of the permitted bytes store the plain rows, the other half the other tables. The bytes of
+    `hot_rows` are not counted: ids numbered in order of frequency would not need it.
 
     Args:
         task: the tables.
@@ -312,8 +317,8 @@ class HotRows(Method):
     Attributes:
         hot: tables of the frequent ids.
         others: tables of the other ids, by another method.
-        hot_rows: row in `hot` per id of all tables, -1 for the other ids.
-        starts: first entry of each table in `hot_rows`.
+        hot_rows: row in `hot` per id, -1 for the other ids, int64, one table after the other.
+        starts: first entry of each table in `hot_rows`, int64 [K].
     """
 
     hot_rows: Tensor

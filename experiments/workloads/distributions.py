@@ -1,7 +1,7 @@
-"""Random row ids, uniform or Zipf-Mandelbrot, in constant memory for any number of rows.
+"""Random row ids, uniform or Zipf-Mandelbrot, drawn in memory that does not grow with the rows.
 
-Rank r of `rows` has a probability proportional to (r + q)^-s. The draws follow it exactly, and the
-same generator gives the same ids. A permutation (`permute`) then maps each rank to a row.
+Rank r of 1 to `rows` has a probability proportional to (r + q)^-s, with s >= 0 and q > -1; neither
+is checked. Equal generators and counts give equal ids. `permute` then maps each rank to a row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
     """Draw `count` ranks in 1..rows, int64 [count], with P(rank) ~ (rank + q)^-s; s = 0 is uniform.
 
     Rejection-inversion (Hörmann & Derflinger 1996): draw from the continuous density with the same
-    exponent, round, and accept all but a few percent. Exact for s >= 0, O(1) memory in `rows`.
+    exponent, round, and accept all but a few percent. Exact up to the rounding of float64.
     """
     if s == 0.0 or rows == 1:
         return rng.integers(1, rows + 1, count, dtype=np.int64)
@@ -43,7 +43,7 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
 
 
 def zipf_probabilities(rows: int, s: float, q: float = 0.0) -> Reals:
-    """Return the probability of each rank, [rows], rank 1 first."""
+    """Return the probability of each rank, float64 [rows], rank 1 first."""
     mass = (np.arange(1, rows + 1, dtype=np.float64) + q) ** -s
     return mass / mass.sum()
 
@@ -53,7 +53,7 @@ def _mass(x: Reals, s: float, q: float) -> Reals:
 
 
 def integral(x: Reals, s: float, q: float) -> Reals:
-    """Return an antiderivative of (x + q)^-s at x; expm1 keeps it exact near s = 1."""
+    """Return the antiderivative of (x + q)^-s that is 0 at x = 1 - q; expm1: exact near s = 1."""
     log = np.log(x + q)
     t = (1.0 - s) * log
     return log if s == 1.0 else log * np.where(np.abs(t) < 1e-12, 1.0, np.expm1(t) / (t + (t == 0)))
@@ -69,8 +69,9 @@ def _integral_inverse(y: Reals, s: float, q: float) -> Reals:
 def permute(ranks: Ids, rows: int, seed: int) -> Ids:
     """Map ranks 1..rows to ids 0..rows-1 by a seeded bijection (a cycle-walked Feistel network).
 
-    A shuffled array would need 8 bytes per row; this needs no memory. The network permutes the
-    numbers of 2 * `half` bits; those beyond the rows are mapped again until they are inside.
+    A shuffled array would need 8 bytes per row; this keeps one for at most _MAX_TABLE_ROWS rows.
+    The network permutes the numbers of 2 * `half` bits; those beyond the rows are mapped again
+    until they are inside. Returns a new array; the range of `ranks` is not checked.
     """
     if rows <= _MAX_TABLE_ROWS:
         return _permutation(rows, seed)[ranks - 1]

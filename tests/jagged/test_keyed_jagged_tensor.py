@@ -259,6 +259,25 @@ def test_copy_refuses_other_shapes_before_it_writes() -> None:
     assert target.values().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("changed", ["inverse keys", "strides per rank"])
+def test_copy_refuses_numbers_that_it_would_not_copy(changed: str) -> None:
+    keys, strides = ["a", "b"], [[1, 1], [1, 1]]
+    inverse, ids, lengths = torch.tensor([[0, 1], [1, 0]]), torch.arange(4), torch.ones(4).long()
+
+    def batch(keys_of_inverse: list[str], strides: list[list[int]]) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            keys,
+            ids.clone(),
+            lengths=lengths,
+            stride_per_key_per_rank=strides,
+            inverse_indices=(keys_of_inverse, inverse),
+        )
+
+    other = batch(keys[::-1], strides) if changed == "inverse keys" else batch(keys, [[2, 0]] * 2)
+    with pytest.raises(ValueError, match=r"strides per rank and keys of inverse indices"):
+        batch(keys, strides).copy_(other)
+
+
 def test_empty_ones() -> None:
     nothing = KeyedJaggedTensor.empty(is_weighted=True, values_dtype=torch.int32)
     assert (nothing.keys(), nothing.stride(), nothing.offsets().tolist()) == ([], 0, [0])
