@@ -1,11 +1,11 @@
 // Fibers: threads of execution with a stack each that take turns on one system thread, for the CUDA
-// emulation. A fiber is a stack and a saved stack pointer. A switch takes a few nanoseconds on
-// x86-64; on other processors it uses ucontext. Every switch is announced to AddressSanitizer, so
-// that it knows the current stack.
+// emulation. A fiber is a stack and a saved state: on x86-64 the stack pointer, with which a switch
+// takes a few nanoseconds; on other processors a ucontext. Every switch is announced to
+// AddressSanitizer, so that it knows the current stack.
 //
-// All fibers of a process must run on one system thread. No exception may leave the `entry` of a
-// fiber. A switch keeps the callee-saved registers, but not the modes of the floating-point unit,
-// which no kernel changes.
+// All fibers of a process must run on one system thread; not checked. No exception may leave the
+// `entry` of a fiber. On x86-64 a switch saves the callee-saved registers, but not the modes of the
+// floating-point unit, which no kernel changes.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,7 +25,7 @@
 namespace emb::simt {
 
 inline constexpr size_t kStackBytes = 256 * 1024;
-inline constexpr size_t kGuardBytes = 4096;  // a page below the stack: an overflow is a fault there
+inline constexpr size_t kGuardBytes = 4096;  // page below the stack: an overflow faults there
 
 #if defined(__x86_64__)
 
@@ -41,8 +41,9 @@ __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
       "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
 }
 
-// A saved state of execution. `start` prepares one that runs `entry` on a stack of `bytes` bytes;
-// `swap` saves the current state here and continues with `to`.
+// A saved state of execution. `start` prepares one that runs `entry` on a stack of `bytes` bytes,
+// which begins at a multiple of 16, as `bytes` is one; `swap` saves the current state here and
+// continues with `to`.
 class Context {
  public:
   void start(char* stack, size_t bytes, void (*entry)()) {
@@ -108,7 +109,8 @@ class Fiber {
     context_.start(memory_ + kGuardBytes, kStackBytes, entry);
   }
 
-  // Switch from this fiber, the running one, to `to`; return when another fiber switches back.
+  // Switch from this fiber, which must be the running one, to another one, `to`, which must be
+  // started or have been left by a switch; return when a fiber switches back.
   void switch_to(Fiber& to) {
 #if defined(__SANITIZE_ADDRESS__)
     // The main fiber has no stack here: bottom_ is the one that it was left on.

@@ -1,7 +1,7 @@
 // The storage types fp16 (half16) and bf16 (bfloat16): 16 bits in memory, float in registers. There
-// is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>` rounds to
-// nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host and device give the same
-// bits, except for a NaN.
+// is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>`, for these
+// types and float, rounds to nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host
+// and device give the same bits, except for a NaN.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// Return the 32 bits of a float, and the float of 32 bits.
+// Return the 32 bits of a float (float_bits), and the float with given bits (bits_float).
 EMB_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));

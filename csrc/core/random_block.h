@@ -23,7 +23,7 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
   return reinterpret_cast<WordVec>(_mm512_mul_epu32(
       reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(factor))));
 }
-// Store the lanes of `a` and `b` in turn: a[0], b[0], a[1], b[1] and so on.
+// Store the lanes of `a` and `b` in turn: a[0], b[0], a[1], b[1] and so on, 4 * kWordLanes words.
 EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
   const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
   const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
@@ -79,7 +79,7 @@ EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words)
 
 // Write the words of `counters` counters, at most kBlockCounters, to `words`, four each; the rest
 // of `words` may be overwritten. The first counter is `counter`; word kCounted of each next counter
-// is greater by 1.
+// is greater by 1, modulo 2^32.
 template <int kCounted>
 EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
                          uint32_t (&words)[kBlockWords]) {
@@ -96,9 +96,9 @@ EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
 #endif
 }
 
-// Write `dim` values, at most 2^30, to `row`, rounded stochastically to its dtype, also where
-// `rounding` says to nearest: the caller decides. The linear row id `id` and `tensor`, a
-// RoundedTensor, select the random words.
+// Write `dim` values, at most 2^30, to `row`, rounded stochastically to fp16 or bf16 (floats are
+// copied). `rounding.stochastic` is not read: the caller decides. Seed and step of `rounding`, the
+// linear row id `id` and `tensor`, a RoundedTensor, select the random words.
 template <class To, class From>
 inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
                       int64_t id, uint32_t tensor, To* __restrict row) {

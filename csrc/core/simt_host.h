@@ -3,10 +3,11 @@
 // inline and runs on one system thread.
 //
 // The threads of a block are fibers. A fiber runs until it must wait for others, at a barrier or a
-// warp collective; then the next runnable one continues. If none is runnable, the block is
+// warp collective; then the next runnable one continues. If none is runnable, the kernel is
 // deadlocked, and the launch ends with a report of where each thread waits.
-// EMBLIB_SIMT_ORDER=reverse in the environment runs blocks, warps and lanes in the opposite order,
-// which exposes kernels that rely on an order that CUDA does not guarantee.
+// EMBLIB_SIMT_ORDER=reverse in the environment, read at the first launch of the process, runs
+// blocks, warps and lanes in the opposite order, which exposes kernels that rely on an order that
+// CUDA does not guarantee.
 #pragma once
 
 #include <algorithm>
@@ -49,11 +50,13 @@ struct WarpValues {
 // Static __shared__ memory keeps the values of the previous block, and the blocks of a cluster
 // share it: core/simt.cuh forbids it there.
 //
-// The host calls `run`, on one system thread. The fiber of the current thread of the kernel calls
-// the other functions. `where` is the source line of the call in the kernel, for reports.
-// A violation of core/simt.cuh that the emulation detects ends the launch: `run` throws
-// std::runtime_error. Reads of dynamic shared memory too early or too late are not detected, except
-// that `map_shared` refuses another block's memory before the first cluster barrier.
+// The host calls `run`, always on one system thread and not from a kernel. The fiber of the current
+// thread of the kernel calls the other functions. `where` is the source line of the call in the
+// kernel: threads meet only at the same line. `run` throws std::runtime_error for a wrong size of
+// the launch, and for a violation of core/simt.cuh that the emulation detects; then it drops the
+// stacks of the threads without running destructors. Reads of dynamic shared memory too early or
+// too late are not detected, except that `map_shared` refuses another block's memory before the
+// first cluster barrier.
 class Machine {
  public:
   static Machine& get() {
@@ -191,8 +194,9 @@ class Machine {
     return exchange.values;
   }
 
-  // Start a copy of `words` words of 4 bytes, or of zeros if not `is_inside`. The copy happens when
-  // this thread waits for it; until then its target reads as NaN.
+  // Start a copy of `words` words of 4 bytes, or of zeros if not `is_inside`; `from` is not read
+  // then. The copy happens when this thread waits for it, and never if it does not; until then all
+  // bits of the target are set (NaN).
   void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool is_inside) {
     std::fill_n(to, words, 0xffffffffu);
     Thread& self = threads_[current_];
@@ -201,7 +205,7 @@ class Machine {
 
   void commit_copies() { ++threads_[current_].copy_groups; }
 
-  // Complete all groups of copies of this thread except the latest `groups_in_flight` groups.
+  // Complete the committed groups of copies of this thread except the latest `groups_in_flight`.
   void wait_for_copies(unsigned groups_in_flight) {
     Thread& self = threads_[current_];
     std::vector<Copy> in_flight;
@@ -521,7 +525,7 @@ auto collective(const char* name, unsigned mask, uint64_t value, Where where, co
   return pick(machine.lane(), values);
 }
 
-// Return the value of lane `source_of_lane`.
+// Return the value of lane `source_of_lane`, the source of this lane.
 template <class T>
 T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_lane) {
   return collective(name, mask, to_word(value), where, [&](unsigned, const WarpValues& values) {
@@ -534,7 +538,8 @@ T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_l
   });
 }
 
-// Return the values of all lanes in `mask`, combined by `combine(total, value)`.
+// Return the values of all lanes in `mask`, combined by `combine(total, value)`. Each lane begins
+// with its own value, so sums of floats, which CUDA does not offer, can differ between lanes.
 template <class T, class Reduce>
 T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& combine) {
   return collective(name, mask, to_word(value), where,
@@ -550,7 +555,8 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
 }
 
 // Starts kernels on the emulated machine. It has all functions of CudaLauncher except `stream`. A
-// launch returns when the kernel has run. Throws std::runtime_error as Machine::run does.
+// launch returns when the kernel has run. Throws std::runtime_error as Machine::run does. Pointers
+// are addresses of the host. `cluster` runs one cluster of `blocks` blocks.
 struct HostLauncher {
   unsigned max_cluster_size = 8;  // 1 for a device without clusters
 

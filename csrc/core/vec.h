@@ -1,7 +1,7 @@
 // Vec, a register of floats for the CPU kernels. It has 16, 8 or 4 lanes, depending on the
 // instruction set that this translation unit is compiled for. Loads convert from float, fp16 or
 // bf16, and stores convert to them, rounding to nearest even. Addresses need no alignment. Only
-// `*_kernels.cpp` may include this header, since its meaning depends on EMB_ISA.
+// `*_kernels.cpp` and headers for them may include it, since its meaning depends on EMB_ISA.
 #pragma once
 
 #if !defined(EMB_ISA)
@@ -40,7 +40,8 @@ EMB_HD void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
 
 #if defined(__AVX512F__)
 
-// Convert 16 numbers of 16 bits to floats, or floats to them. The first argument selects the type.
+// Convert 16 numbers of 16 bits to floats, or floats to them. The first argument only selects the
+// type.
 EMB_HD Vec widen(half16, __m256i bits) { return _mm512_cvtph_ps(bits); }
 EMB_HD Vec widen(bfloat16, __m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
@@ -161,8 +162,8 @@ EMB_HD void convert_row(const From* __restrict from, int64_t count, To* __restri
   if (rest > 0) store_first(to + i, load_first(from + i, rest), rest);
 }
 
-// Convert the row of `dim` elements from element `element` on of `data`, an array of dtype `type`,
-// to floats.
+// Convert `dim` elements of `data`, from element number `element` on, to the floats `out`. `type`
+// is kFloat, kHalf or, for any other value, bfloat16.
 [[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
                                         float* out) {
   if (type == Dtype::kFloat) {
@@ -188,8 +189,9 @@ EMB_HD float sum(Vec v) {
 #endif
 }
 
-// Prefetch the cache lines of a row of `nbytes` bytes, one per 64 bytes from `row` on; with `write`
-// for a store. `row` may be any address: prefetches do not fault.
+// Prefetch a row of `nbytes` bytes; with `write` for a store. It touches one address per cache
+// line, from `row` on, so it can miss the last line of an unaligned row. Prefetches of any address
+// do not fault.
 template <bool write>
 EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
   const char* p = static_cast<const char*>(row);

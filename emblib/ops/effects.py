@@ -2,8 +2,8 @@
 
 An exception can come between any two lines: Ctrl-C, a lack of memory. So a change of several native
 calls is a function that can run again from its start: `Effects.once` makes a call the first time,
-and only returns its result every other time. Running the function again after an interruption
-completes the change, instead of making half of it twice.
+and only returns its result every other time. `Effects.restart` and another run of the function
+complete an interrupted change, instead of making half of it twice.
 """
 
 import itertools
@@ -13,7 +13,8 @@ from typing import Any
 class Effects:
     """The results of the native calls that one change has made so far, in their order.
 
-    The calls of a change must be determined by its arguments and the results of earlier calls.
+    One change has one `Effects`, used by one thread. Its arguments and the results of earlier calls
+    must determine each call: a later run gets results by the number of the call, unchecked.
     """
 
     def __init__(self) -> None:
@@ -21,11 +22,11 @@ class Effects:
         self._next = 0
 
     def __len__(self) -> int:
-        """Return the number of calls that were made."""
+        """Return the number of calls that were made, in all runs."""
         return len(self._results)
 
     def has_made(self, op: Any) -> bool:
-        """Return whether `op` has been called for this change."""
+        """Return whether `once` has called `op`, the same object, for this change."""
         return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
@@ -39,6 +40,8 @@ class Effects:
 
     def once(self, op: Any, *arguments: Any) -> Any:
         """Call an operator (an `OpOverload`) the first time; return its result every time.
+
+        If the operator raises, nothing is stored, and the next run calls it again.
 
         Call and storing of the result are one bytecode, because a signal that is handled in between
         would lose the result. So the overload's native function is called, not its Python

@@ -1,4 +1,4 @@
-"""Hash tables of 64-bit keys: their interface, emblib's, PyTorch's, and the memory's ceiling."""
+"""Tables of 64-bit keys: their interface, emblib's hash table, sorted keys, and a ceiling."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class KeyTask:
         slots: maximum number of keys.
         dim: float32 columns of a value.
         device: device of the table.
-        resident: number of keys that the table will be filled with.
-        initial_slots: slots of a growing table at first; 0: `slots`. Other tables ignore it.
+        resident: number of keys to fill the table with, at most `slots`.
+        initial_slots: slots of a growing table at first; 0 for `slots`. Other tables ignore it.
     """
 
     slots: int
@@ -38,13 +38,13 @@ class KeyTask:
 
 
 class KeyTable(ABC):
-    """A hash table, built for a KeyTask.
+    """A table of keys, built for a KeyTask.
 
     The operations named by `operations` are timed; `prepare` and `erase` are not, and `fill` is
-    only while growth is measured. An operation takes what `prepare` returned, and may leave work on
-    the GPU's current stream. Keys and slots are int64 [keys]; the slot of a missing key is
-    `absent`, and equal keys have equal slots. Values are float32 [keys, dim]. Results are on the
-    table's device.
+    only while growth is measured. Operations that are not named raise NotImplementedError or are
+    never called. An operation takes what `prepare` returned, and may leave work on the GPU's
+    current stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`, and
+    equal keys have equal slots. Values are float32 [keys, dim]. Results are on the table's device.
 
     Attributes:
         operations: names of the operations that the table has.
@@ -65,14 +65,14 @@ class KeyTable(ABC):
 
     @abstractmethod
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert keys, as many as fit; called once or several times.
+        """Insert keys; beyond `slots`, evict or reject some. Called once or several times.
 
         Keys and values are on the host or on the table's device. Usually the keys are new;
         `measure.keys.fill` may repeat some to fill a table completely.
         """
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
-        """Return a call's keys and values, from the host, as the operations take them."""
+        """Return a call's keys and values, which are on the host, as the operations take them."""
         return keys.to(self.task.device), values.to(self.task.device)
 
     def reset_after_checks(self) -> None:  # noqa: B027 most tables need nothing
@@ -111,15 +111,15 @@ class KeyTable(ABC):
 
     @abstractmethod
     def size(self) -> int:
-        """Return the number of keys in the table; of a ceiling, the keys that `fill` had."""
+        """Return the number of keys in the table; for a ceiling, the keys that `fill` got."""
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of keys, their metadata and values."""
+        """Return the bytes of keys, their metadata, and values if they are stored."""
 
 
 class EmblibHashTable(KeyTable):
-    """emblib.HashTable with all its slots from the beginning; a full table evicts by LRU."""
+    """emblib.HashTable with all its slots from the beginning, which evicts by `eviction`."""
 
     operations = tuple(OPERATIONS)
     erases = True
@@ -171,7 +171,7 @@ class EmblibHashTable(KeyTable):
 
 
 class GrowingHashTable(EmblibHashTable):
-    """emblib.HashTable that starts with `initial_slots` slots and grows."""
+    """emblib.HashTable that grows from `initial_slots` slots on; a full one evicts by LRU."""
 
     def _spec(self) -> emblib.DynamicSpec:
         return emblib.DynamicSpec(
@@ -189,10 +189,10 @@ class SortedTable(KeyTable):
     """Base of tables that hold their keys in ascending order. Values are not stored.
 
     `fill` only collects keys: adding them sorts all keys, so `prepare` and `size` do it once for
-    many `fill`s.
+    many `fill`s. `slots` does not limit their number.
 
     Attributes:
-        keys: distinct keys that were added, ascending, int64 on the table's device.
+        keys: distinct keys that were added, ascending, int64 `[n]` on the table's device.
         unsorted: keys of `fill`s that were not added yet.
     """
 
@@ -273,6 +273,6 @@ class RandomLines(KeyTable):
 
 
 class RandomHugeLines(RandomLines):
-    """The same ceiling with memory in huge pages."""
+    """The ceiling of RandomLines, with memory in huge pages."""
 
     huge = True

@@ -36,9 +36,9 @@ ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weig
 
 
 def verify(contender: Contender, batch: Batch) -> None:
-    """Compare a forward and a step of a fresh contender with the reference; raise Wrong.
+    """Compare a forward and a step of a contender with the reference; raise Wrong if they differ.
 
-    The step stays in the contender's parameters.
+    The contender must not have made a step. The step stays in its parameters.
     """
     state_before = contender.observe(batch)
     output, expected_state = contender.expect(batch, state_before)
@@ -59,7 +59,8 @@ def verify(contender: Contender, batch: Batch) -> None:
 def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
     """Raise Wrong unless the tensors have one shape and are equal within the tolerance.
 
-    That is `tolerance` plus MAX_ERROR of the largest expected element.
+    The tolerance is `tolerance` plus MAX_ERROR of the largest expected element, which must be
+    finite. `expected` is on the CPU, `actual` on any device.
     """
     actual, expected = actual.detach().cpu().float(), expected.float()
     if actual.shape != expected.shape:
@@ -77,7 +78,7 @@ def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) 
 
 @dataclass
 class Outcome:
-    """The outcome of an arm in a mode: its status, and what was measured.
+    """The outcome of an arm in a mode: its status, "ok" until `fail`, and what was measured.
 
     Attributes:
         arm: the arm.
@@ -88,7 +89,7 @@ class Outcome:
         peak_bytes: peak memory of a step (`memory.peak_bytes`); None if it was not measured.
         nbytes: bytes of parameters, see `Contender.nbytes`.
         counters: counts of the cache over all batches, see `Contender.counters`.
-        flops: floating-point operations per phase, mean over the batches.
+        flops: floating-point operations per phase, mean over the batches; {} if unknown.
     """
 
     arm: Arm
@@ -122,8 +123,8 @@ def build_arms(
 ) -> tuple[dict[str, Outcome], dict[str, Built]]:
     """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
 
-    An error of `build` becomes the arm's outcome; nothing was built then. The order is random,
-    because memory that is allocated first can be better.
+    An error of `build` becomes the arm's outcome; nothing was built then. The order of building is
+    drawn by the session's seed, because memory that is allocated first can be better.
     """
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built: dict[str, Built] = {}
@@ -165,7 +166,8 @@ def facts(pool: Pool) -> dict[str, Any]:
 def describe(cell: Cell, outcome: Outcome, session: Session) -> Record:
     """Return the record of an arm's outcome, to which callers add what they know (`facts`).
 
-    It needs no contender, whose process may have died.
+    Without facts, `lookups` is B * L per feature, and the other entries of `facts` are None or
+    missing. No contender is needed, whose process may have died.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     arm, measured, work = outcome.arm, outcome.measured, cell.workload
