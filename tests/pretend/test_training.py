@@ -210,7 +210,7 @@ def test_an_update_does_not_wait_for_the_next_prefetch(monkeypatch: pytest.Monke
         waits.clear()
         out.sum().backward()
         assert ready not in waits
-        updated = prefetcher._used.event
+        updated = prefetcher._uses.event
     torch.cuda.synchronize()
 
 
