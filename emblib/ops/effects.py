@@ -13,8 +13,9 @@ from typing import Any
 class Effects:
     """The results of the native calls that one change has made so far, in their order.
 
-    One change has one `Effects`, used by one thread. Its arguments and the results of earlier calls
-    must determine each call: a later run gets results by the number of the call, unchecked.
+    One change has one `Effects`. The arguments of the change and the results of earlier calls must
+    determine each call: a later run gets results by the number of the call, unchecked. Runs may be
+    in different threads, but only one at a time.
     """
 
     def __init__(self) -> None:
