@@ -14,8 +14,9 @@ from emblib.compat import torchrec_comms as comms
 from emblib.compat.torchrec_comms import QuantizedCommCodecs
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.sharding import RankGroup
-from emblib.sharding.all_to_all import Content, start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.headers import Content
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result as invoke_on_rank
 from emblib.sharding.ranks import make_node_groups
 

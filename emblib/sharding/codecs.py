@@ -34,8 +34,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.sharding.all_to_all import Content, Message, start_all_to_alls
+from emblib.sharding.all_to_all import Message, start_all_to_alls
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.headers import Content
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Choice
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from emblib.sharding.all_to_all import (
-    Content,
     DifferentiableAllToAllAwaitable,
     Message,
     start_all_to_alls,
     start_sizes,
 )
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.headers import Content
 from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, OutgoingBatch
 from emblib.sharding.ranks import RankGroup
 

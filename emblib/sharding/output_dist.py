@@ -43,15 +43,10 @@ from emblib.columns import PieceColumn, TargetColumn
 from emblib.ops import route
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
-from emblib.sharding.all_to_all import (
-    Content,
-    Headers,
-    gradient_headers,
-    start_all_gather,
-    start_minimum,
-)
+from emblib.sharding.all_to_all import start_all_gather, start_minimum
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
 from emblib.sharding.codecs import FP32, CommPrecision, Received, Values, start_values
+from emblib.sharding.headers import Content, Headers, gradient_headers
 from emblib.sharding.layout import NodeSums, RankLayout
 from emblib.sharding.ranks import NodeRanks, RankGroup, split_by_node
 

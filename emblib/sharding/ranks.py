@@ -9,10 +9,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from emblib.sharding.headers import Content, check_call
 
 T = TypeVar("T")
 
@@ -53,9 +55,6 @@ class RankGroup:
     local_size: int  # number of processes per node
     device: torch.device  # device of the tensors that this rank sends
     group: dist.ProcessGroup | None  # None for this process alone
-
-    # Compares what ranks exchange; set by `emblib.sharding.all_to_all`, which imports this module.
-    before_objects: ClassVar[Callable[[RankGroup], None] | None] = None
 
     def __init__(
         self,
@@ -145,8 +144,7 @@ class RankGroup:
         """
         if self.size == 1:
             return [value]
-        if RankGroup.before_objects is not None:
-            RankGroup.before_objects(self)
+        check_call(Content.OBJECTS, self)
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, self.group)
         return gathered

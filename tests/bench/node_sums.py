@@ -21,6 +21,7 @@ import torch.multiprocessing as multiprocessing
 
 from emblib import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import RankGroup, World, all_to_all
+from emblib.sharding.headers import Content
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.sharded_bags import ShardedEmbeddingBagCollection
 from emblib.sharding.sharding_types import TableShape, grid, table_row_wise
@@ -82,7 +83,7 @@ def _count(rank: int) -> list[int]:
 
     def count(values: Any, sizes: Sequence[int], *rest: Any, **named: Any) -> Any:
         ranks = rest[1]
-        if named.get("content") in (all_to_all.Content.ROWS, all_to_all.Content.GRADIENTS):
+        if named.get("content") in (Content.ROWS, Content.GRADIENTS):
             others = [
                 r for r in range(ranks.size) if ranks.global_rank(r) // LOCAL != rank // LOCAL
             ]

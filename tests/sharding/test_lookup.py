@@ -14,8 +14,8 @@ from torch import Tensor
 
 from emblib import KeyedJaggedTensor, optim
 from emblib.sharding import all_to_all, input_dist, input_messages
-from emblib.sharding.all_to_all import Content
 from emblib.sharding.codecs import BF16, CommPrecision
+from emblib.sharding.headers import Content
 from emblib.sharding.lookup import (
     InputCall,
     OutputCall,

@@ -12,8 +12,8 @@ import torch
 
 from emblib import EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import all_to_all, input_dist
-from emblib.sharding.all_to_all import Content
 from emblib.sharding.codecs import BF16, INT8, CommPrecision
+from emblib.sharding.headers import Content
 from emblib.sharding.layout import lay_out, sum_in_nodes
 from emblib.sharding.lookup import OutputCall, start_joint_output_dist
 from emblib.sharding.ranks import RankGroup, split_by_node, sums_in_nodes

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from emblib.sharding.all_to_all import Content, check_call
+from emblib.sharding.headers import Content, check_call
 from emblib.sharding.ranks import RankGroup
 
 T = TypeVar("T")

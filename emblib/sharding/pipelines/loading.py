@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from emblib.sharding.all_to_all import Content, start_all_to_all
+from emblib.sharding.all_to_all import start_all_to_all
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable, ReadyAwaitable
+from emblib.sharding.headers import Content
 from emblib.sharding.pipelines.batches import (
     Lane,
     Staged,
