@@ -602,10 +602,10 @@ class HashTable(SentAsCopy, nn.Module):
 
             left_out = self._lock.complete(make, lambda: True)
             if left_out:
+                name = f"hash table {prefix.rstrip('.')!r}" if prefix else "hash table"
                 warnings.warn(
-                    f"emblib: the hash table at {prefix!r} had no slot for {left_out} of the "
-                    f"{len(entries)} keys it was loaded with, those that would have been evicted "
-                    "first",
+                    f"emblib: the {name} had no slot for {left_out} of the {len(entries)} keys it "
+                    "was loaded with, those that would have been evicted first",
                     stacklevel=caller_level(),
                 )
 
