@@ -25,7 +25,7 @@ from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertedBatch, Keys, Misses, initial_rows_, rule_of
 from emblib.ops.primitives import group
-from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype, check_seed
+from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
 from emblib.tables.locks import atomic
@@ -126,7 +126,7 @@ class HashTable(SentAsCopy, nn.Module):
         check_float_dtype("dtype", dtype)
         self._lock = CompletingLock()
         self.spec, self.dtype = spec, dtype
-        self.seed = 0 if seed is None else check_seed("seed", seed)
+        self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         spec_fields = {

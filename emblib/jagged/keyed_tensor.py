@@ -180,11 +180,11 @@ class KeyedTensor(metaclass=TracedClass):
     def regroup_as_dict(
         keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return the results of `regroup` by the name of each group, `keys`, which should differ.
+        """Return the results of `regroup` by the name of each group, `keys`.
 
         Raises:
             KeyError: a key that no tensor has.
-            ValueError: as `regroup`, or not one name per group.
+            ValueError: as `regroup`, not one name per group, or a name of several groups.
         """
         return regroup_by_name(keyed_tensors, groups, keys)
 
@@ -240,7 +240,7 @@ class KTRegroupAsDict(nn.Module):
         keys: the name of each group.
 
     Raises:
-        ValueError: not one name per group.
+        ValueError: not one name per group, or a name of several groups.
 
     Example:
         >>> pooled = emblib.KeyedTensor(["user", "item", "ad"], [2, 3, 1], torch.rand(4, 6))
@@ -251,8 +251,7 @@ class KTRegroupAsDict(nn.Module):
 
     def __init__(self, groups: Sequence[Sequence[str]], keys: Sequence[str]) -> None:
         super().__init__()
-        if len(groups) != len(keys):
-            raise ValueError(f"keys must name every group = {len(groups)}, got {len(keys)}")
+        _check_names(groups, keys)
         self.groups = [list(group) for group in groups]
         self.keys = list(keys)
 
@@ -317,9 +316,16 @@ def regroup_by_name(
     tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]], names: Sequence[str]
 ) -> dict[str, Tensor]:
     """Return the results of `regroup` by name; see `KeyedTensor.regroup_as_dict` for errors."""
+    _check_names(groups, names)
+    return dict(zip(names, regroup(tensors, groups), strict=True))
+
+
+def _check_names(groups: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+    """Raise ValueError unless each group has a name of its own."""
     if len(groups) != len(names):
         raise ValueError(f"keys must name every group = {len(groups)}, got {len(names)}")
-    return dict(zip(names, regroup(tensors, groups), strict=True))
+    if len(set(names)) < len(names):
+        raise ValueError(f"the keys of groups must differ, got {list(names)}")
 
 
 # Each is one call in a traced graph, because tracing cannot read the keys of a traced tensor.

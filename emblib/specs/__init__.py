@@ -7,7 +7,6 @@ from emblib.specs.choices import (
     brief,
     check_count,
     check_float_dtype,
-    check_seed,
 )
 from emblib.specs.dynamic import (
     SLOTS,
@@ -60,5 +59,4 @@ __all__ = [
     "check_cores",
     "check_count",
     "check_float_dtype",
-    "check_seed",
 ]

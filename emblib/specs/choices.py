@@ -39,22 +39,21 @@ def check_float_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
-    """Return `value` as an int; raise TypeError if it is none, ValueError below `minimum`."""
+    """Return `value` as an int.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: outside [minimum, 2^63): kernels take counts in int64.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
     number = operator.index(value)
     if number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {number}")
+    if number >= 1 << 63:
+        # Without the number, which may be the secret seed of a hash function.
+        raise ValueError(f"{name} must be below 2^63, got {number.bit_length()} bits")
     return number
-
-
-def check_seed(name: str, value: SupportsIndex) -> int:
-    """Return `value` as an int; raise TypeError if it is none, ValueError outside [0, 2^63)."""
-    seed = check_count(name, value, minimum=0)
-    if seed >= 1 << 63:
-        # Without the number, which may be a secret.
-        raise ValueError(f"{name} must be below 2^63, got {seed.bit_length()} bits")
-    return seed
 
 
 def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:

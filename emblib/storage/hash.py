@@ -45,7 +45,7 @@ from emblib.specs import (
     OnInsertFailure,
     PerFeature,
     Pooling,
-    check_seed,
+    check_count,
 )
 from emblib.storage.base import (
     CutUnits,
@@ -119,7 +119,7 @@ class Hash(Storage):
 
     def __post_init__(self) -> None:
         if self.seed is not None:
-            object.__setattr__(self, "seed", check_seed("seed", self.seed))
+            object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
         spec = self.spec(sys.maxsize, 1, "")  # checks the options
         for name in _OPTIONS:
             object.__setattr__(self, name, getattr(spec, name))

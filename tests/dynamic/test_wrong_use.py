@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib import DynamicEmbeddingBags, DynamicSpec, HashTable, HostRows, optim, storage
+from emblib import (
+    DynamicEmbeddingBags,
+    DynamicSpec,
+    ExactCounter,
+    FrequencyAdmission,
+    HashTable,
+    HostRows,
+    optim,
+    storage,
+)
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 
 IDS, OFFSETS = torch.tensor([7, 8]), torch.tensor([0, 2])
@@ -98,13 +107,14 @@ def test_no_tables(optimizer: optim.Optimizer | None) -> None:
         lambda seed: HashTable(DynamicSpec(32, 4), seed=seed),
         lambda seed: HostRows(32, seed=seed),
         lambda seed: storage.Hash(seed=seed),
+        lambda count: FrequencyAdmission(count, ExactCounter(8)),
     ],
 )
-def test_seeds_beyond_63_bits_are_refused(make_owner: Callable[[int], object]) -> None:
+def test_numbers_beyond_63_bits_are_refused(make_owner: Callable[[int], object]) -> None:
     make_owner(2**63 - 1)
-    for seed in (-1, 2**63):
-        with pytest.raises(ValueError, match="seed must be"):
-            make_owner(seed)
+    for number in (-1, 2**63):
+        with pytest.raises(ValueError, match=r"(seed|threshold) must be"):
+            make_owner(number)
 
 
 def test_scores_and_tables_are_whole_numbers() -> None:

@@ -109,6 +109,10 @@ def test_wrong_ones_are_refused() -> None:
         KTRegroupAsDict([["a"]], ["x", "y"])
     with pytest.raises(ValueError, match="name every group = 1, got 2"):
         KeyedTensor.regroup_as_dict([one], [["a"]], ["x", "y"])
+    with pytest.raises(ValueError, match=r"must differ, got \['x', 'x'\]"):
+        KTRegroupAsDict([["a"], ["a"]], ["x", "x"])
+    with pytest.raises(ValueError, match=r"must differ, got \['x', 'x'\]"):
+        KeyedTensor.regroup_as_dict([one], [["a"], ["a"]], ["x", "x"])
 
 
 def test_says_what_it_holds() -> None:

@@ -18,7 +18,7 @@ from emblib.dynamic.tiers.store import (
 )
 from emblib.ops import codes, tiers
 from emblib.ops.hash import Keys
-from emblib.specs import DynamicSpec, Eviction, check_count, check_seed
+from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import memory
 
 RECORD_HEAD_BYTES = 16  # stamp and score of a record
@@ -58,7 +58,7 @@ class HostRows:
         *,
         seed: int | None = None,
     ) -> None:
-        self.seed = None if seed is None else check_seed("seed", seed)
+        self.seed = None if seed is None else check_count("seed", seed, minimum=0)
         self.capacity = (
             tuple(check_count("capacity", count) for count in capacity)
             if isinstance(capacity, Iterable)
