@@ -3,10 +3,11 @@
 `FusedTables` manages what all trained modules have: features, optimizer, hyperparameters, freezing
 and state dicts.
 
-State dicts of dense tables have entries per table, so they load into any placement, device and
-grouping: `<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the
-optimizer, and `hyper`, its numbers. The tensors are views of the module's memory: writing into
-them, as `torch.distributed.checkpoint.load` does, writes into the module.
+State dicts of dense tables have entries per table, so they load into any placement and device:
+`<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the optimizer, and
+`hyper`, its numbers. The tensors are views of the module's memory. Values written into them, as
+`torch.distributed.checkpoint.load` does, reach a table with a row cache only with a following
+`load_state_dict`; the memory of other tables has them at once.
 """
 
 import warnings
@@ -56,8 +57,7 @@ class FusedTables(nn.Module):
     `deferred=True` leaves gradients instead, which `FusedOptimizer.step` or `apply_gradients`
     applies. `requires_grad_(False)`, of this module or a parent, freezes the tables: from the next
     forward on there is no update, and no step is counted; `requires_grad_(True)` resumes training.
-    `state_dict` includes the optimizer's numbers, a tensor on the device, and loading one restores
-    them.
+    `state_dict` includes the optimizer's numbers, float64 on the device; loading one restores them.
 
     `grad_anchor` is a scalar that requires grad; it ties outputs to autograd while the weights,
     which backward mutates in place, stay out of it.
@@ -86,7 +86,7 @@ class FusedTables(nn.Module):
     _frozen: bool = False
     """Whether all tables are frozen: nothing is updated, and no step is counted."""
     _untrained: frozenset[int] = frozenset()
-    """The frozen tables, if each table has its own parameter; empty in other modules."""
+    """See `untrained`."""
 
     def __init__(
         self,
@@ -211,9 +211,10 @@ class FusedTables(nn.Module):
             self._mark_parameter(parameter)
 
     def _mark_parameter(self, parameter: nn.Parameter) -> None:
-        """Make a parameter that backward updates notify this module when it is frozen.
+        """Prepare a parameter for the optimizer of the tables.
 
-        One of a deferred optimizer takes float32 gradients, and is marked for this optimizer.
+        A parameter that backward updates notifies this module when it is frozen. With a deferred
+        optimizer it takes float32 gradients, and no other optimizer may step it.
         """
         if autograd.updates_in_backward(self.optimizer):
             parameters.set_owner(parameter, self, self.parameter_class)
@@ -222,7 +223,7 @@ class FusedTables(nn.Module):
             marked: Any = parameter
             if type(parameter) is nn.Parameter:
                 marked.__class__ = parameters.DeferredParameter
-            marked._in_backward_optimizers = [self.optimizer]  # no other optimizer may step it
+            marked._in_backward_optimizers = [self.optimizer]
 
     def _check_in_place(self, weights: Iterable[Any]) -> None:
         """Raise RuntimeError where a wrapper has replaced or replicated the memory of tables."""
@@ -261,7 +262,12 @@ class FusedTables(nn.Module):
 
     @atomic
     def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
+        """Continue counting from `step`, which bias corrections and row counters use.
+
+        Raises:
+            TypeError: no int.
+            ValueError: a negative step.
+        """
         step = check_count("step", step, minimum=0)
         self.hyperparams[Hyper.STEP].fill_(step)
 
@@ -272,11 +278,11 @@ class FusedTables(nn.Module):
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next backward on.
+        """Set the learning rate, from the next update on.
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
-            ValueError: no finite number >= 0.
+            ValueError: no number >= 0 that is finite in float32.
         """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError(
@@ -291,13 +297,14 @@ class FusedTables(nn.Module):
     def set_hyperparameters(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
-        The change takes effect from the next backward on. The step count is kept, and so is a
+        The change takes effect from the next update on. The step count is kept, and so is a
         learning rate that is not among the changes. The kind of the optimizer cannot change.
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
             TypeError: no such field.
-            ValueError: a value out of range, or one that makes it another kind of optimizer.
+            ValueError: a value that the field cannot have, or that makes it another kind of
+                optimizer.
         """
         if not autograd.is_fused(self.optimizer):
             raise RuntimeError(
@@ -309,7 +316,8 @@ class FusedTables(nn.Module):
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams`, including the step, with saved values.
 
-        `values` is float64, with the entries of `emblib.columns.Hyper`.
+        `values` is `[n]` as `hyperparams` is, with the entries of `emblib.columns.Hyper`; its dtype
+        and device may differ. The host waits for a GPU that has it.
 
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -371,7 +379,7 @@ class FusedTables(nn.Module):
         raise NotImplementedError
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the tables of a parameter from the next forward on, or freeze them."""
+        """Train all tables, which share the parameter, from the next forward on, or freeze them."""
         self._frozen = not trained
 
     def before_read(self) -> None:
@@ -388,7 +396,10 @@ class FusedTables(nn.Module):
 
     @property
     def untrained(self) -> frozenset[int]:
-        """Return the tables that are frozen."""
+        """Return the numbers of frozen tables, in modules that freeze tables one by one.
+
+        Empty in a module whose tables share one parameter: `is_frozen` tells whether they train.
+        """
         return self._untrained
 
     @property
@@ -433,7 +444,11 @@ class FusedTables(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict; with `strict`, keys are checked before anything is written."""
+        """Load a state dict, or nothing of it if an entry is invalid.
+
+        Raises:
+            RuntimeError: an invalid entry or, with `strict`, a missing or unexpected key.
+        """
         if strict:
             state_dicts.check_keys(self._expected_keys(state_dict), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
@@ -521,7 +536,7 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Warned:
-    """The last function of `nn.Module._apply` that tables warned of, and what they named."""
+    """The last function of `nn.Module._apply` that tables warned of, with `arguments` so far."""
 
     fn: Callable[[Tensor], Tensor] | None = None
     arguments: ClassVar[set[str]] = set()
@@ -540,8 +555,8 @@ def _has_warned(fn: Callable[[Tensor], Tensor], argument: str) -> bool:
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
     """Warn where a function of `nn.Module._apply` would change the dtype of a table.
 
-    A model calls one function for all its tables: the first of them warns. `argument` is the
-    argument of the module's constructor that selects the dtype, for the message.
+    A model calls one function for all its tables: the first one with this `argument` warns. It is
+    the argument of the module's constructor that selects the dtype, for the message.
     """
     requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
     if requested_dtype != torch.float32 and not _has_warned(fn, argument):
@@ -584,7 +599,7 @@ Views = list[dict[str, Tensor]]
 
 
 def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) of all state dict entries, table after table."""
+    """Yield (`<table>.<entry>`, tensor) of the views, table after table."""
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():
             yield f"{name}.{key}", tensor

@@ -48,10 +48,10 @@ def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
 def bags_of_equal_length(
     indices: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Flatten indices `[bags, N]`, and return them with offsets `[bags + 1]` and flat weights.
+    """Return indices `[bags, N]` flat, with int64 offsets `[bags + 1]`, and the weights flat.
 
     Raises:
-        ValueError: offsets for such indices.
+        ValueError: `offsets` is not None.
     """
     if offsets is not None:
         raise ValueError(
@@ -77,7 +77,7 @@ def check_bounds(
     """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
     The host never waits for a GPU. Invalid indices stay as they are: kernels repair them as they
-    read. A forward that checkpointing repeats counts violations only once.
+    read. Outside compiled graphs, a forward that checkpointing repeats counts violations once.
 
     Args:
         module: module whose `bounds_check` applies and whose `bounds_violations` count.
@@ -157,7 +157,11 @@ def check_bounds(
 
 
 def is_eager(indices: Tensor) -> bool:
-    """Return whether no compiler, mode or transform of torch is active, which must see every op."""
+    """Return whether ops may be called past torch's dispatch of Python code.
+
+    False if `indices` is of a subclass of Tensor, or if a compiler, mode or transform of torch is
+    active, which must see every op.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(indices) is Tensor
@@ -195,7 +199,7 @@ def variable_batch(
         device: device of the layout.
 
     Raises:
-        TypeError: sizes that are no ints.
+        TypeError: sizes that are no ints, or not in lists.
         ValueError: not one list per feature, lists of different lengths, a negative size, or sizes
             that do not add up to `num_bags`.
     """
@@ -252,7 +256,8 @@ def layout_of_bags(
         pooling: pooling of all features.
         dims: `[F]` columns of the table of each feature, all equal for NONE.
         offsets: `[bags + 1]`; only its shape is read.
-        batch_sizes: `[F][ranks]` numbers of bags; None, and then no layout, if all features have B.
+        batch_sizes: `[F][ranks]` numbers of bags. None, if all features have B bags, returns None
+            for the layout.
         device: device of the layout.
 
     Raises:

@@ -42,10 +42,9 @@ class BatchCheck(NamedTuple):
 
 @contextmanager
 def lookups_with_padding() -> Iterator[None]:
-    """Declare that lookups in this context have padding: the ids before the first offset.
+    """Declare that lookups in this context may have padding: ids -1 before the first offset.
 
-    Dense tables need no such declaration, because they skip its ids, -1. In dynamic tables -1 is a
-    valid key, so they call `is_padded`.
+    Dense tables skip -1 anyway. In dynamic tables it is a valid key, so they ask `is_padded`.
     """
     token = _is_padded.set(True)
     try:
@@ -113,7 +112,7 @@ def named_violation(
 ) -> RuntimeError:
     """Return the error of a check in mode FATAL, with names in place of a feature's number.
 
-    Arguments are those of `first_violation`, with offsets that are not repaired.
+    `module`, `offsets` and `bag_layout` are those of `first_violation`, but offsets unrepaired.
     """
     if "not decrease" in str(error):
         negative = negative_length(module, offsets, bag_layout)
@@ -127,10 +126,10 @@ def named_violation(
 
 
 def negative_length(module: Any, offsets: Tensor, bag_layout: Tensor | None) -> RuntimeError | None:
-    """Return an error if offsets on the CPU decrease in a module of a collection.
+    """Return an error if offsets on the CPU decrease in a module of a collection; None otherwise.
 
-    There a bag has a negative length, and any repair would give later bags the ids of others.
-    Arguments are those of `first_violation`, with offsets that are not repaired.
+    Where they decrease a bag has a negative length, and any repair would give later bags the ids of
+    others. Arguments are those of `first_violation`, but offsets unrepaired.
     """
     steps = offsets.diff()
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)
@@ -158,11 +157,11 @@ class BoundsReport:
     """Warns of violations that a CUDA device has counted since the last warning.
 
     The counts of a module are copied into pinned memory at its first check and then at every
-    `CHECKS_PER_COPY`-th, after the kernels of the current stream. A later check or `poll` that
-    finds a copy complete warns of the violations in it; `wait` reads the counts themselves. While a
-    CUDA graph is captured nothing is copied: its replays count violations, which `wait` or the next
-    checks outside the graph report. Threads may share a report; a violation may then be warned of
-    twice.
+    `CHECKS_PER_COPY`-th, after the kernels of the current stream, unless the last copy is still
+    incomplete. A later check or `poll` that finds a copy complete warns of the violations in it;
+    `wait` reads the counts themselves. While a CUDA graph is captured nothing is copied: its
+    replays count violations, which `wait` or the next checks outside the graph report. Threads may
+    share a report; a violation may then be warned of twice.
     """
 
     def __init__(self) -> None:
@@ -179,7 +178,8 @@ class BoundsReport:
         """Note that a check may have added to the module's `bounds_violations` on the device.
 
         The check must be enqueued already; the host does not wait for it. `message` is a format of
-        the numbers of bad `indices` and `offsets`, and `where`.
+        the numbers of bad `indices` and `offsets`, and `where`; the last one is used for the
+        violations of all earlier checks.
         """
         if self._copy is None and self._checks % CHECKS_PER_COPY != 0:
             self._checks += 1
@@ -201,7 +201,10 @@ class BoundsReport:
             self._report_copy(copy[0])
 
     def wait(self, counts: Tensor) -> None:
-        """Warn of all violations in `counts`; the host waits for the current stream."""
+        """Warn of the violations in `counts` that no warning reported; wait for the current stream.
+
+        `counts` is the module's `bounds_violations`; on the CPU this does nothing.
+        """
         if counts.is_cuda:
             self._report_copy(counts)
 
@@ -234,7 +237,7 @@ class BoundsReport:
 
 
 def report_of(module: object) -> BoundsReport:
-    """Return the report of a module; it is constructed at the first call."""
+    """Return the report of a module, which the first call constructs."""
     report: BoundsReport | None = vars(module).get("_bounds_report")
     if report is None:
         report = vars(module).setdefault("_bounds_report", BoundsReport())

@@ -67,7 +67,10 @@ class BatchId(NamedTuple):
         return self.indices is other.indices and self.offsets is other.offsets
 
     def has_content_of(self, other: "BatchId") -> bool:
-        """Return whether both have equal content; on a GPU a device assert checks the values."""
+        """Return whether both have equal content.
+
+        Values on a GPU are compared by a device assert, not by the result.
+        """
         for tensor, other_tensor in zip(self, other, strict=True):
             if tensor is other_tensor:
                 continue
@@ -269,7 +272,7 @@ class Prefetcher:
 
     `lock` is the module's lock. `prefetch`, `look_up`, `flush` and `reset` enter it; callers of the
     other methods that move, find or release rows hold it. No method makes the host wait for a GPU.
-    `tiers` is the memory of the tables and the cache.
+    `tiers` is the memory of the tables and, as its last tier, of the cache.
     """
 
     def __init__(
@@ -334,7 +337,8 @@ class Prefetcher:
     ) -> bool:
         """Fetch the rows of a batch; `batch_id` has the tensors that forward will be called with.
 
-        `check` is the bounds check that the op makes, if `fetches_at_once`.
+        `check` is the bounds check that the op makes, if `fetches_at_once`; else the caller must
+        have checked the batch.
 
         Returns:
             Whether the batch is valid; an invalid one, on the CPU, is not fetched.
@@ -362,7 +366,8 @@ class Prefetcher:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
         A prefetched batch stays at the head of the queue until `take`. The caller must hold the
-        lock; `is_next` is the result of the method of that name.
+        lock; `is_next` is the result of the method of that name. If it is true, raises RuntimeError
+        as `look_up` does.
         """
         if is_next:
             return self._next_prefetched(batch_id)
@@ -404,8 +409,9 @@ class Prefetcher:
         `training` is the mode of the module.
 
         Raises:
-            RuntimeError: with gradients, the batch is not the next prefetched one; or that was
-                written to since.
+            RuntimeError: batches are prefetched, and with gradients this one is not the next of
+                them (values on a GPU are compared by a device assert); or the tensors of the next
+                one were written to since its prefetch.
         """
         with self.lock:
             running = running_forward(training=training)
@@ -594,9 +600,10 @@ class Prefetcher:
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
-        """Locate rows for an update, in the cache or in their tables; journal rows on disk.
+        """Locate rows for an update, in the cache or in their tables.
 
-        The caller must call `end_use` after the update; not checked.
+        Rows that the update writes directly to disk are journaled. The caller must call `end_use`
+        after the update; not checked.
         """
         if self.memory.disk is not None:
             self.memory.disk.touch(self._disk_rows(groups))
@@ -704,7 +711,8 @@ class Prefetcher:
     def flush(self, tiers: autograd.Tiers) -> None:
         """Write all cached rows back, and commit the disk tier; prefetched batches stay valid.
 
-        With a disk tier, tables are on the CPU and it returns once they are on the disk.
+        With a disk tier, tables are on the CPU, and the method returns once they are on the disk;
+        errors are those of `DiskStore.protect` and `DiskStore.commit`.
         """
         with self.lock:
             self.settle()
@@ -724,7 +732,7 @@ class Prefetcher:
         self.fetch_later(self.cache.last_ticket)
 
     def reset(self) -> None:
-        """Empty the cache and forget prefetched batches; updates that it holds are dropped."""
+        """Empty the cache and forget prefetched batches; updates of cached rows are dropped."""
         with self.lock:
             self._queue.clear()
             self._later.clear()

@@ -23,8 +23,11 @@ class Change(Generic[_R]):
 
     Args:
         make: function that makes the change and returns its result.
-        is_optional: function that returns whether an interrupted change may be abandoned, because
-            nothing was changed yet that requires completion.
+        is_optional: function that returns whether an interrupted change may be abandoned at that
+            time, because nothing was changed yet that requires completion.
+
+    Attributes:
+        has_begun: whether `run` was called; an interrupt may come before it.
     """
 
     def __init__(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> None:
@@ -56,11 +59,12 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
         self._unfinished: list[Change[Any]] = []  # each is nested in the change before it
 
     def complete(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> _R:
-        """Run a change, see `Change`, while this thread holds the lock; changes may be nested.
+        """Run a change, see `Change`, and return its result; changes may be nested.
 
-        If an exception ends the change, it is completed before the exception is re-raised; if that
-        fails too, when the lock is entered next. An optional change that an `Exception` ends twice
-        is abandoned; any other is tried again by every later call.
+        The calling thread must hold the lock; not checked. If an exception ends the change, it is
+        run again before the exception is re-raised. If the second run fails, every later entry of
+        the lock runs it again until it completes, and raises its exception if it does not. A run
+        other than the first that ends with an `Exception` while the change is optional abandons it.
         """
         change = Change(make, is_optional)
         depth = len(self._unfinished)
@@ -97,9 +101,10 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
 
 
 class _ChangingLock(CompletingLock):  # type: ignore[misc]
-    """The class of a lock with a running or interrupted change; entering it completes the change.
+    """The class of a lock with a running or interrupted change.
 
-    Locks without a change have the class `CompletingLock`, whose entry costs nothing extra.
+    Entering it completes an interrupted change; within a running one it does nothing more. Locks
+    without a change have the class `CompletingLock`, whose entry costs nothing extra.
     """
 
     def __enter__(self) -> Any:  # type: ignore[override]

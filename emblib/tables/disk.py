@@ -10,13 +10,14 @@ A directory holds one store:
 - `lock`: locked by the process that has the store open.
 
 Rows are written in place, through the mapping. The order of writes makes that safe. A row's old
-bytes are in the journal before the row changes. A commit writes the old checksums to the journal,
-syncs it, syncs all files, replaces `store.json`, syncs the directory, and only then clears the
-journal. If a process ends in between, the next one that opens the store writes the journal back.
+bytes are in the journal before the row changes (except within `writing_everything`). A commit
+writes the old checksums to the journal, syncs it, syncs all files, replaces `store.json`, syncs the
+directory, and only then clears the journal. If a process ends in between, the next one that opens
+the store writes the journal back.
 
-After a power failure a changed row may be on the disk without its journal record. So after a
-restart of the machine every page is verified: the store is as the last commit left it, or opening
-it raises.
+After a power failure a changed row may be on the disk without its journal record. So if the machine
+went down while rows were changing, opening verifies every page (unless `Verify.OFF`): the store is
+as the last commit left it, or opening it raises.
 """
 
 import contextlib
@@ -86,16 +87,16 @@ class DiskStore:
     """Weights and optimizer states of tables, mapped from the files of a directory.
 
     Opening restores, bit for bit, the state of the last completed `commit`, no matter when or how
-    the previous process ended, or raises. The caller must call `protect` before it writes rows, or
-    write inside `writing_everything`; not checked. Writes since the last commit are undone unless
-    it commits again.
+    the previous process ended, or raises. A page that the disk has changed since raises when it is
+    verified (`verify`). The caller must call `protect` before it writes rows, or write inside
+    `writing_everything`; not checked. The next opening undoes writes without a commit after them.
 
     Calls must come from one thread at a time; not checked. In a forked process the store is closed:
     only its tensors can be read there.
 
     Args:
         directory: directory of the files, created with its parents if it is missing; must be empty
-            or hold this store.
+            or have a store of the same layout.
         tables: rows, dim and name of each; table t begins where table t-1 ends.
         dtype: dtype of the weights.
         states: optimizer states, float32 if `per_row`.
@@ -113,11 +114,12 @@ class DiskStore:
 
     Raises:
         BlockingIOError: the store is open elsewhere, in this process or another one.
-        ValueError: the directory holds something else, tables of another layout, or of an earlier
+        ValueError: the directory has other files, tables of another layout, or tables of an earlier
             version without checksums (unless `verify` is OFF); or a dtype that tables cannot have.
         RuntimeError: the files are damaged, or were being overwritten as a whole.
-        ChecksumError: a page is not as the last commit left it.
-        OSError: the directory cannot be written to, or the tables do not fit on the disk.
+        ChecksumError: a page that opening verifies is not as the last commit left it.
+        OSError: the directory cannot be written to, a page cannot be read, or the tables do not fit
+            on the disk.
     """
 
     def __init__(
@@ -279,6 +281,7 @@ class DiskStore:
         Raises:
             IndexError: a row that no table has, unless all pages are verified already.
             ChecksumError: a page is not as the last commit left it.
+            OSError: a page cannot be read.
         """
         if all(sums.all_known for sums in self._sums):
             return
@@ -294,6 +297,7 @@ class DiskStore:
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
+            OSError: a page cannot be read.
         """
         for sums in self._sums:
             sums.check_all()
@@ -327,7 +331,8 @@ class DiskStore:
     def protect(self, rows: Tensor) -> None:
         """Journal the committed values of rows that are about to be overwritten.
 
-        A row is journaled once per epoch; rows already in the journal cost one byte read each.
+        A row is journaled once per commit; rows already in the journal cost one byte read each.
+        None is journaled before the first commit, nor from `writing_everything` to the next one.
 
         Args:
             rows: integers of any shape, in any order, with or without repetition; a row is counted
@@ -336,9 +341,10 @@ class DiskStore:
         Raises:
             IndexError: a row that no table has.
             RuntimeError: the store is closed, or a sync of it has failed.
-            OSError: the disk is full. The rows must not be written then; the store stays usable.
-            SyncError: the disk failed; the store is of no use until it is opened again.
-            ChecksumError: other bytes of their pages are not as the last commit left them.
+            OSError: the disk is full, or a page cannot be read. The rows must not be written then;
+                the store stays usable.
+            SyncError: the disk failed; the store refuses to write until it is opened again.
+            ChecksumError: the pages of the rows are not as the last commit left them.
         """
         self._check_usable()
         rows = self._numbers_of(rows)
@@ -357,8 +363,8 @@ class DiskStore:
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
 
-        It returns once they are on the disk itself. A process that ends earlier has committed all
-        or nothing.
+        The method returns once they are on the disk itself. A process that ends earlier has
+        committed all or nothing.
 
         Raises:
             RuntimeError: the store is closed, or a sync of it has failed.
@@ -437,10 +443,11 @@ class DiskStore:
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
-        """Allow writes to all rows inside this context without journaling, until the next commit.
+        """Allow writes to all rows without journaling, from this context on until the next commit.
 
-        If the process ends before that commit, opening the store raises, unless it had no commit
-        yet: then it opens as a new store. Raises as `commit` does.
+        Entering it also accepts the content of all pages: none is verified any more. The caller
+        must commit. If the process ends before that, opening the store raises, unless it had no
+        commit yet: then it opens as a new store. Raises as `commit` does.
         """
         self._check_usable()
         if not self._may_change_all:
@@ -454,7 +461,7 @@ class DiskStore:
         yield
 
     def close(self) -> None:
-        """Release the store for others to open; uncommitted writes are undone then.
+        """Release the store for others to open, which undoes writes that are not committed.
 
         The tensors stay readable. Writing to them afterwards damages the store.
         """

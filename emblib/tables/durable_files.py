@@ -124,7 +124,7 @@ def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: i
     """Read the pages of rows of a mapped file that are about to be used, many at a time.
 
     Without this call page faults read the pages one after the other, and a failing read ends the
-    process. Returns False if a probe of the pages found them in memory.
+    process. Returns False, having read nothing, if a probe of some pages found them in memory.
 
     Args:
         path: path of the file, for errors.
@@ -209,7 +209,7 @@ def seal(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unseal(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content that was given to `seal`.
+    """Return the content that `seal` got.
 
     Raises:
         ValueError: the checksum is missing or wrong.
@@ -301,7 +301,11 @@ def zeros(count: int) -> Tensor:
 
 
 def make_directory(directory: Path, content: str) -> None:
-    """Create a directory and its parents if missing; `content` names its content in errors."""
+    """Create a directory and its parents if missing; `content` names its content in errors.
+
+    Raises:
+        OSError: that is impossible, or the path is a file.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -378,7 +382,8 @@ def check_free_space(directory: Path, nbytes: int) -> None:
 def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
-    The new name survives a power failure once the caller has called `flush_directory`.
+    If the context raises, `path` stays as it is. The new name survives a power failure once the
+    caller has called `flush_directory`.
 
     Args:
         path: path of the file that is replaced.
@@ -402,10 +407,10 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def saving(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`; if several processes do so, the last one wins.
+    """Yield a file that replaces `path`, or what it links to; of several processes the last wins.
 
     The content is written to a file with a unique name in the same directory. On leaving, it is
-    synced to the disk and renamed.
+    synced to the disk and renamed; if the context raises, it is removed.
 
     Raises:
         OSError: it could not be written; `path` has its old content, or the new one if only the
@@ -422,7 +427,11 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def save_json(path: str | Path, text: str) -> None:
-    """Save the text of a JSON object; append its checksum as the last entry, `crc32`."""
+    """Save the text of a JSON object; append its checksum as the last entry, `crc32`.
+
+    Raises:
+        OSError: as `saving` does.
+    """
     content = json.loads(text)
     comma = ", " if content else ""
     with saving(path) as file:
@@ -431,10 +440,11 @@ def save_json(path: str | Path, text: str) -> None:
 
 
 def load_json(path: str | Path) -> str:
-    """Return the JSON that `save_json` got, or the whole text of a file without a checksum.
+    """Return the object that `save_json` got as JSON, or the text of a file without a checksum.
 
     Raises:
         ValueError: its checksum is wrong.
+        OSError: the file cannot be read.
     """
     text = Path(path).read_text(errors="replace")
     try:
@@ -453,7 +463,10 @@ def load_json(path: str | Path) -> str:
 
 
 def save_archive(content: Any, file: BinaryIO) -> None:
-    """Write a file for `torch.load`, a zip archive, with a checksum of each part of it."""
+    """Write a file for `torch.load`, a zip archive, with a checksum of each part of it.
+
+    Meanwhile an option of the process makes all calls of `torch.save` write checksums.
+    """
     crc32_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
@@ -467,6 +480,7 @@ def check_archive(path: str | Path) -> None:
 
     Raises:
         ValueError: a checksum is wrong, or the file is no such archive.
+        OSError: the file cannot be opened.
     """
     damage = (
         zipfile.BadZipFile,
@@ -490,14 +504,17 @@ def check_archive(path: str | Path) -> None:
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file by `content` and its checksum; on failure the old file stays."""
+    """Replace a file by `content` as JSON; if that raises OSError, the old file stays.
+
+    No checksum is added, see `seal`. The caller must call `flush_directory`.
+    """
     with replacing(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context for parsing the output of `replace_json`: failures raise RuntimeError."""
+    """Context for parsing the output of `replace_json`: RuntimeError if it has no valid content."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:

@@ -1,15 +1,15 @@
-"""The rollback journal of a DiskStore: rows as they were at the last commit, before they change.
+"""The rollback journal of a store in files: rows as they were at the last commit.
 
 The file is a header, then records. The header has the epoch: the number of the commit to which the
-records roll back; after a later commit they are void. A record has the numbers of some rows and
-their old bytes in the weights and in every optimizer state. It is written before its rows change,
-so if the end of a process truncated a record, its rows have not changed. Header and records have
-checksums; any other damage raises.
+records roll back; after a later commit they are void. A record has the numbers of some rows of a
+block and their old bytes in each tensor of the block. It is written before its rows change, so if
+the end of a process truncated a record, its rows have not changed. Header and records have
+checksums; any other damage raises, unless the machine went down.
 
 If a process ends, its writes to files and mappings are not lost; if the machine goes down, they may
 be. So the header is synced once per epoch, before the first row changes, and has the machine's boot
 id. If that id differs at opening, rows may have changed on the disk without their records: the
-store then verifies all pages against their checksums.
+store then verifies all pages against their checksums (unless `Verify.OFF`).
 """
 
 import contextlib
@@ -41,12 +41,13 @@ _MAX_BODY_BYTES = 1 << 24  # of a record, to limit the memory of `append`
 
 
 class Block(NamedTuple):
-    """Consecutive rows of one width.
+    """Consecutive rows of one width; also the checksums of a file, one row per page.
 
     Attributes:
         first_row: number of the first row within the store.
         rows: number of rows.
-        tensors: uint8 `[rows, bytes]` views of the weights and of every state.
+        tensors: uint8 `[rows, bytes]` views of everything that is stored per row, e.g. of the
+            weights and of each optimizer state.
     """
 
     first_row: int
@@ -55,7 +56,7 @@ class Block(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row in a record: its number and its bytes in all files."""
+        """Return the bytes of a row in a record: its number and its bytes in all tensors."""
         return _ROW_NUMBER_BYTES + sum(t.shape[1] for t in self.tensors)
 
 
@@ -100,10 +101,11 @@ class Journal:
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
-        """Record the old bytes of rows, int64 `[n]` within a block; yield the rows of each record.
+        """Record the old bytes of rows of a block, by its index; yield the rows of each record.
 
-        The caller must have called `begin` for this epoch; not checked. A row may be overwritten
-        once it was yielded. If the caller stops the iteration, the remaining rows are not recorded.
+        `rows` are int64 `[n]`, counted from the first row of the block. The caller must have called
+        `begin` for this epoch; not checked. A row may be overwritten once it was yielded. If the
+        caller stops the iteration, the remaining rows are not recorded.
         """
         max_rows = max(_MAX_BODY_BYTES // self.blocks[block].row_bytes, 1)
         for row_block in rows.split(max_rows):
@@ -129,10 +131,10 @@ class Journal:
         self._end = self._write(data)
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Write all of `data` at the end of the file, or none; return the new end.
+        """Write all of `data` after the last record, or none; return the new end.
 
-        Bytes that an interrupted call left there are cut off first: the end of a longer record
-        after a shorter one would look like damage.
+        Bytes that an interrupted call left after the last record are cut off first: the end of a
+        longer record after a shorter one would look like damage.
         """
         if os.fstat(self._handle).st_size != self._end:
             durable_files.resize(self._handle, self._end)
@@ -162,13 +164,14 @@ class Journal:
         os.close(self._handle)
 
     def roll_back(self, epoch: int) -> bool:
-        """Restore the rows of commit `epoch`; return False if they did not change since.
+        """Restore the rows of commit `epoch`; return whether there were records to restore.
 
         Everything is read and verified before the first row is written. An interrupted roll-back
-        can be repeated.
+        can be repeated. After a restart of the machine, records from the first damaged one on are
+        ignored.
 
         Raises:
-            JournalError: a checksum is wrong.
+            JournalError: a checksum is wrong, or the journal is of a later commit.
         """
         size = os.fstat(self._handle).st_size
         if size < _HEADER.size:

@@ -2,8 +2,8 @@
 
 The device tier is a parameter and buffers of the module, so it moves with the module. The host
 tier stays in host memory wherever the module moves. With the module on a GPU that memory is pinned,
-and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
-part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
+and its tensors are CUDA tensors over it (`mapped_memory`). The disk tier is files. `lay_out`
+computes tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
 
 `reserve` and `advise_growth` manage memory for the maximum number of rows of a table that grows. On
 the CPU it is address space, whose pages read as zeros and take no memory until they are first
@@ -336,7 +336,10 @@ class Memory:
         return self._disk
 
     def take_stored_hyper(self) -> list[float] | None:
-        """Return the `hyper` of an existing store at the first call, else None."""
+        """Return the `hyper` of a disk store that had a commit when it was opened, at one call.
+
+        Later calls return None, as calls without such a store do.
+        """
         stored, self._stored_hyper = self._stored_hyper, None
         return stored
 
@@ -346,6 +349,7 @@ class Memory:
 
         The commit stores `hyper`, the module's `hyperparams` (float64 `[n]`, see
         `emblib.columns.Hyper`) at that time, so that opening also restores learning rate and step.
+        If the context raises, nothing is committed. Errors are those of `DiskStore.commit`.
         """
         if self._disk is None:
             yield
@@ -355,7 +359,7 @@ class Memory:
         self._disk.commit(hyper.tolist())
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of weights and states outside the device tier."""
+        """Return the bytes of `weights` and of `optimizer_state` in the host and disk tiers."""
         cpu = torch.device("cpu")
         tiers = (tier for tier in (Tier.HOST, Tier.DISK) if self.layout.rows[tier])
         tensors = [self._tier(tier, cpu) for tier in tiers]
@@ -407,13 +411,13 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap's MAP_NORESERVE, 
 def reserve(
     numel: int, dtype: torch.dtype, device: torch.device, used_share: float = 0.0
 ) -> Tensor:
-    """Return zeros for `numel` elements; large tensors on the CPU take no memory yet.
+    """Return zeros `[numel]`; tensors of 2 MiB and more on the CPU take no memory until written.
 
     If at least half is used from the start (`used_share`), huge pages are requested for all of it:
     the tables in it may each be smaller than a huge page.
 
     Raises:
-        MemoryError: the system has no address space for a large tensor on the CPU.
+        MemoryError: the system has no address space for such a tensor.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE_BYTES:

@@ -51,7 +51,7 @@ def is_periodic(optimizer: Optimizer) -> bool:
 
 
 def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
-    """Raise ValueError for an optimizer that these tables do not support."""
+    """Raise ValueError for tables or a pooling that the optimizer's parts here do not support."""
     for spec in tables:
         is_in_memory = spec.placement in (Placement.DEVICE, Placement.HOST)
         if global_decay(optimizer) is not None and not is_in_memory:
@@ -71,10 +71,10 @@ def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -
 def before_forward(
     optimizer: Optimizer, step: int, tiers: autograd.Tiers, views: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Update moving averages and the largest row count before the first forward of `step`, from 1.
+    """Update moving averages or the largest row count before the first forward of a step, in place.
 
-    Call it only if `is_periodic`. `views` has the weight and states of each table, `tiers` their
-    memory; both are updated in place.
+    Call it only if `is_periodic`. `step` counts from 1. `views` has the weight and states of each
+    table, `tiers` their memory and the hyperparameters, which have the largest row count.
     """
     if isinstance(optimizer, EnsembleRowwiseAdagrad):
         weights = [tensors["weight"] for tensors in views]
@@ -91,8 +91,9 @@ def decay_rows(
     """Group the rows of a batch and return the decay factor of each lookup.
 
     `prev_iter` is float32 `[R]`, the last step that updated each linear row, `hyper` the
-    hyperparameters (`Hyper`). The returned batch has hooks that keep the groups for its update.
-    Factors are float32 `[L]`; skipped lookups have 1. The host does not wait for a GPU.
+    hyperparameters (`Hyper`). The returned batch has hooks that pass the groups to its update,
+    unless the tables have no rows. Factors are float32 `[L]`; skipped lookups have 1. The host does
+    not wait for a GPU.
     """
     if prev_iter.numel() == 0:  # tables without rows
         return batch, prev_iter.new_ones(batch.indices.numel())

@@ -2,8 +2,8 @@
 
 `<file>.crc` has a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums of
 changed pages; the old ones go to the journal first, like rows. The manifest of the store has the
-format and, for each file, the checksum of its checksums. So after a recovery every page can be
-verified to be as the last commit left it.
+format and, for each file, the checksum of its checksums. So after a recovery each page that the
+commit covered can be verified to be as the commit left it.
 """
 
 import contextlib
@@ -69,10 +69,11 @@ def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
 
 
 class PageSums:
-    """Checksums of one file: verified before the first use of a page, renewed by commits.
+    """Checksums of one file: `check` and `change` verify pages, commits renew their checksums.
 
     Where a method takes `rows`, `width` and `first_byte`, row r of int64 `rows`, `[n]` has `width`
-    bytes from `first_byte + r * width` on, and -1 is no row. By default rows are pages.
+    bytes from `first_byte + r * width` on, and -1 is no row. By default rows are pages. Methods
+    that read pages also raise OSError if one cannot be read.
 
     Args:
         path: path of the file with the pages.
@@ -183,7 +184,7 @@ class PageSums:
             )
 
     def accept_all(self) -> None:
-        """Accept the present content of all pages; the next commit recomputes their checksums."""
+        """Verify no page any more; the next commit recomputes the checksums of all pages."""
         self.all_known = self._all_changed = True
 
     def change(self, rows: Tensor, width: int = PAGE, first_byte: int = 0) -> None:
@@ -196,7 +197,11 @@ class PageSums:
         page_ops.mark_pages_([self._is_known, self._changed], rows, width, first_byte, PAGE)
 
     def extend(self, length: int) -> None:
-        """Note that the next commit covers `length` bytes."""
+        """Note that the next commit covers `length` bytes; verify the last page if it grows.
+
+        Raises:
+            ChecksumError: that page is not as the last commit left it.
+        """
         if length > self.length:
             self.change(torch.arange(self.length // PAGE, num_pages(length)))
 

@@ -1,9 +1,10 @@
 """Parameter classes of tables: every change by the user reaches the table, or raises.
 
 Kernels read and update memory that the parameters only view, so torch alone would ignore some
-changes. `TableParameter` (updated in backward) forwards `requires_grad` to its owner and refuses
-gradients; `CachedParameter` writes a row cache back before it is read, and empties it before it is
-written; `IncompleteParameter` refuses writes that would miss tables outside the device.
+changes. `TableParameter` forwards `requires_grad` to its owner and, if backward updates its table,
+refuses gradients; `CachedParameter` writes a row cache back before it is read, and empties it
+before it is written; `IncompleteParameter` refuses writes that would miss tables outside the
+device.
 """
 
 import sys
@@ -27,7 +28,10 @@ from emblib.optim import Optimizer
 
 
 class Owner(Protocol):
-    """An object that is notified when one of its parameters is frozen or trained again."""
+    """An object that is notified when one of its parameters is frozen, trained, read or written.
+
+    Reads and writes are those of a `CachedParameter`.
+    """
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train the memory of the parameter from the next forward on, or freeze it."""
@@ -36,7 +40,7 @@ class Owner(Protocol):
         """Write cached rows back, so that the parameter has the newest values."""
 
     def before_write(self) -> None:
-        """Write cached rows back and empty the cache; raise RuntimeError to refuse the write."""
+        """Write cached rows back and empty the cache. A RuntimeError refuses the write."""
 
 
 _owners = WeakTensorKeyDictionary()  # parameter -> weak reference to its owner
@@ -78,9 +82,9 @@ class DeferredParameter(nn.Parameter):
 class TableParameter(nn.Parameter):
     """A parameter whose `requires_grad` freezes its table or trains it.
 
-    Usually backward updates the table. Then the parameter never has a gradient: a backward in which
-    a gradient arrives raises (`refuse_gradients`). Parameters of collections with another optimizer
-    have this class too, and get gradients.
+    If backward updates the table, a backward in which a gradient arrives at the parameter raises
+    (`refuse_gradients`). Parameters of collections with another optimizer have this class too, and
+    get gradients.
     """
 
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
@@ -226,7 +230,7 @@ def refuse_averages(*, of_buffers: bool = False) -> None:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a torch function writes.
+    """Return the arguments that a torch function writes, by its name and its keyword arguments.
 
     `torch.nn.functional` writes with `inplace=True` and, in lookups, with `max_norm`. These
     functions call others that write, of which parameter classes are not notified.
@@ -488,7 +492,7 @@ def refuse_gradients(parameter: nn.Parameter) -> None:
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Convert a parameter back to an ordinary one."""
+    """Convert a `TableParameter` in place to an ordinary one; others stay as they are."""
     if isinstance(parameter, TableParameter):
         _owners.pop(parameter, None)
         unmarked: Any = parameter
@@ -597,8 +601,9 @@ def check_dense_gradients(tables: Iterable[Tensor]) -> None:
 class UnsteppedGradients:
     """Warns if backward leaves gradients in many passes and no optimizer uses them.
 
-    It watches modules that were constructed without an optimizer, which earlier versions of emblib
-    updated in backward.
+    Args:
+        watch: whether to warn: for modules that were constructed without an optimizer, which
+            earlier versions of emblib updated in backward.
     """
 
     MAX_PASSES = 8  # more than most programs accumulate
@@ -609,11 +614,14 @@ class UnsteppedGradients:
         self._passes = 0
 
     def check(self, weights: Iterable[Tensor]) -> None:
-        """Count a training forward over `weights` since they were last written; warn once."""
-        if not self._watch or torch.compiler.is_compiling():
+        """Count a forward before which no weight with a gradient was written; warn once.
+
+        Frozen weights, forwards without gradients and compiled graphs do not count.
+        """
+        if not self._watch or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        trained = [parameter for parameter in weights if parameter.grad is not None]
-        versions = [parameter._version for parameter in trained]
+        trained = [w for w in weights if w.requires_grad and w.grad is not None]
+        versions = [weight._version for weight in trained]
         self._passes = self._passes + 1 if trained and versions == self._versions else 0
         self._versions = versions
         if self._passes > self.MAX_PASSES:
@@ -643,7 +651,7 @@ class FixedBuffers:
         self._version = version_of(self._buffers[0])
 
     def are_intact(self) -> bool:
-        """Return whether torch has not written the first buffer since `restore`."""
+        """Return whether torch has not written the first buffer since construction or `restore`."""
         return version_of(self._buffers[0]) == self._version
 
     def restore(self) -> None:
@@ -664,7 +672,8 @@ def version_of(tensor: Tensor) -> int:
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does.
 
-    It calls the function for one int64, and waits for the device that it moves to.
+    It calls the function for one int64 on the default device, and waits for the device of the
+    result. False for a result on meta or of another dtype.
     """
     probe = torch.tensor([time.monotonic_ns()])  # a value that uninitialised memory does not have
     result = fn(probe)
@@ -674,7 +683,7 @@ def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
-    """Return whether a wrapper has replaced one of these parameters by an ordinary parameter.
+    """Return whether one of these parameters is no `TableParameter`: a wrapper has replaced it.
 
     False in compiled graphs.
     """
@@ -684,7 +693,10 @@ def are_replaced(parameters: Iterable[Any]) -> bool:
 
 
 def caller_level() -> int:
-    """Return the `stacklevel` at which a warning names the code that called the module."""
+    """Return the `stacklevel` for the caller's `warnings.warn` to name the code outside emblib.
+
+    Modules, autograd and the compiler of torch are skipped, too.
+    """
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INTERNAL_MODULES):

@@ -1,8 +1,8 @@
 """The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
 
 The cache is 32-way set-associative: a row hashes to a set, and is stored in one of its 32 ways. A
-batch enters (`enter`), its rows are planned and fetched (`fetch`), looked up and updated by slot,
-and it leaves (`leave`); in between its rows are not evicted.
+batch enters (`enter`), its rows are planned and fetched (`fetch`, or `prefetch` for all of this),
+looked up and updated by slot, and it leaves (`leave`); in between its rows are not evicted.
 
 `emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
 `emblib.tables.cache`.
@@ -259,7 +259,7 @@ class RowCache(nn.Module):
 
     @property
     def last_ticket(self) -> int:
-        """Return the number of the newest batch."""
+        """Return the number of the newest batch; 0 before the first."""
         return self._last_ticket
 
     def new_ticket(self) -> int:
@@ -459,7 +459,7 @@ class RowCache(nn.Module):
         self.counters.zero_()
 
     def nbytes(self) -> int:
-        """Return the bytes of rows, states, tags and counters."""
+        """Return the bytes of all buffers: rows, states, tags, counters and more."""
         return sum(tensor.nbytes for tensor in self.buffers())
 
     def extra_repr(self) -> str:
@@ -484,9 +484,10 @@ class RowCache(nn.Module):
 
 
 def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.device) -> int:
-    """Return the requested number of sets, at least 1; on a GPU at most what fits its free memory.
+    """Return `options.sets`, or the number of sets for `options.load_factor`; at least 1.
 
-    Slots are int32, which limits the number, too.
+    At most what fits into the free memory of a GPU without `options.reserved_bytes`, and what int32
+    slots can number.
     """
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":

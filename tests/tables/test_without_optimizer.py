@@ -100,6 +100,20 @@ def test_gradients_that_are_used_are_not_reported(kind: str, use: str) -> None:
                 optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_forwards_that_train_nothing_are_no_passes(kind: str) -> None:
+    module = MODULES[kind]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(module)
+        with torch.no_grad():
+            for _ in range(12):
+                module(INDICES, OFFSETS)
+        module.requires_grad_(False)
+        for _ in range(12):
+            module(INDICES, OFFSETS)
+
+
 def test_a_copy_watches_on_its_own() -> None:
     module = copy.deepcopy(MODULES["dense"]())
     with pytest.warns(UserWarning, match="backward has left gradients"):
