@@ -9,7 +9,7 @@
 // This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
 // function tables. A *row* is a linear row id; a row of a table with a cache is *cacheable*,
 // whether or not the cache has it. u counts the distinct rows of a batch. A slot is
-// set * kWays + way. Pointers are to memory of the device of the op, which the caller owns.
+// set * kWays + way. Pointers are to memory of the caller that the op's device can access.
 #pragma once
 
 #include "core/dtype.h"
@@ -49,20 +49,21 @@ struct CacheClock {
   };
 };
 
-// Return the set of a linear row; `sets` must be in [1, 2^32). A multiplication replaces the
-// remainder, which would cost more than the probe.
+// Return the set of a linear row; `sets` must be in [1, 2^32). A multiplication is cheaper than a
+// remainder.
 EMB_HD int64_t set_of(int64_t row, int64_t sets) {
   return static_cast<int64_t>(
       (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
-// Return the usage word of a way that batch `now` uses. LRU: the number of the batch; the lowest
-// is replaced first. LFU: the lookups of the row so far, in the upper 32 bits, and the low 32 bits
-// of the number of the batch; the way with the fewest lookups is replaced first, and among ways of
-// equally many lookups the way that was used last. If the same batches are repeated, as in the next
-// epoch, the rows that were used earlier are needed sooner; if not, the choice makes no difference.
-// The lookups of a row are counted in the usage word while the row is in the cache, else in
-// `counts`, so that neither a hit nor the choice of a way reads `counts`.
+// Return the usage word of a way that batch `now` uses. LRU: the number of the batch (`lookups` is
+// ignored); the lowest is replaced first. LFU: the lookups of the row so far, at most
+// kMaxRowLookups, in the upper 32 bits, and the low 32 bits of the number of the batch; the way
+// with the fewest lookups is replaced first, and among ways of equally many lookups the way that
+// was used last. If the same batches are repeated, as in the next epoch, the rows that were used
+// earlier are needed sooner; if not, the choice makes no difference. The lookups of a row are
+// counted in the usage word while the row is in the cache, else in `counts`, so that neither a hit
+// nor the choice of a way reads `counts`.
 EMB_HD int64_t usage_word(CachePolicy policy, int64_t lookups, int64_t now) {
   return policy == CachePolicy::kLru ? now : (lookups << 32) | (now & 0xffffffff);
 }
@@ -87,7 +88,7 @@ inline constexpr int64_t kNotFree = INT64_MAX;
 
 // Return a number by which the ways of a set are ordered: they are replaced in ascending order,
 // empty ways first. A way that batch `oldest` or a later batch uses is in flight: its order is
-// kNotFree, and it is not replaced.
+// kNotFree, and it is not replaced. For LFU `oldest` must be below 2^32.
 EMB_HD int64_t way_order(CachePolicy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
   if (batch_of(policy, word) >= oldest) return kNotFree;
@@ -153,7 +154,8 @@ struct CacheState {
   CachePolicy policy;
 };
 
-// The CPU kernels of `cache_plan_` and `cache_locate`. Each call works on one thread.
+// The CPU kernels of `cache_plan_`, `cache_evictions` and `cache_locate`. Each call works on one
+// thread.
 
 // A distinct row of a batch that is not in the cache.
 struct Miss {
@@ -161,7 +163,8 @@ struct Miss {
   uint32_t set;
 };
 
-// A plan on the CPU. The caller must have checked the contents of all arrays.
+// A plan on the CPU. The caller must have checked the contents of `rows` and `segments`. `locate`
+// reads and writes only cache.tags, cache.sets, rows and row_slots.
 struct CachePlanArgs {
   CacheState cache;
   int64_t now, oldest;      // numbers of this batch, and of the oldest batch in flight
@@ -194,8 +197,8 @@ struct CachePlanTable {
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
 };
 
-// The arguments of `cache_move_` and `cache_flush_` on any device: the weights and states of all
-// memory tiers, and the locations between which a row moves.
+// The arguments of moves and flushes on any device: the weights and states of all memory tiers, and
+// the locations between which a row moves.
 
 // The weights and up to seven states; no optimizer has more.
 inline constexpr int kMaxCacheTensors = 8;
@@ -208,21 +211,21 @@ struct TierTensor {
 
 // The tensors between which rows move, by tier, and the tables in them.
 struct CacheMemory {
-  const Feature* tables;  // [num_tables]
+  const Feature* tables;  // [num_tables], in the order that find_table requires
   int num_tables;
   int num_tensors;                               // tensor 0 is the weights, the others are states
   TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
   int64_t cache_elements;                        // elements of the weights in the cache tier
   int64_t cache_rows;  // entries of the shortest row-wise state there; INT64_MAX without one
-  // The vector Hyper of the optimizer, read for stochastic rounding. On a GPU it is null if nothing
-  // is rounded stochastically.
+  // The vector Hyper of the optimizer, read for stochastic rounding. Null, only for moves on a GPU:
+  // nothing is rounded stochastically.
   const double* hyper;
 
   EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }
 };
 
-// A row and its location in the tier of its table; dim 0 if there is no such row.
+// A row and its location in the tier of its table. dim is 0 if the row is not cacheable.
 struct TierRow {
   int64_t row;          // linear row id
   int64_t dim, stride;  // columns; elements between rows of the cache
@@ -242,7 +245,7 @@ EMB_HD RowLocation slot_location(const TierRow& row, int64_t slot) {
   return {kCacheTier, slot * row.stride, slot};
 }
 
-// Return whether the row exists and the slot lies inside the tensors of the cache.
+// Return whether the row is cacheable and the slot lies inside the tensors of the cache.
 EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
   return row.dim > 0 && slot >= 0 && slot < memory.cache_rows &&
          (slot + 1) * row.stride <= memory.cache_elements;
@@ -280,7 +283,8 @@ struct PostponedFetches {
   int64_t sets = 0;
   int64_t* rows = nullptr;   // [U], an output
   int32_t* slots = nullptr;  // [U], an output
-  int32_t* count = nullptr;  // [1], 0 before, incremented per fetch; null: no fetch is postponed
+  // [1], must be 0 before, incremented per fetch; null: no fetch is postponed
+  int32_t* count = nullptr;
 
   // Return whether the row that gets this slot may be one that a batch in flight updates.
   EMB_HD bool may_be_updated(int64_t slot) const {
@@ -300,7 +304,7 @@ struct CacheMoveTable {
   // Entries with kNoMove, and entries whose row or slot does not exist, are skipped.
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);
   // Write back the rows in slots [begin, end), as named by `tags`, [slots]. They stay cached. Empty
-  // slots are skipped.
+  // slots, and slots whose tag is no cacheable row, are skipped.
   void (*flush)(const CacheMemory&, const int64_t* tags, int64_t begin, int64_t end);
 };
 

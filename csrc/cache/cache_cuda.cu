@@ -1,7 +1,8 @@
 // The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
 // flush, and a whole prefetch; `cache_evictions` has no GPU version. Nothing waits for the device.
 // The results are those of the CPU (plan_cpu.cpp, move_cpu.cpp and prefetch_cpu.cpp describe the
-// arguments), but contents of tensors are trusted, and cache_move_ and cache_prefetch_ do more.
+// arguments), but contents of tensors are trusted, a cache without sets raises for every batch, and
+// cache_move_ and cache_prefetch_ do more.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -18,7 +19,8 @@
 namespace emb::cuda {
 namespace {
 
-// A plan on the device, which points into the tensors of `call`, and its output.
+// A plan on the device, which points into the tensors of `call`, and its output. Throws for a cache
+// without sets.
 struct DevicePlan {
   Tensor row_slots, evicted;  // int32 [L], int64 [L]: see DevicePlanArgs
   DevicePlanArgs args;
@@ -40,9 +42,10 @@ struct DevicePlan {
     STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit them and count the batch. Write the slots of `lookups`,
-  // if any. Throws AllocationError without memory for scratch: if the sort of a large batch throws
-  // it, hits have been stamped already, but no tag has changed.
+  // Probe, group the misses by set, admit them and count the batch; advance the clock unless
+  // args.lag is negative. Write lookups.slots, unless `lookups` is the default. Throws
+  // AllocationError without memory for scratch. If the sort of a large batch throws it, the probe
+  // has already changed usage words and, for LFU, counts, but no tag.
   void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
     int32_t *sets, *segments, *num_groups;
@@ -103,8 +106,8 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   return row_slots;
 }
 
-// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from a
-// plan; segments [L + 1], lookups [L] and count [1] come from tbe_group.
+// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from
+// cache_plan_ or cache_locate; segments [L + 1], lookups [L] and count [1] come from tbe_group.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count) {
   const char* op = "cache_lookup_slots";
@@ -150,7 +153,8 @@ enum LaterTensor : int {
 };
 
 // Check `later`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count] for
-// the batch `rows`, and return the fetches to postpone.
+// the batch `rows`, and return its PostponedFetches. The caller must set `count` to 0 before the
+// move.
 PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, const Tensor& rows) {
   PostponedFetches fetches{};
   if (later.empty()) return fetches;
@@ -175,8 +179,8 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, c
 }
 
 // Move as on the CPU, with three additions. If `evicted` is empty, every row is fetched and none is
-// evicted. If `hyper` is empty, nothing is rounded stochastically. `later` postpones fetches: see
-// postponed_fetches.
+// evicted. If `hyper` is empty, nothing is rounded stochastically. `later` records conflicts and,
+// with five tensors, postpones fetches (see PostponedFetches); its count must be 0 before.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -184,7 +188,7 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_rows(op, rows, count, tables);
   check_cache_vector(op, "row_slots", row_slots, ScalarType::Int, rows.numel(), tables);
-  const bool evicts = evicted.numel() > 0;  // if not, all rows are fetched
+  const bool evicts = evicted.numel() > 0;
   check_cache_vector(op, "evicted", evicted, ScalarType::Long, evicts ? rows.numel() : 0, tables);
   const CacheMoves moves{rows.const_data_ptr<int64_t>(), row_slots.const_data_ptr<int32_t>(),
                          evicts ? evicted.const_data_ptr<int64_t>() : nullptr};
@@ -192,11 +196,12 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// Prefetch as on the CPU, but with a `check_mode` repair an invalid batch (or trap, in the mode
-// "fatal") instead of returning no tensor. Return the seven tensors of the CPU; after them, if
-// `postpones`, the postponed fetches (rows, slots, count); after them, with a `check_mode`, the
-// repaired offsets. Everything that may raise comes before the kernels that change tags; see
-// DevicePlan::run for what may raise after the probe.
+// Prefetch as on the CPU, but with a `check_mode` repair the offsets of an invalid batch (or trap,
+// in the mode "fatal") instead of returning no tensor; in the mode "warning" add its violations to
+// `violations`. Return the seven tensors of the CPU; after them, if `postpones`, the postponed
+// fetches (rows, slots, count); after them, with a `check_mode`, the repaired offsets. All
+// arguments are checked, and all memory is allocated, before tags change; see DevicePlan::run for
+// what may raise after the probe.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,

@@ -21,7 +21,7 @@ inline void check_cache_tensor(const char* op, const char* name, const Tensor& t
   check_same_device(op, name, tensor, like);
 }
 
-// Check `tags`, int64 [sets, kWays], and return the number of sets.
+// Check `tags`, int64 [sets, kWays], on any device, and return the number of sets.
 inline int64_t check_tags(const char* op, const Tensor& tags) {
   check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
   STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
@@ -129,8 +129,9 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   check_bounds_arguments(op, check_mode, violations);
 }
 
-// Check the contents of `tables`, on the CPU only: they must ascend by row_base and not overlap,
-// the cached ones must be the last, without gaps between their rows, and have one stride.
+// Check the contents of `tables`, which must be in host memory: they must ascend by row_base and
+// not overlap, and have a dim of at least 1. The cached ones must be the last, without gaps between
+// their rows, and have one stride, at least their dim.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* table = feature_array(tables);
@@ -158,9 +159,10 @@ inline void check_tables(const char* op, const Tensor& tables) {
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of an op that moves
 // rows, and return pointers to them, which are valid as long as the tensors. `states` are
 // tier-major: all states of tier 0, then all of tier 1, and so on. A state that has fewer entries
-// in the cache tier than the weights has one per row, else one per element: a cached row has at
-// least four elements. On a GPU `hyper` may be empty, which makes memory.hyper null. Checks neither
-// devices nor that the tables lie inside the tensors (host_memory does the latter).
+// in the cache tier than the weights has one per row, else one per element: the module pads cached
+// rows to a multiple of four elements. On a GPU `hyper` may be empty, which makes memory.hyper
+// null. Checks neither devices nor that the tables lie inside the tensors (host_memory does the
+// latter).
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {

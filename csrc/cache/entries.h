@@ -10,9 +10,9 @@ namespace emb {
 
 // Plan a batch, whose rows are set in `call`: check the contents of the arguments, then change the
 // cache and its counters. Return (row_slots, evicted), int32 [L] and int64 [L]: see CachePlanArgs.
-// Their entries after the last row are -1 and kNoMove. Raises before any change if the contents are
-// invalid. A plan that runs out of memory may have stamped hits and, for LFU, added lookups, but
-// has changed no tag.
+// Their entries after the last row, and those of rows that are not cacheable, are -1 and kNoMove.
+// Raises before any change if the contents are invalid. A plan that runs out of memory may have
+// stamped hits and, for LFU, added lookups, but has changed no tag.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 
 // Check weights, states, hyper and tables as cache_memory does, and also, with check_tables, their
@@ -25,9 +25,10 @@ CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vecto
 // CacheMoves); that rows and slots are distinct is not checked.
 void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count);
 
-// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from a
-// plan; segments [L + 1], lookups [L] and count [1] come from tbe_group. Raises if their contents
-// are out of range; it is not checked that `lookups` has every position once.
+// Return the slot of the row of every lookup, int32 [L], -1 for none. `row_slots` comes from
+// cache_plan_ or cache_locate; segments [L + 1], lookups [L] and count [1] come from tbe_group.
+// Raises if their contents are out of range; it is not checked that `lookups` has every position
+// once.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count);
 

@@ -241,7 +241,7 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
 }
 
 // If `is_postponed`, list the fetch of this lane's row in `fetches`, and remove the fetch from
-// `move`, which keeps the write-back. Called by the whole warp.
+// `move`, which keeps the write-back. fetches.count must not be null. Called by the whole warp.
 EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is_postponed) {
   const unsigned lanes = __ballot_sync(simt::kFullMask, is_postponed);  // that postpone
   if (lanes == 0) return;
@@ -290,7 +290,7 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
   }
 }
 
-// Write back the rows in all slots, as named by `tags`, [num_slots]; memory.hyper must not be null.
+// Write back the cacheable rows of `tags`, [num_slots]; memory.hyper must not be null.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
   const Rounding rounding(memory.hyper);
@@ -306,7 +306,7 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
   }
 }
 
-// Move the first *count of at most n rows of a batch, see move_kernel.
+// Move the first *count rows of a batch (move_kernel). `n` is the length of moves.rows.
 template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
                  const PostponedFetches& postponed, const int32_t* count, int64_t n) {
@@ -315,7 +315,7 @@ void launch_move(const Launcher& launcher, const CacheMemory& memory, const Cach
            postponed, count);
 }
 
-// Write back the rows in all slots; memory.hyper must not be null.
+// Write back the rows of `tags` (flush_kernel); memory.hyper must not be null.
 template <class Launcher>
 void launch_flush(const Launcher& launcher, const CacheMemory& memory, const int64_t* tags,
                   int64_t num_slots) {

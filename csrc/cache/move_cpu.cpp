@@ -17,7 +17,7 @@ EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
 
 namespace {
 
-constexpr int64_t kMoveGrain = 512;  // rows, or slots, of a parallel loop (its grain)
+constexpr int64_t kMoveGrain = 512;  // grain of parallel_balanced, in rows or slots
 
 // Throws unless every cached table lies inside the weights and states of its tier.
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
@@ -66,7 +66,7 @@ namespace {
 //   hyper                float64 of the optimizer, read for stochastic rounding of rows that are
 //                        written back
 //   tables               int64 [T, 8], as check_tables requires
-//   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
+//   rows, count          int64 [L] and int32 [1]: the first `count` rows move
 //   row_slots, evicted   int32 [L] and int64 [L]: the plan of these rows, from cache_plan_. Two
 //                        rows with one slot are a data race; not checked
 //   later                empty: only a GPU postpones fetches

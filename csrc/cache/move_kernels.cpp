@@ -76,16 +76,14 @@ EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
   }
 }
 
-// A row to fetch (`fetched`) into `slot`, and the row there to write back (`written_back`; dim 0
-// for none).
+// A row to fetch into `slot`, and the row in this slot to write back, with dim 0 for none.
 struct Move {
   TierRow fetched, written_back;
   int64_t slot;
 };
 
-// Move entries [begin, end): write back evicted[u], if that is a cacheable row, then fetch rows[u].
-// Entries whose row or slot does not exist are skipped, as on a GPU. No caller checks the contents,
-// and such accesses would be outside the tensors.
+// CacheMoveTable::move. Entries whose row or slot does not exist are skipped, as on a GPU, because
+// no caller checks the contents: such accesses would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
@@ -115,8 +113,7 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
-// Write back the rows in slots [begin, end), but skip empty slots and tags that are no cacheable
-// row.
+// CacheMoveTable::flush.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest

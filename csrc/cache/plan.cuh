@@ -375,9 +375,8 @@ void launch_locate(const Launcher& launcher, const DevicePlanArgs& plan) {
            kCacheThreads, plan);
 }
 
-// Admit the misses, which the caller has grouped by set, count the batch, and advance the clock
-// unless plan.lag is negative. Write the slots of `lookups`, if there are any, and set
-// *plan.num_postponed to 0. Launches also with n = 0.
+// Admit the misses, which the caller has grouped by set, then do what finish_plan_kernel does, also
+// with n = 0.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const DevicePlanArgs& plan,
                   const DeviceMissGroups& groups, const LookupSlots& lookups = {}) {

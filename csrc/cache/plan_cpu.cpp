@@ -1,6 +1,6 @@
 // `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU. A plan
 // checks its input, probes the rows in parallel, groups the misses by set, and admits them set by
-// set in parallel; cache_plan_ then adds the batch to the counters. The kernels are in
+// set in parallel; plan_batch then adds the batch to the counters. The kernels are in
 // plan_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
@@ -22,9 +22,9 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
 
-constexpr int64_t kPlanGrain = 2048;  // rows, or misses, of a parallel loop (its grain)
-constexpr int64_t kLookupGrain =
-    8 * kPlanGrain;              // the same for lookups, which copy one number each
+constexpr int64_t kPlanGrain = 2048;  // grain of parallel loops, in rows or misses
+// The same in lookups, which copy one number each.
+constexpr int64_t kLookupGrain = 8 * kPlanGrain;
 constexpr int64_t kSetCost = 4;  // cost of a set with misses in units of one miss; not measured
 
 // The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable.
@@ -42,7 +42,7 @@ struct BatchRows {
 
   // Return the position of the first row that is at least `row`.
   int64_t find(int64_t row) const { return std::lower_bound(rows, rows + num_rows, row) - rows; }
-  // Divide the cacheable rows into equal chunks; return their bounds, at least two.
+  // Divide the cacheable rows into num_chunks() chunks of about equal size; return their bounds.
   std::vector<int64_t> chunk_bounds() const {
     const int64_t chunks = num_chunks();
     std::vector<int64_t> bounds(chunks + 1);
@@ -53,8 +53,8 @@ struct BatchRows {
 };
 
 // Return a batch of `count` rows after checking its contents. Throws unless `count` is in [0, n],
-// the rows are distinct, ascending and rows of the tables, and the segments, if not null, do not
-// decrease. The caller must have checked `tables`.
+// the rows are distinct, ascending and in [0, end_of_rows), and the segments, if not null, are not
+// negative and do not decrease. The caller must have checked `tables`.
 BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                       const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);
@@ -107,7 +107,7 @@ class BatchCounters {
     partial_counters_.assign(max_chunks_ * (num_tables_ + 1) * kCacheCounters, 0);
   }
 
-  // Count the call, the distinct rows and the lookups of the batch.
+  // Count the call, and the distinct rows and the lookups of tables with a cache.
   void add_lookups(const BatchRows& batch) {
     add(num_tables_, CacheCounter::kCalls, 1);
     for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
@@ -262,9 +262,10 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-// A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output:
-// row_slots, int32 [L], and evicted, int64 [L], for the L entries of `rows`. The first U of them
-// are the [U] arrays of CachePlanArgs; the others are -1 and kNoMove.
+// A plan, and its output: row_slots, int32 [L], and evicted, int64 [L], for the L entries of
+// `rows`. The first U of them are the [U] arrays of CachePlanArgs; the others are -1 and kNoMove.
+// The constructor checks the contents of tables, rows, segments and count, and throws if they are
+// invalid. The object points into the tensors of `call`.
 struct HostPlan {
   BatchRows batch;
   Tensor row_slots, evicted;

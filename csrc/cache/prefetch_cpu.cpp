@@ -46,6 +46,7 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
 //   slots                                  int32 [L]: the slot of each lookup's row, -1 for none
 // With a `check_mode`, if the batch is invalid, return no tensor and change nothing: the caller
 // must report and repair the batch. Without it, indices and offsets are repaired as they are read.
+// See plan_batch for what a call without memory may change.
 //   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table

@@ -39,8 +39,8 @@ struct LookupArgs {
   const float* sample_weights;  // [L] or null; null with Pooling::kNone
   void* out;                    // the base of the output (see BagItems), of the output dtype
   float* scratch = nullptr;     // [dim], of this thread alone; null unless caching is kMixed
-  // Store the output past the CPU's caches, if the kernel can (a float output, no cache, valid
-  // indices). Output rows must then be whole cache lines.
+  // Store the output past the CPU's caches, if the kernel can. Output rows must then be whole and
+  // aligned cache lines.
   bool bypasses_caches = false;
 };
 
@@ -75,9 +75,9 @@ struct SampleWeightTable {
 // Backward: sum the gradients of each unique row, and update it. A *group* is the lookups of one
 // unique row; `tbe_group` sorts lookups by row, so that a group is a segment of sorted lookups.
 
-// Sorted lookups that are summed at once. A longer segment is divided into chunks of this length,
-// whose sums are added in order. The length is fixed, so that a sum never depends on the number of
-// threads.
+// Sorted lookups that are summed at once. A longer segment is divided into chunks of this length
+// (the last may be shorter), whose sums are added in order. The length is fixed, so that a sum
+// never depends on the number of threads.
 inline constexpr int64_t kChunkLookups = 1024;
 
 // The gradient of every sorted lookup: its location and its factor.

@@ -1,7 +1,7 @@
 // Bounds check of indices and offsets on the GPU, in one launch: the kernel that makes the keys of
-// lookups (tbe/keys.cuh) runs without writing keys. Repaired offsets go to a new array, indices are
-// only counted, since every kernel repairs those it reads. Violations are counted on the device; in
-// the fatal mode the kernel traps, as an assert does.
+// lookups (tbe/keys.cuh) runs without writing keys. Repaired offsets go to a new array; invalid
+// indices are only counted, since every kernel repairs those it reads. Violations are counted on
+// the device; in the fatal mode the kernel traps, as an assert does.
 #pragma once
 
 #include "tbe/keys.cuh"

@@ -4,10 +4,10 @@
 //
 // Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
 // padding, which lets batches of different sizes share the shape of a captured step; any other
-// index there is *lost*. In a batch of one feature a last offset below L is taken for a format that
-// leaves the last offset out, which would lose a bag. Both point to another format rather than to a
-// wrong number, so the mode "warning" throws for them instead of repairing them. The mode "fatal"
-// throws for every violation; "ignore" repairs all of them.
+// index there is *lost*. In a fixed batch of one feature a last offset below L is taken for a
+// format that leaves the last offset out, which would lose a bag. Both point to another format
+// rather than to a wrong number, so the mode "warning" throws for them instead of repairing them.
+// The mode "fatal" throws for every violation; "ignore" repairs all of them.
 #pragma once
 
 #include <algorithm>
@@ -32,9 +32,9 @@ inline constexpr const char* kLastOffset =
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
     "offsets, not lengths?)";
 
-// Copy offsets, [num_bags + 1], to `repaired`, and return whether they are valid. If they are not,
-// the copy is meaningless. A negative sign anywhere in the differences or in the offsets means
-// invalid, so that the loop needs only subtraction and or.
+// Copy offsets, [num_bags + 1], to `repaired`, and return whether they begin with 0, do not
+// decrease, and end with num_lookups. If not, the copy is meaningless. A negative sign anywhere in
+// the differences or in the offsets means invalid, so that the loop needs only subtraction and or.
 template <class I>
 bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int32_t* repaired) {
   using U = std::make_unsigned_t<I>;
@@ -49,7 +49,7 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
-// Return whether offsets, [num_bags + 1], need no repair. The test is that of copy_if_valid.
+// Return what copy_if_valid returns, without a copy.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
@@ -100,8 +100,8 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
 // Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
 // `offsets`, plus `lost`, the result of count_lost. kFatal throws for the first invalid offset and
 // for lost indices. kWarning throws for lost indices and for a last offset that is left out. The
-// latter is looked for only in a batch of one feature (`has_one_feature`): with several features
-// the number of offsets is then not F * B + 1, which an earlier check refuses.
+// latter is looked for only in a fixed batch of one feature (`has_one_feature`): with several
+// features the number of offsets is then not F * B + 1, which an earlier check refuses.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
                               BoundsMode mode, bool has_one_feature, int32_t* repaired,
                               int64_t lost = 0) {

@@ -1,8 +1,9 @@
 // Entries of table-batched embeddings that other entries call, on the CPU and on the GPU. Shapes
 // and dtypes of the arguments that all ops share (features, indices, offsets, bag_layout, slots,
-// weights, sample_weights) are in emblib/ops/tbe.py. All tensors of a call are on one device. An
-// entry checks shapes, dtypes and devices, and throws before anything is written; on the GPU it
-// does not read the contents of tensors and does not wait for the device.
+// weights, sample_weights) are in emblib/ops/tbe.py. All tensors of a call are on one device, but
+// on a GPU weights may also be in pinned host memory. An entry checks shapes, dtypes and devices,
+// and throws before anything is written; on the GPU it does not read the contents of tensors and
+// does not wait for the device.
 #pragma once
 
 #include <optional>
@@ -32,7 +33,8 @@ struct Grouping {
 // Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
 // offsets, int32 [bags + 1], and the numbers of violations, int64 [2]: invalid indices, and offsets
 // that the repair changed plus lost indices (tbe/check.h). Indices are not changed, since every
-// kernel repairs those it reads. The mode "fatal" throws for a violation (a GPU traps).
+// kernel repairs those it reads. The mode "fatal" throws for a violation (a GPU traps); on the CPU
+// "warning" throws for some offsets (tbe/check.h).
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode);
@@ -73,9 +75,10 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
   return parse_choice<BoundsMode>(op, "mode", *mode, kBoundsModes);
 }
 
-// Return whether all offsets are valid and all indices are rows of their table or -1, so that there
-// is nothing to repair or to report. All tensors must be on the CPU; several threads check the
-// indices. `features`, int64 [F, 8], must have been checked.
+// Return whether the offsets begin with 0, do not decrease and end with the number of lookups, and
+// all indices are rows of their table or -1. Then there is nothing to repair or to report. All
+// tensors must be on the CPU; several threads check the indices. `features`, int64 [F, 8], must
+// have been checked.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
 
@@ -110,7 +113,8 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
-// The counterpart of emb::tbe_lookup; it does not check that rows cover the output.
+// The counterpart of emb::tbe_lookup. It does not check that rows cover the output: elements that
+// no bag has are unspecified, if there are bags.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,

@@ -18,7 +18,7 @@ template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const B
 
 namespace {
 
-// Return how to group a batch in one launch; `items` is 0 if the batch is too large for that.
+// Return how to group a batch in one launch; items_per_thread is 0 if the batch is too large.
 SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch) {
   if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.num_bags > kMaxSmallBags ||
       needs_wide_keys(batch.total_rows)) {

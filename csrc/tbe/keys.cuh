@@ -1,6 +1,6 @@
 // The keys by which the lookups of a batch are grouped: every lookup gets its linear row id and its
-// bag. Skipped lookups (index -1, or before the first bag) get a key that belongs to no group. The
-// same kernel can check indices and offsets.
+// bag. Skipped lookups (index -1, a table without rows, or before the first bag) get a key that
+// belongs to no group. The same kernel can check indices and offsets.
 //
 // A block takes tiles of lookups. Each bag that begins in a tile writes its number at its first
 // lookup, and a running maximum then gives each lookup its bag. The grid checks the offsets while

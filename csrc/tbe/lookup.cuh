@@ -77,7 +77,7 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
   args->cache_elements = elements[kCacheTier];
 }
 
-// Return `slot`, or -1 if the cache has no such slot.
+// Return `slot`, or -1 if the cache has no such slot; meaningless for a table without a cache.
 EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
@@ -117,9 +117,9 @@ EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& f
   return aligned;
 }
 
-// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`. `longest`
-// is the maximum length of a bag in the warp; kVector: rows can be read in whole 16-byte vectors.
-// Called by all lanes of a warp.
+// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`. `longest`,
+// the same in all lanes, is at least the length of every bag in the warp; kVector: rows can be read
+// in whole 16-byte vectors. Called by all lanes of a warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
@@ -211,8 +211,9 @@ EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, i
   }
 }
 
-// Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros. A
-// warp takes 32 lookups, of which each lane locates one.
+// Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros.
+// All features must have args.columns columns; not checked. A warp takes 32 lookups, of which each
+// lane locates one.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
     sequence_kernel(DeviceLookupArgs args, int lanes) {
@@ -610,8 +611,9 @@ void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args
   }
 }
 
-// Write args.output: the row of every bag or, without pooling, of every lookup. The caller must
-// pass at least one bag; not checked. Does not wait for the device.
+// Write args.output: the row of every bag or, without pooling, of every lookup; elements that no
+// bag has are not written. The caller must pass at least one bag; not checked. Does not wait for
+// the device.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

@@ -28,8 +28,9 @@ LookupFn lookup_kernel(const TableRows& rows, Dtype weights, Dtype output) {
                       [static_cast<int>(output)][rows.indices.is_int64];
 }
 
-// Outputs of at least this many bytes are written past the caches, which would not hold them until
-// they are read. An ordinary store would read each cache line of the output first, and evict rows.
+// Outputs of at least this many bytes are written past the caches where a kernel can: the caches
+// would not hold them until they are read. An ordinary store would read each cache line of the
+// output first, and evict rows.
 constexpr int64_t kBypassBytes = int64_t{2} << 20;
 
 int64_t bytes_of(const Tensor& tensor) {
@@ -171,10 +172,10 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
 
 namespace {
 
-// Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it, or no tensor for
-// an invalid batch, without a `mode` too: the caller then repairs and reports it with
-// `bounds_check`, or calls `tbe_lookup`. `mode` and `violations` are only validated: nothing is
-// counted here.
+// Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it. If
+// is_valid_batch is false, return no tensor, with or without a `mode`: the caller then repairs and
+// reports the batch with `bounds_check`, or calls `tbe_lookup`. `mode` and `violations` are only
+// validated: nothing is counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,

@@ -166,7 +166,8 @@ EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, 
     store_output<kStream>(out + column + v * kLanes, sums[v] * factor);
 }
 
-// Write the output of a bag of rows of any length. The first block prefetches whole rows.
+// Write the output of a bag of rows of any length. Rows are prefetched whole: by the first block,
+// or by a loop before rows of less than two registers.
 template <class Source, class O>
 EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int64_t end,
                     float scale, O* out) {
