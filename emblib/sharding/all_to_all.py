@@ -1,14 +1,14 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
-All messages of a batch use it: the sizes and ids of an input_dist, the rows of an output_dist, and
-their gradients. Messages may be empty and uneven, over any backend. Nothing is summed in transit:
-receivers sum, in float32 and in rank order. The gradients of replicated tables, which every rank
-needs, are gathered.
+The messages of a batch travel in them: the sizes and ids of an input_dist, the rows of an
+output_dist, and their gradients. Messages may be empty and uneven, over any backend. No rows or
+gradients are summed in transit: their receivers add them up in rank order. The gradients of
+replicated tables, which every rank needs, are gathered.
 
 In host memory ranks first compare headers, see `emblib.sharding.headers`. `start_minimum` has no
 header, nor has a collective that an earlier header of the same forward or backward covers, or whose
-caller leaves the header out (`has_header`). A call with a header returns only once every rank has
-made it; the payload is still in flight.
+caller leaves the header out (`has_header`). A call that compares headers returns only once every
+rank has made it; the payload is still in flight.
 
 Numbers that ranks need to allocate memory for ids travel in the header if they fit (`start_sizes`).
 Several messages for the same ranks may travel in one collective (`start_all_to_alls`).
@@ -38,7 +38,8 @@ _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 class CollectiveAwaitable(Awaitable[Tensor]):
     """A collective in flight; `wait` returns its buffer `received`.
 
-    The stream that is current in `wait` may use the result.
+    On a GPU the stream that is current in the first `wait` may use the result; other streams must
+    wait for it.
     """
 
     def __init__(
@@ -78,19 +79,21 @@ def start_all_to_all(
     on a GPU have none either. One rank alone copies `sent`.
 
     Args:
-        sent: the messages to all ranks, flat, in rank order.
+        sent: the messages to all ranks, flat, in rank order; must not change before the result is
+            awaited.
         sizes: elements of the message to each rank.
         received_sizes: elements of the message from each rank.
         ranks: the ranks, which all make this call.
-        received: buffer for the messages, in rank order; allocated if None.
+        received: buffer for the messages, flat, in rank order, of the dtype and device of `sent`;
+            allocated if None.
         content: kind of the message, the same on all ranks.
         has_header: whether ranks compare headers, where the content allows it. False if ranks
             cannot disagree: an earlier header of this step covers the message, or no other
             collective uses the process group. Then no rank waits for the others here.
 
     Raises:
-        RuntimeError: another thread has a collective over this process group in flight in host
-            memory, or the compared headers differ.
+        RuntimeError: another thread has, or in an earlier call had, a collective over this process
+            group in flight in host memory at the same time, or the compared headers differ.
     """
     sent = sent.contiguous()
     if received is None:
@@ -154,12 +157,11 @@ def start_all_gather(
 def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     """Start to take the minimum of `values` over all ranks, element by element, in place.
 
-    `values` may have any shape, which must be equal on all ranks: no header compares it. The caller
-    must not use `values` before it has awaited the result.
+    `values` may have any shape, which must be equal on all ranks: no header compares it. The result
+    is `values` itself, which the caller must not use before it has awaited the result.
 
     Raises:
-        RuntimeError: another thread has a collective over this process group in flight in host
-            memory.
+        RuntimeError: two threads use this process group, see `start_all_to_all`.
     """
     if ranks.size == 1:
         return ReadyAwaitable(values)
@@ -185,8 +187,8 @@ class _Works:
 class Message(NamedTuple):
     """A flat tensor of one part per rank: rank r gets `sizes[r]` elements of `sent`, in rank order.
 
-    `received_sizes[r]` elements come from rank r. `received` is the buffer for incoming elements,
-    allocated if None; merged messages do not use it.
+    `received_sizes[r]` elements come from rank r. `received` is as in `start_all_to_all`; merged
+    messages do not use it.
     """
 
     sent: Tensor
@@ -196,16 +198,18 @@ class Message(NamedTuple):
 
 
 def start_all_to_alls(
-    messages: Sequence[Message], ranks: RankGroup, *, content: Content, is_merged: bool
+    messages: Sequence[Message], ranks: RankGroup, *, is_merged: bool
 ) -> list[Awaitable[Tensor]]:
     """Start all-to-alls without headers; return an awaitable of the received elements per message.
 
     Args:
         messages: the messages, the same number on all ranks.
         ranks: the ranks, which all make this call.
-        content: kind of the messages.
         is_merged: whether several messages are copied into one collective, which is faster for
             small messages. All ranks must pass the same value.
+
+    Raises:
+        RuntimeError: two threads use this process group, see `start_all_to_all`.
     """
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
@@ -215,7 +219,6 @@ def start_all_to_alls(
                 message.received_sizes,
                 ranks,
                 received=message.received,
-                content=content,
                 has_header=False,
             )
             for message in messages
@@ -244,7 +247,6 @@ def start_all_to_alls(
         [sum(sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
         [sum(received_sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
         ranks,
-        content=content,
         has_header=False,
     ).then(lambda received: received.split(received_sizes))
 
@@ -352,7 +354,16 @@ def _parse_numbers(
 
 
 class DifferentiableAllToAllAwaitable(Awaitable[Tensor]):
-    """An all-to-all in flight; `wait` connects its result to autograd if `sent` needs gradients."""
+    """An all-to-all in flight, whose result has a gradient if `sent` needs one.
+
+    Its backward is an all-to-all of the gradient with a header, so all ranks must make it. If
+    gradients are disabled during the first `wait`, the result has none.
+
+    Args:
+        sent: the sent values with their autograd history; the sizes and ranks are those of the
+            all-to-all.
+        pending: the all-to-all of their detached values, started already.
+    """
 
     def __init__(
         self,

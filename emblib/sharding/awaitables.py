@@ -1,7 +1,7 @@
 """Awaitables: results of operations that are still in flight.
 
-`Awaitable.wait()` waits and returns the result, the same object on every call. A `LazyAwaitable`
-can be used like its result; its first use waits. The stages of a sharded lookup return them:
+`Awaitable.wait()` waits and returns the result. A `LazyAwaitable` can be used like its result; its
+first use waits. The stages of a sharded lookup return them:
 input_dist an `Awaitable`, the output of a collection a `LazyAwaitable`.
 """
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 class Awaitable(Generic[T]):
     """A result that `wait()` returns.
 
-    A subclass defines `_wait_impl`, which is called once. If it or a callback raises, every further
-    `wait` raises the same error, or RuntimeError after e.g. a KeyboardInterrupt: an operation in
-    flight cannot be retried.
+    A subclass defines `_wait_impl`, which the first `wait` calls. If it or a callback raises, every
+    further `wait` raises the same error, or RuntimeError after e.g. a KeyboardInterrupt: an
+    operation in flight cannot be retried.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,10 @@ class Awaitable(Generic[T]):
         self._callbacks: list[Callable[[Any], Any]] = []
 
     def wait(self) -> T:
-        """Wait for the result, pass it through the callbacks and return it."""
+        """Wait for the result, pass it through the callbacks and return it.
+
+        Further calls return the same object.
+        """
         if self._result is _PENDING:
             try:
                 self._result = self._finish()
@@ -44,7 +47,8 @@ class Awaitable(Generic[T]):
         """Replace the result by `callback(result)` when it is waited for; return this awaitable.
 
         Callbacks run once, in the order in which they were added. After the first `wait` a callback
-        runs immediately; if that `wait` has failed, `then` raises its error.
+        runs immediately and replaces the result of further calls; if the first `wait` has failed,
+        `then` raises its error.
         """
         if self._result is _PENDING:
             self._callbacks.append(callback)
@@ -54,7 +58,10 @@ class Awaitable(Generic[T]):
 
     @property
     def callbacks(self) -> list[Callable[[Any], Any]]:
-        """Return the callbacks that the first `wait` will run; more may be appended."""
+        """Return the list of the callbacks that the first `wait` will run; more may be appended.
+
+        Callbacks that are appended after it do not run.
+        """
         return self._callbacks
 
     def _finish(self) -> T:
@@ -98,9 +105,10 @@ class DeferredAwaitable(Awaitable[T]):
 class LazyAwaitable(Awaitable[T]):
     """An awaitable that can be used in place of its result: the first use waits.
 
-    Attributes, items, iteration, operators and torch functions wait and then act on the result.
-    `isinstance`, `hash`, `repr`, the methods of `Awaitable`, and attributes with a leading
-    underscore see the awaitable; `wait()` returns the result itself.
+    Reads of attributes and items, iteration, arithmetic, comparisons, `len`, `in`, `bool`, `int`,
+    `float` and torch functions wait and then act on the result. Anything else acts on the
+    awaitable: `isinstance`, `hash`, `repr`, assignment of attributes, the methods of `Awaitable`,
+    and attributes with a leading underscore. `lazy += x` binds the name to a new object.
     """
 
     # Declared here so that type checkers do not resolve them by __getattr__, which waits.
@@ -127,7 +135,7 @@ class LazyAwaitable(Awaitable[T]):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a torch function with every awaitable replaced by its result."""
+        """Call a torch function with awaitables replaced by their results, see `wait_all`."""
         return function(*map(wait_all, args), **{k: wait_all(v) for k, v in (kwargs or {}).items()})
 
     def __getitem__(self, key: Any) -> Any:
@@ -181,9 +189,9 @@ class LazyDeferredAwaitable(LazyAwaitable[T]):
 
 
 def wait_all(value: Any) -> Any:
-    """Replace every awaitable in `value` by its result, also inside lists, tuples and dicts.
+    """Return the result of an awaitable; of lists, tuples and dicts, a copy with results in it.
 
-    Objects of subclasses of these, e.g. named tuples, are returned as they are.
+    Anything else is returned as it is, also objects of their subclasses, e.g. named tuples.
     """
     if isinstance(value, Awaitable):
         return value.wait()
@@ -195,7 +203,7 @@ def wait_all(value: Any) -> Any:
 
 
 class _Failure:
-    """An error in place of a result; every further `wait` raises it."""
+    """An error in place of a result."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -213,7 +221,7 @@ _PENDING = object()  # no result yet; None may be a result
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Return a method that applies a binary operator to the awaited result."""
+    """Return a method that applies a unary or binary operator to the awaited result."""
     act = getattr(operator, f"__{name}__")
 
     def method(self: LazyAwaitable[Any], *others: Any) -> Any:

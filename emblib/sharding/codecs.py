@@ -5,7 +5,8 @@ all-to-alls; the awaitables that it returns decode them. The first and the last 
 their rows for themselves, see `local_part`.
 
 A codec encodes a flat tensor, the concatenation of one split per rank, into a payload with splits
-of its own, and decodes it. `bound` returns an upper bound of the error of each value:
+of its own, and decodes it. These are the largest errors of float32 values; `bound` adds those of
+the float32 operations of a codec, and those of INT8 and FP8 rows whose values are all below 2^-110:
 
 | codec     | bytes per value | largest error of a value x                                  |
 | --------- | --------------- | ----------------------------------------------------------- |
@@ -19,8 +20,8 @@ of its own, and decodes it. `bound` returns an upper bound of the error of each 
 FP16 ends at 65504 / loss_scale, BF16 at 3.39e38: larger values decode to infinity. A row is
 `row_dim` neighbouring values of one split, with one float32 scale; the last row of a split is
 padded with zeros. A value that is not finite decodes to one that is not finite, so that a diverging
-training stays visible. Values are rounded to nearest, so that equal values give equal bytes on
-every rank.
+training stays visible; INT8 and FP8 then decode its whole row to NaN. Values are rounded to
+nearest, so that equal values give equal bytes on every rank.
 """
 
 from __future__ import annotations
@@ -65,15 +66,24 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, splits: Sequence[int]) -> Tensor:
-        """Encode floating-point `values` `[sum splits]` as a payload `[sum payload_splits]`."""
+        """Encode floating-point `values` `[sum splits]` as a payload `[sum payload_splits]`.
+
+        The payload may be `values` itself.
+        """
 
     @abstractmethod
     def decode(self, payload: Tensor, splits: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Decode the values `[sum splits]` of a payload, in `dtype`."""
+        """Decode the values `[sum splits]` of a payload, in `dtype`.
+
+        The result may be `payload` itself.
+        """
 
     @abstractmethod
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
-        """Return the largest error of each of these values, float64; see the module."""
+        """Return the largest error of each of these values, float64, in the shape of `values`.
+
+        Rounding to a `dtype` of `decode` below float32 comes on top. `splits` None is one split.
+        """
 
     def nbytes(self, splits: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         """Return the bytes of the payload of all splits, which have these numbers of values."""
@@ -82,7 +92,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class FP32(Codec):
-    """Send values unchanged: float32, or the dtype of the tables' output.
+    """Send values unchanged, in their dtype.
 
     Example:
         >>> emblib.sharding.CommPrecision(forward=emblib.sharding.FP32()).forward
@@ -349,7 +359,7 @@ class FP8(_ScaledRows):
 class CommPrecision:
     """The codecs of the messages between ranks: of rows (`forward`) and of gradients (`backward`).
 
-    Sums are float32 whatever the codec. Ids are always sent as they are.
+    Sums have the same precision with every codec. Ids and their weights are sent as they are.
 
     Example:
         >>> emblib.sharding.CommPrecision(emblib.sharding.FP16(), emblib.sharding.BF16())
@@ -369,10 +379,10 @@ class CommPrecision:
 
 
 def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
-    """Return `comm_precision`, or float32 in both directions for None.
+    """Return `comm_precision`, or for None a `CommPrecision` of `FP32` in both directions.
 
     Raises:
-        TypeError: `comm_precision` is something else.
+        TypeError: `comm_precision` is neither None nor a `CommPrecision`.
     """
     if comm_precision is not None and not isinstance(comm_precision, CommPrecision):
         raise TypeError(
@@ -440,7 +450,8 @@ class Values(NamedTuple):
         sizes: number of values to each rank.
         received_sizes: number of values from each rank.
         codec: codec of the values.
-        received: buffer for the incoming payload, only with `FP32`; allocated if None.
+        received: buffer for the incoming payload, only with `FP32`; allocated if None. Not used
+            where `Received.local` is set, or messages are merged.
         needs_one_tensor: whether the result must be one tensor that includes the part of this
             rank.
     """
@@ -474,8 +485,10 @@ def start_values(
 ) -> list[Awaitable[Received]]:
     """Start all-to-alls of values without headers; return awaitables of the decoded values.
 
-    Results are float32, or 16-bit payloads, which readers convert. Rows for this rank itself are
-    not sent if possible. The caller may leave out gradients for this rank itself.
+    `content` is ROWS or GRADIENTS; `is_merged` as in `start_all_to_alls`. Results of FP32, BF16 and
+    FP16 with `loss_scale` 1 are the payloads, others float32. Rows for this rank itself are not
+    sent where `local_part` allows it, unless the messages are merged, the result must be one
+    tensor, or it must be decoded. Of gradients everything in `values` is sent.
     """
     messages, results = [], []
     for values in batch:
@@ -493,7 +506,7 @@ def start_values(
             message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)
         results.append(partial(_decoded, values.codec, sizes, local, begin))
-    pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
+    pending = start_all_to_alls(messages, ranks, is_merged=is_merged)
     return [
         DeferredAwaitable(partial(result, awaitable))
         for result, awaitable in zip(results, pending, strict=True)
@@ -512,9 +525,9 @@ def _decoded(
     local_begin: int,
     pending: Awaitable[Tensor],
 ) -> Received:
-    """Wait for a payload and decode it, unless `combine` can read it as it is.
+    """Wait for a payload and decode it, unless kernels can read it as it is.
 
-    `local` are the elements that this rank did not send, from element `local_begin` on.
+    `local` and `local_begin` are those of `Received`.
     """
     payload = pending.wait()
     if _is_read_directly(codec, payload):

@@ -11,11 +11,12 @@ Every rank must call the same collectives in the same order, and either all rank
 tensors that require gradients; a rank without values passes an empty tensor that does.
 `comm_precision` selects the codecs, `gradients` whether backward divides by the number of ranks
 (`MEAN`, which matches DDP's averaged gradients of the dense part) or not (`SUM`, the gradient of
-the sum of all ranks' losses). `W` is the number of ranks, `B[r]` the examples of rank r, `D` the
-columns. Results have the dtype of `values`. Arguments of a rank that do not fit together raise
-ValueError, values that are not floating raise TypeError: on that rank alone, before it sends
-anything, so that the others wait for it. Sizes that differ from those of another rank raise
-RuntimeError on all ranks in host memory; on a GPU they are not compared.
+the sum of all ranks' losses). The codecs must be equal on all ranks. `values` must be on the device
+of the ranks, and must not change before `wait`. `W` is the number of ranks, `B[r]` the examples of
+rank r, `D` the columns. Results have the dtype of `values`. Arguments of a rank that do not fit
+together raise ValueError, values that are not floating raise TypeError: on that rank alone, before
+it sends anything, so that the others wait for it. Sizes that differ from those of another rank
+raise RuntimeError on all ranks in host memory; on a GPU they are not compared.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def variable_batch_alltoall_pooled(
     """Send pooled rows of features with different batch sizes, flat in argument and result.
 
     `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
-    `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
-    ... one after another; these are also the numbers of rows in the result, in this order.
+    `columns[rank][f]` columns. `batch_sizes_here`: examples of this rank, for the features of rank
+    0, 1, ... one after another; these are also the numbers of rows in the result, in this order.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)
@@ -332,7 +333,8 @@ class _Direction:
 class _Call:
     """A collective between its start and its end, in either direction.
 
-    `pending` is what is in flight now: the values, later their gradient. Both have the `dtype`.
+    `pending` is the collective in flight: of the values, later of their gradient; None between.
+    Values and gradient have the `dtype`.
     """
 
     def __init__(
@@ -383,6 +385,8 @@ class _End(torch.autograd.Function):
 
 
 class _CollectiveAwaitable(Awaitable[Tensor]):
+    """A collective with a gradient; its result is flat."""
+
     def __init__(self, values: Tensor, call: _Call) -> None:
         super().__init__()
         self._call = call

@@ -45,8 +45,8 @@ class DDP:
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
         """Return a module that averages all gradients but those of the parameters in `ignored`.
 
-        A collective. `ranks` must have a process group; `ignored` are names in `module`, of which
-        another parameter must require gradients.
+        A collective. `ranks` must have a process group. `ignored` are names of parameters and
+        buffers in `module`; at least one other parameter must require gradients.
         """
         # DDP also writes names of the module's own parameters with a dot before them.
         names = [*ignored, *(f".{name}" for name in ignored)]
@@ -81,8 +81,8 @@ def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
 class FullyShard:
     """Shard each dense parameter over the ranks with `fully_shard` (FSDP2).
 
-    `blocks` returns the submodules of the model that are gathered one at a time, inner ones first;
-    with None the dense part is gathered as a whole. `options` are further arguments of
+    `blocks` gets the model and returns its submodules that are gathered one at a time, inner ones
+    first; with None the dense part is gathered as a whole. `options` are further arguments of
     `fully_shard`.
 
     Example:
@@ -94,7 +94,7 @@ class FullyShard:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> nn.Module:
-        """Shard all parameters but those in `ignored`, and return the module itself.
+        """Shard all parameters but those in `ignored` in place, and return the module itself.
 
         A collective. `ranks` must have a process group; `ignored` are names in `module`.
         """
@@ -143,10 +143,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate modules on the meta device on `device` and initialize them with `reset_parameters`.
+    """Allocate modules that are on the meta device on `device`, and call their `reset_parameters`.
 
-    All own tensors of a module are replaced if one of them is on the meta device; other modules do
-    not change or move.
+    If a module has a tensor on the meta device, directly or in a parameter list or dict, all such
+    tensors of the module are replaced. Other modules do not change or move.
 
     Raises:
         RuntimeError: a module on the meta device has no `reset_parameters`. Modules before it have
@@ -184,7 +184,8 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
 def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
     """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank.
 
-    A collective. The modules of all ranks must have the same names, shapes and dtypes; not checked.
+    A collective. The modules of all ranks must have the same names, shapes and dtypes, and the
+    device of `ranks`; not checked.
     """
     if ranks.size == 1:
         return

@@ -50,9 +50,9 @@ _num_blocks: Counter[str] = Counter()  # blocks entered per group so far, the sa
 
 
 class RankFailure(RuntimeError):
-    """Ranks died, failed or stopped their heartbeat; `ranks` are their numbers.
+    """A collective failed, and `ranks` are the numbers of the ranks at fault.
 
-    `ranks` is empty if the lost process is no rank, such as torchrun with the store.
+    `ranks` is empty if another process is at fault, such as torchrun, which serves the store.
 
     Example:
         >>> error = emblib.sharding.RankFailure("rank 3 sent no heartbeat for 10 s", ranks=(3,))
@@ -69,20 +69,24 @@ class RankFailure(RuntimeError):
 
 
 class detect_rank_failures:
-    """Raise `RankFailure` if a collective fails: `with detect_rank_failures(ranks): train()`.
+    """Name the ranks at fault if a collective fails: `with detect_rank_failures(ranks): train()`.
+
+    The error of the collective is then the cause of a `RankFailure`. If no rank is at fault, it
+    propagates with a note that says so.
 
     All ranks enter the block, not necessarily at the same time, and stay in it for as long as they
     use collectives: it goes around the training loop, not into it. A failure that is detected while
     no collective has failed is logged, e.g. of a stopped process, of a network that is down, or
     over NCCL, which waits for its own timeout. An error of this rank itself propagates unchanged,
     and the `RankFailure` of the other ranks quotes it, unless the store ends with this process:
-    without torchrun it is in the process with rank 0. One rank alone writes and raises nothing.
+    without torchrun it is in the process with rank 0. For one rank alone the block does nothing.
 
     Args:
         ranks: the processes.
         heartbeat_interval_s: seconds between two heartbeats.
-        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as dead. A rank
-            on this machine whose process has ended counts as dead immediately.
+        heartbeat_timeout_s: seconds without a heartbeat after which a rank counts as dead, and for
+            which a rank whose collective has failed waits to find the ranks at fault. A rank on
+            this machine whose process has ended counts as dead immediately.
 
     Raises:
         ValueError: the timeout is shorter than two intervals, or the interval is not above 0.
@@ -379,9 +383,9 @@ def init_distributed(
         with init_distributed() as ranks: ...
 
     Makes the process group of all processes that torchrun started, and destroys it at the end of
-    the block. Inside the block, failed collectives raise as in `detect_rank_failures`. Without
-    torchrun the group is this process alone, so that the same script runs anywhere. An existing
-    process group is used, and not destroyed.
+    the block, unless the block raised. Inside the block, failed collectives raise as in
+    `detect_rank_failures`. Without torchrun the group is this process alone, so that the same
+    script runs anywhere. An existing process group is used, and not destroyed.
 
     Where every rank of a node has a GPU, it becomes the current device, and the backend is NCCL for
     GPUs and gloo for the host; otherwise it is gloo. The ranks agree about a fresh part of the

@@ -1,4 +1,4 @@
-"""Compare the arguments of all ranks before any of them allocates or sends something.
+"""Compare the arguments of all ranks before they shard a model or exchange batches.
 
 Every rank computes shards and messages from its own plan and configurations. Where these differ,
 ranks would read wrong rows or wait for messages that are never sent. So each rank describes its
@@ -274,8 +274,9 @@ def _leaves(description: Description) -> _Leaves:
 def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield the texts of a value and of its parts.
 
-    Functions are compared by module and qualified name, dataclasses by class and fields, other
-    objects by `repr`, or by class if that shows an address.
+    Functions are compared by module and qualified name, dataclasses by class and fields, tensors as
+    `_MAX_VALUES` says, objects without a rule in `_text` by `repr`, or by class if that shows an
+    address. Paths and `_FIELDS_OF_ONE_RANK` are compared only for being None.
 
     Args:
         name: name of the value, with dots.

@@ -4,8 +4,8 @@ The ranks of a process group pair up collectives by the order of their calls. Ov
 calls another collective than its peers makes gloo abort the process. So for tensors in host memory
 ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
 (`Headers`). All headers of a process group have the same size, so even ranks that disagree can
-exchange them. Only the collectives of `all_to_all` and `RankGroup.gather_objects` carry headers: a
-rank that calls another one instead, such as a barrier, is not detected.
+exchange them. A rank that calls a collective without a header instead, such as a barrier, is not
+detected.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class _KindEntry(enum.IntEnum):
 
     CONTENT = 0  # a `Content`
     COLLECTIVE = 1  # ALL_TO_ALL or ALL_GATHER
-    DETAILS = 2  # of GRADIENTS a bit mask of outputs, of SIZES the number of lists; else 0
+    # GRADIENTS: a bit mask of outputs and the `_SCALED_BIT`; SIZES: the number of lists; else 0.
+    DETAILS = 2
 
 
 class Headers:
@@ -84,13 +85,14 @@ class Headers:
 
     Every rank gets the headers of all ranks and compares all pairs. So all ranks decide alike, and
     none waits in the collective for a rank that has raised. The constructor sends the header, and
-    registers the collective as `enter_collective` does. The caller must call `check` once.
+    registers a collective by `enter_collective`, whose RuntimeError it may raise, for as long as
+    the object lives. The caller must call `check` once.
 
     Args:
         kind: the first entries of the header, see `_KindEntry`; missing entries are 0.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that this rank expects from each rank.
-        ranks: the ranks, several, which exchange tensors in host memory.
+        ranks: the ranks, at least two, which exchange tensors in host memory.
         numbers: numbers to send in the header; left out if there are more than `MAX_NUMBERS`.
     """
 
@@ -162,7 +164,7 @@ def gradient_headers(
     Args:
         indices: indices of the outputs that the loss uses, among the outputs of one output_dist.
             Indices that differ by a multiple of `_SCALED_BIT` share a bit of the header.
-        nbytes: the bytes to each rank and from each rank, by output.
+        nbytes: the bytes to each rank and from each rank, by output; at least one output.
         ranks: the ranks.
         is_scaled: whether a `GradScaler` has scaled the loss.
     """

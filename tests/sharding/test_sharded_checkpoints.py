@@ -242,6 +242,7 @@ def states_after_refusals(ranks: RankGroup) -> None:
         for damaged, error in (
             ({}, KeyError),
             ({**states, "sum": torch.zeros(1)}, ValueError),
+            ({**states, "sum": 1.0}, ValueError),
             ({**states, "sum": states["sum"].to("meta")}, ValueError),
             ({**states, "hyper": torch.zeros(1, dtype=torch.float64)}, ValueError),
             ({**states, "hyper": torch.full_like(states["hyper"], -1.0)}, ValueError),
@@ -255,6 +256,8 @@ def states_after_refusals(ranks: RankGroup) -> None:
     weights = {name: torch.ones_like(value) for name, value in source.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"t2\.weight must be of shape"):
         model.load_state_dict({**weights, "embedding_bags.t2.weight": torch.zeros(1, 1)})
+    with pytest.raises(RuntimeError, match=r"t2\.weight: must be a tensor, got NoneType"):
+        model.load_state_dict({**weights, "embedding_bags.t2.weight": None})
     assert_parts_same(model.state_dict(), before)
 
 

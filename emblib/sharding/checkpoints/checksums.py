@@ -55,7 +55,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
     `path` is the file of `data`, for messages.
 
     Raises:
-        CheckpointError: the file is damaged, or was written by a newer emblib.
+        CheckpointError: the file is damaged, or has the footer of another version of emblib.
     """
     if data.endswith(_END_OF_PICKLE):
         return data, None

@@ -2,8 +2,9 @@
 
 The format is the one of torch.distributed.checkpoint: files, and metadata that name them. Every
 save gives its files new names, so that an older checkpoint in the directory stays valid until the
-new metadata replace the old ones by a rename; afterwards, files that the metadata do not name are
-deleted. The file of the metadata also has checksums of all files (`checksums.py`). It is unpickled
+new metadata replace the old ones by a rename; afterwards, data files (`*.distcp`) that the metadata
+do not name are deleted. The file of the metadata also has checksums of the data files
+(`checksums.py`). It is unpickled
 without running what it names (`unpickling.py`), as are values that are not tensors (`values.py`).
 """
 
@@ -101,7 +102,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
             else:
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = self.storage_meta()
-        # Ranks that write nothing have an empty file.
+        # Ranks that write nothing may have an empty file.
         used_names = {info.relative_path for info in metadata.storage_data.values()}
         files = {name: sums for name, sums in files.items() if name in used_names}
         directory = Path(self.path)
@@ -146,8 +147,8 @@ class Reader(dcp.FileSystemReader):
         has_checksums: whether files are compared with checksums as they are read.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete or damaged, or it names classes that
-            a checkpoint does not need.
+        CheckpointError: the checkpoint is missing, incomplete, damaged or of another version of
+            emblib, or it names classes that a checkpoint does not need.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,7 +242,8 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
 def _errors_of_ranks() -> Iterator[None]:
     """Raise CheckpointError for torch's CheckpointException, which `except Exception` misses.
 
-    Torch also wraps keyboard interrupts; these are re-raised unchanged.
+    A CheckpointException of something else than an Exception, e.g. a KeyboardInterrupt, is raised
+    as it is.
     """
     try:
         yield

@@ -37,7 +37,8 @@ def join_shards(
     Tensors with one row per key become `KeyedRows` on the CPU. For all others every rank gets the
     element-wise maximum over the shards, on the CPU: a clock is the latest, a count of a sketch at
     least that of the shard that saw the key, and hash keys are equal, since all shards of a table
-    get theirs from one seed.
+    get theirs from one seed. Of the fallback rows, of which each shard has all, only those whose
+    keys a shard owns are saved.
 
     Args:
         states: the state dicts of this rank's shards, by number.
@@ -45,8 +46,8 @@ def join_shards(
         ranks: the ranks that store the shards.
 
     Raises:
-        ValueError: a shard has keys of another one, where lookups would not find them; on every
-            rank.
+        ValueError: a shard has keys of another one, where lookups would not find them, other than
+            keys of fallback rows; on every rank.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -82,8 +83,8 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
     `KeyedRows` it gets the local tensor of shard `number`. All other values are returned unchanged.
 
     Raises:
-        ValueError: `KeyedRows` of another number of shards.
-        KeyError: `KeyedRows` whose shard `number` is on another rank.
+        ValueError: `KeyedRows` of another number of shards, or whose shard `number` is on another
+            rank.
     """
     owned = {}
     for stem in _stems(state):
@@ -94,10 +95,10 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
     for key, value in state.items():
         stem = _stem_of(key)
         if isinstance(value, KeyedRows):
-            if len(value.shards) != count:
+            if len(value.shards) != count or number not in value.parts:
                 raise ValueError(
-                    f"{key} has {len(value.shards)} shards, here it has {count}: load it with "
-                    "emblib.sharding.checkpoints.load"
+                    f"{key} is {value!r}, but the table here has {count} shards, of which this "
+                    f"rank has number {number}: load it with emblib.sharding.checkpoints.load"
                 )
             result[key] = value.parts[number]
         elif stem in owned and key.removeprefix(stem) != _NOT_BY_KEY:
@@ -263,7 +264,10 @@ class KeyReader:
     def spans(self, leaf: Leaf) -> dict[int, Span]:
         """Return the range of saved rows for each shard on this rank; none without `KeyedRows`.
 
-        Reads blocks of keys at the first call for a table and a number of shards.
+        Reads blocks of keys at the first call for a set of keys and a number of shards.
+
+        Raises:
+            CheckpointError: a file of keys is damaged; on this rank alone.
         """
         if not isinstance(leaf.value, KeyedRows):
             return {}

@@ -38,11 +38,12 @@ class Entry:
     Attributes:
         size: shape of the full tensor.
         dtype: dtype of the tensor.
-        shards: shards of all ranks; empty if every rank has the full tensor, as number 0.
-        ranks: ranks that have shards.
+        shards: shards of all ranks; empty if the table has replicas, of which this rank's is
+            number 0. Each shard of a tensor without regions, e.g. hyperparameters, is a full copy.
+        ranks: the ranks of the collection.
         memory: tensors of each local shard, by its number in `shards`; several if slices have
-            copies of it.
-        cuts: columns at which states per row are cut, see `RowStates`; None without.
+            copies of it. Empty on a rank without shards.
+        cuts: columns at which states per row are cut, see `RowStates`; None for others.
     """
 
     size: tuple[int, ...]
@@ -55,7 +56,7 @@ class Entry:
     def tensor(self) -> Tensor:
         """Return the sharded tensor over the memory, or the tensor itself if there are no shards.
 
-        Row states of a table that is cut by columns are copied.
+        Row states of a table that is cut by columns may be copies.
         """
         if not self.shards:
             return self.memory[0][0]
@@ -226,7 +227,10 @@ class Table:
         self._write([key for key in self.parameter_names() if key in values], values)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer states by parameter; none without a fused optimizer."""
+        """Return the optimizer states by parameter; none without a fused optimizer.
+
+        The hyperparameters are a copy, which the parameters share; states are as in `Entry.tensor`.
+        """
         if not self.is_fused:
             return {}
         hyper = self.hyperparams.tensor().clone()
@@ -254,6 +258,8 @@ class Table:
 
     def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters.
+
+        Call `check_states` first: this checks only names, sizes and cuts.
 
         Raises:
             KeyError: `values` lacks a state; nothing is written.
@@ -287,7 +293,7 @@ class Table:
 
     @without_gradients
     def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
-        """Check the values of all `keys`, write them into the local shards, and commit."""
+        """Check the sizes of the values of all `keys`, write them into the local shards; commit."""
         entries = self.entries(keys)
         shard_values = {k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()}
         for key, entry in entries.items():
@@ -373,7 +379,7 @@ class KeyedTable(Table):
         return ("keys", "weight")
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for entries by key that do not fit, before any table is written."""
+        """Raise ValueError for entries by key that this rank's shards cannot load."""
         keyed.check_whole(values, self.name)
         for handle, shard_values in self._parts_of(values):
             _raise_first(state_dicts.problems(handle, shard_values, ""), self.name)
@@ -394,8 +400,8 @@ class KeyedTable(Table):
 
 
 def _check_values(value: Any, entry: Entry, name: str) -> None:
-    """Raise ValueError unless a value, whole or sharded, can be copied to an entry."""
-    if isinstance(value, Tensor) and not isinstance(value, ShardedTable):
+    """Raise ValueError unless a value is a full or sharded tensor that an entry can take."""
+    if not isinstance(value, ShardedTable):
         template = torch.empty(0, dtype=entry.dtype)
         _raise_first([state_dicts.tensor_problem(value, template)], name)
     entry.parts_of(value, name)
@@ -466,10 +472,10 @@ SavedStates = list[tuple[Table, str, Mapping[str, Tensor]]]  # table, parameter,
 
 
 def check_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> SavedStates:
-    """Return the states to load, of all tables of this rank's collection, after checking them.
+    """Return the states to load, of all tables of the collection, after checking them.
 
-    Tables without a shard on this rank are checked too, so that no rank loads what others refuse;
-    it does not communicate. Hyperparameters in a `ShardedTable` are known to ranks with a shard.
+    Not a collective. Tables without a shard on this rank are checked too, so that all ranks refuse
+    equal full tensors alike. Hyperparameters in a `ShardedTable` are checked by ranks with a shard.
 
     Raises:
         KeyError: a parameter or a state is missing.
@@ -660,7 +666,7 @@ class StateOfTables(nn.Module):
         }
 
     def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise what `load_optimizer_state` would raise; with equal states on all ranks or none."""
+        """Raise what `load_optimizer_state` would raise; equal full tensors raise on every rank."""
         tables: Any = self
         check_optimizer_state(tables, self._states_by_table(state))
 

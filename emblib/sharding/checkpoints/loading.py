@@ -2,8 +2,8 @@
 
 `load` flattens the state to leaves and checks every leaf against the metadata of the checkpoint
 before anything is written. It makes a `Target` per leaf, with new memory if the saved size or
-sharding differs, reads all targets at once, and then lets modules and optimizers load their state
-dicts.
+sharding may differ, reads all targets at once, and then lets modules and optimizers load their
+state dicts.
 """
 
 import itertools
@@ -45,8 +45,8 @@ class Target:
 
     Args:
         leaf: value of the state to load into.
-        buffer: tensor of the saved size, the leaf's own if sizes are equal; a value that is not a
-            tensor is replaced by the value that is read.
+        buffer: tensor to read into, of the saved size; it may be the value of the leaf. A value
+            that is not a tensor is replaced by the value that is read.
     """
 
     def __init__(self, leaf: Leaf, buffer: Any) -> None:
@@ -129,16 +129,17 @@ def load(
 ) -> None:
     """Fill `state` from a checkpoint written by `save`; a collective over `ranks`.
 
-    Modules and optimizers get their saved state dicts. In nested dicts, tensors are filled in place
-    and other values are replaced; tensors whose saved size legitimately differs, rows of dynamic
-    tables, are replaced too. Every rank reads only its own shards of a table, whatever plan saved
-    it.
+    Modules and optimizers that are values of `state` get their saved state dicts. Nested dicts and
+    lists are replaced by new ones, whose tensors are those of `state`, filled in place; other
+    values, and rows of dynamic tables, whose number may differ, are new. Every rank reads only its
+    own shards of a table, whatever plan saved it.
 
     Args:
         state: state dict with the same names as the one passed to `save`.
-        path: directory of the checkpoint.
+        path: directory of the checkpoint, also one of torch.distributed.checkpoint.
         ranks: the ranks that load; by default all processes, or this process alone.
         strict: whether a value that the checkpoint lacks is an error; otherwise it stays unchanged.
+            Values that only the checkpoint has are ignored.
 
     Rank 0 warns of a checkpoint without checksums.
 
@@ -146,8 +147,10 @@ def load(
         CheckpointError: the checkpoint is incomplete, it lacks a value, a tensor has another size,
             or the metadata is damaged or names something that may run code; nothing is changed
             then. Also where data has another checksum than when it was saved, or a value names
-            something that may run code; then part of `state` may have been filled.
+            something that may run code; then part of `state` may have been filled. Also where
+            another rank raised an error.
         TypeError: `path` is None, or `state` is no dict.
+        Exception: what `load_state_dict` of a value raises; part of `state` may have been filled.
     """
     from emblib.sharding.checkpoints.files import Reader, read
 
@@ -180,10 +183,8 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None; a collective over `ranks`.
 
     The newest has the greatest number at the end of its name, such as `step_1200`; directories
-    without a number are ignored. Rank 0 looks, and all ranks get what it has found.
-
-    Raises:
-        OSError: rank 0 cannot read the directory; a missing one is empty.
+    without a number are ignored. Rank 0 looks, and all ranks get what it has found. A directory
+    that is missing or that rank 0 must not read has no checkpoint.
     """
     from emblib.sharding.checkpoints.files import METADATA
 
@@ -282,10 +283,10 @@ class _Loading:
             )
 
     def _check_whole(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless the chunks of tensors fill them.
+        """Raise CheckpointError unless the chunks of saved tensors have all of their elements.
 
-        Memory is allocated by the metadata's sizes, but files have only the chunks: the rest would
-        stay uninitialised.
+        Memory is allocated by the metadata's sizes, but files have only the chunks: other elements
+        would stay uninitialised.
         """
         from emblib.sharding.checkpoints.unpickling import is_whole
 
@@ -452,7 +453,7 @@ class _Loading:
         )
 
     def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, Span]]]) -> Target:
-        """Return the memory into which a leaf is loaded, and how it reaches the leaf.
+        """Return the target of a leaf.
 
         `spans` are the rows of keyed tables that each rank reads, by rank, name and block.
         """

@@ -37,7 +37,7 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
     Args:
         state: modules, optimizers, nested state dicts of tensors, and small values, by name:
             numbers, text, and whatever else `torch.load(weights_only=True)` admits. NumPy scalars
-            become Python numbers.
+            become Python numbers. Modules and optimizers in nested dicts are not admitted.
         path: directory of the checkpoint, created if missing; on a file system that all ranks
             share.
         ranks: the ranks that save; by default all processes, or this process alone.
@@ -49,21 +49,18 @@ def save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> Non
         CheckpointError: a rank could not write, e.g. to a full disk, or another rank raised one of
             the errors above; `path` keeps its checkpoint.
     """
-    from emblib.sharding.checkpoints.files import write
-
     ranks = RankGroup.from_value(ranks)
     content = agreed(ranks, lambda: _with_column_cuts(resolved(state)))
-    write(content, Path(path), ranks)
-    ranks.barrier()
+    _write(content, Path(path), ranks)
 
 
 def async_save(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> "Future[None]":
     """Copy `state` to host memory and write it in the background; a collective over `ranks`.
 
-    A value that could not be loaded again, or an entry named "emblib", raises here, as in `save`.
-    `result()` of the returned future waits and raises errors of writing. Saves of the same ranks
-    are written one after the other, over a gloo group of their own that does not interleave with
-    the collectives of training. Pending saves are completed when the process exits, unless it is
+    Arguments are those of `save`. TypeError and ValueError of `save` are raised here; `result()` of
+    the returned future waits and raises errors of writing. Saves over the same process group are
+    written one after the other, over a gloo group of their own that does not interleave with the
+    collectives of training. Pending saves are completed when the process exits, unless it is
     killed; then `path` keeps its checkpoint.
     """
     ranks = RankGroup.from_value(ranks)
@@ -77,12 +74,13 @@ def export(state: Mapping[str, Any], path: str | Path, ranks: Group = None) -> N
 
     Rank 0 gathers the tables in host memory and replaces the file atomically. `load_export` reads
     it and compares its checksums; `torch.load` reads it without comparing. Both unsharded and
-    sharded modules load its content. Arguments are as for `save`, but `path` is a file.
+    sharded modules load its content. Arguments are as for `save`, but `path` is a file, whose
+    directory is created if missing, and the name "emblib" is not reserved.
 
     Raises:
         TypeError: `state` is no dict, or a value could not be loaded again, because it needs a
             class that may run code.
-        OSError: rank 0 could not write.
+        OSError: this is rank 0 and it could not write.
         CheckpointError: another rank raised one of these.
     """
     ranks = RankGroup.from_value(ranks)

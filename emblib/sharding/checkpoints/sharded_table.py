@@ -24,13 +24,13 @@ class ShardedTable(Tensor):
 
     It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
     overwritten by a tensor with the same shards, saved with `torch.distributed.checkpoint`, and
-    gathered by `full_tensor`; all other operations raise.
+    gathered by `full_tensor`. Other torch operations raise NotImplementedError, pickle a TypeError.
 
     Args:
         size: size of the full tensor.
-        shards: the shards of all ranks, which must tile the tensor (not checked); columns (0, 1)
-            for a vector.
-        parts: the values of this rank's shards, by their number in `shards`.
+        shards: the shards of all ranks, which must tile the tensor, or each be a copy of all of it
+            (not checked); columns (0, 1) for a vector.
+        parts: the values of this rank's shards, by their number in `shards`; not copied.
         ranks: the ranks that store the shards.
         dtype: dtype of the values; ranks without a shard need it, too.
 
@@ -85,11 +85,17 @@ class ShardedTable(Tensor):
     def with_parts(
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "ShardedTable":
-        """Return a tensor with the same shards and other memory."""
+        """Return a tensor with the same shards and other memory.
+
+        `dtype` must be that of `parts`; None is the dtype of this tensor.
+        """
         return ShardedTable(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ShardedTable":
-        """Apply `function` to every local shard and return a tensor of the results."""
+        """Return a tensor of the results of `function` for every local shard, which keep its shape.
+
+        Without local shards `function` is called with an empty tensor, for the dtype of its result.
+        """
         parts = {i: function(part) for i, part in self.parts.items()}
         dtypes = {part.dtype for part in parts.values()}
         return self.with_parts(
@@ -100,9 +106,10 @@ class ShardedTable(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def blocks(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return (offsets, values) of this rank's non-empty blocks, the chunks of checkpoints.
+        """Return (offsets, view) of this rank's non-empty blocks, the chunks of checkpoints.
 
-        A tensor without values has one empty block, because metadata lists a tensor by its blocks.
+        A tensor without values has one empty block, on the rank of shard 0, because metadata lists
+        a tensor by its blocks.
         """
         if 0 in self.size():
             return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
@@ -181,7 +188,7 @@ class ShardedTable(Tensor):
         # Not a TypeError: torch would replace its message by one about unsupported operands.
         raise NotImplementedError(
             f"a ShardedTable holds parts of a table, so {func} of it is not known; full_tensor() "
-            "gathers the table, and parts has what is on this rank"
+            "gathers the table, and parts has the shards of this rank"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTable":
@@ -298,8 +305,11 @@ def averaged(states: Tensor, cuts: Sequence[int], columns: Span) -> Tensor:
 def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor.
 
-    A collective over the ranks of `table`. Blocks are sent one by one, so that no rank but those
-    that get the full tensor has memory for it.
+    A collective over the ranks of `table`. Blocks are sent one by one, so that only the ranks that
+    get the full tensor allocate it.
+
+    Raises:
+        ValueError: `rank` is neither None nor one of the ranks.
     """
     ranks = table.ranks
     if rank is not None and not 0 <= rank < ranks.size:
@@ -326,10 +336,11 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
 
 
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
-    """Return `state` with sharded tensors replaced by full tensors on the CPU; a collective.
+    """Return a copy of `state` with full tensors on the CPU; a collective over `ranks`.
 
-    Row-wise states of a table that is cut by columns become one number per row: see `averaged`. If
-    `rank` is set, the other ranks get empty tensors for sharded tensors, and all other values.
+    Row-wise states of a table that is cut by columns become one number per row: see `averaged`.
+    Rank `rank`, or every rank if None, gets the full tensors of `ShardedTable`s, others empty ones.
+    DTensors become full and other tensors are copied on every rank.
     """
     if isinstance(state, ShardedTable):
         full_tensor = state.full_tensor(rank)

@@ -59,7 +59,10 @@ def _is_whole(items: list[Any]) -> bool:
 
 
 def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a copy of the tree, in new dicts and lists, with `function` applied to every value."""
+    """Return a copy of the tree, in new dicts and lists, with `function` applied to their values.
+
+    Values inside tuples and other containers are not visited.
+    """
     if isinstance(tree, Mapping):
         return {key: mapped(value, function) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -77,15 +80,15 @@ def is_stateful(value: Any) -> bool:
 def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `state` in which modules and optimizers are replaced by their state dicts.
 
-    Dicts and lists are new; tensors are not copied.
+    Only values of `state` itself are replaced, not those in nested dicts. Dicts and lists are new;
+    tensors are not copied.
 
     Raises:
         TypeError: `state` is not a dict.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
-            'state must be a dict of what is to be kept, e.g. {"model": model, "step": 1}, got '
-            f"{type(state).__name__}"
+            f'state must be a dict, e.g. {{"model": model, "step": 1}}, got {type(state).__name__}'
         )
     return {
         key: mapped(value.state_dict() if is_stateful(value) else value, lambda leaf: leaf)
@@ -94,10 +97,11 @@ def resolved(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
-    """Return `function()` of this rank; if it raises on any rank, raise on every rank.
+    """Return `function()` of this rank; if it raises an Exception on any rank, raise on every rank.
 
-    A collective. This rank raises its own error, or a CheckpointError that names the ranks that
-    failed. If `function` itself communicates, an error before that leaves the other ranks waiting.
+    A collective. A rank whose `function` raised raises that error, the others a CheckpointError
+    that names the ranks that failed. If `function` itself communicates, an error before that leaves
+    the other ranks waiting.
     """
     check_call(Content.OBJECTS, ranks)  # here, since an error of `function` is not on all ranks
     error: Exception | None = None
@@ -117,5 +121,5 @@ def agreed(ranks: RankGroup, function: Callable[[], T]) -> T:
 
 
 def is_tensor_of_size(value: Any, size: torch.Size) -> bool:
-    """Return whether a value is a tensor of the size that was saved."""
+    """Return whether a value is a tensor of this size."""
     return isinstance(value, Tensor) and value.size() == size

@@ -1,8 +1,8 @@
 """Read the metadata of a checkpoint, a pickle, without running code of it.
 
-Only the names of the classes that metadata needs are admitted, and the pickle gets placeholder
-classes for them: opcodes may set attributes of anything they reach, classes and functions included.
-Real metadata is then built from the placeholders, field by field.
+Only the names of the classes and functions that metadata needs are admitted, and the pickle gets
+placeholder classes for them: opcodes may set attributes of anything they reach, classes and
+functions included. Real metadata is then built from the placeholders, field by field.
 """
 
 import copyreg
@@ -111,7 +111,7 @@ class _Placeholder:
 class _MetadataUnpickler(pickle.Unpickler):
     """Admit the names in metadata of torch.distributed.checkpoint; return placeholders for them.
 
-    Data types are the only real objects; they have no attributes that can be set.
+    Only data types of torch are not replaced; they have no attributes that can be set.
     """
 
     def __init__(self, data: bytes, path: Path) -> None:
@@ -120,7 +120,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._classes: dict[str, type[_Placeholder]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a placeholder for a class of the metadata; raise CheckpointError for another."""
+        """Return a placeholder for a name of metadata, or a data type of torch.
+
+        Raises:
+            CheckpointError: the name is another one.
+        """
         if name in _ADMITTED.get(module, ()) or (module in _PATHS and name.endswith("Path")):
             if name not in self._classes:
                 self._classes[name] = type(name, (_Placeholder,), {"__slots__": (), "name": name})
@@ -260,7 +264,10 @@ def _check_type(kind: type[T], value: Any, subject: str) -> T:
 
 
 def is_whole(entry: Any) -> bool:
-    """Return whether `entry` of metadata is a tensor that its chunks fill completely."""
+    """Return whether `entry` of metadata is a tensor with as many elements as its chunks.
+
+    Overlaps of chunks are not looked for.
+    """
     return isinstance(entry, TensorStorageMetadata) and (
         sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
     )

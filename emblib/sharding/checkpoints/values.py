@@ -1,7 +1,7 @@
 """Save and read the values of a checkpoint that are not tensors.
 
-Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` reads it, which runs
-nothing that the pickle names.
+Each is a pickle of `torch.save`, read as `torch.load(weights_only=True)` reads it, which uses only
+classes and functions that torch, or the caller by `add_safe_globals`, has admitted.
 """
 
 import io
@@ -40,11 +40,10 @@ _NUMPY_CODES = {  # codes of `struct`, by codes of numpy.dtype
 def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
     """Return the non-tensor value called `name` of the checkpoint `path`.
 
-    NumPy scalars, which earlier versions of emblib saved, become Python numbers.
+    NumPy numbers, which earlier versions of emblib saved, become Python numbers.
 
     Raises:
-        CheckpointError: the value is damaged, or needs a class that `torch.load` does not admit by
-            itself.
+        CheckpointError: the value is damaged, or needs a class that `torch.load` does not admit.
     """
     try:
         return torch.load(data, weights_only=True)
@@ -100,7 +99,7 @@ def _load_with_numpy_scalars(data: io.BytesIO) -> Any:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a value of a state with NumPy scalars replaced by Python numbers and strings.
+    """Return a value with NumPy scalars replaced by Python values, also inside containers.
 
     A schedule that computes with NumPy leaves its scalars in the state of an optimizer.
     """
@@ -114,10 +113,11 @@ def plain_numbers(value: Any) -> Any:
 
 
 def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with NumPy scalars replaced by Python numbers.
+    """Return a copy of `state`, in new dicts and lists, with the results of `plain_numbers`.
 
     Raises:
-        TypeError: a value could be saved but not loaded again.
+        TypeError: a value could be saved but not loaded again. A value that cannot be pickled
+            raises the error of pickle, e.g. PicklingError.
     """
     result: dict[str, Any] = mapped(state, plain_numbers)
     for leaf in leaves(result):
