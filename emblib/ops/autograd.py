@@ -44,8 +44,8 @@ class RowLocations(NamedTuple):
 class UpdateHooks(Protocol):
     """Callbacks of a module around the update of one batch, all called under its `lock`.
 
-    A lookup with a `GradientSum` calls `after_update` when it has added its gradient; the joint
-    step calls both later.
+    A lookup with a `GradientSum` calls `after_update` when it has added its gradient. The joint
+    step calls it again later, with or without `before_update`.
     """
 
     @property
@@ -53,7 +53,7 @@ class UpdateHooks(Protocol):
         """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
-        """Return the current locations of the rows, or None; called before the update."""
+        """Return the current locations of the rows; None if those of the batch are current."""
 
     def after_update(self) -> None:
         """Run after the rows have been written."""
@@ -118,9 +118,10 @@ _for_update = ContextVar("for_update", default=False)
 
 @contextmanager
 def for_update() -> Iterator[None]:
-    """Context in which lookups are made only for their backward: fused ones return zeros.
+    """Context in which lookups serve only their backward.
 
-    The zeros take no memory; the update does not read the output.
+    `FusedLookup` and `GradientLookup` then return zeros, which take no memory. Other lookups, and
+    compiled code, return their values.
     """
     token = _for_update.set(True)
     try:
@@ -140,7 +141,7 @@ def with_values() -> Iterator[None]:
 
 
 def is_for_update() -> bool:
-    """Return whether lookups are made only for their backward."""
+    """Return whether the caller is inside `for_update`, and not `with_values`."""
     return _for_update.get()
 
 
@@ -247,7 +248,8 @@ class FusedLookup(torch.autograd.Function):
         batch, _, row_weights = _saved(ctx)
         needs_update, _, _, _, needs_sample_grad, _ = ctx.needs_input_grad
         required = RequiredResults(needs_update, needs_sample_grad)
-        scale = scale_of_backward() if required.update else None
+        needs_scale = required.update or ctx.rule.max_gradient is not None
+        scale = scale_of_backward() if needs_scale else None
         if batch.joint is not None and required.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
             if batch.hooks is not None:  # before the step, so that an interrupt leaves no step
@@ -354,10 +356,10 @@ def _make_step(
     row_weights: Tensor | None,
     step_increment: Tensor | int = 1,
 ) -> None:
-    """Count a step and update rows; an interrupt leaves both done or neither.
+    """Count a step and update rows; outside compiled code an interrupt leaves both done or neither.
 
-    `grad` has the shape of the output. `step_increment` is a number, or a float64 scalar on the
-    device.
+    `grad` has the shape of the output. `step_increment` is 1, or a float64 scalar on the device,
+    which is 0 for a step that is not counted; `locations` then have no rows.
     """
     step = tiers.hyperparams[Hyper.STEP]
     update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
@@ -374,10 +376,11 @@ def _make_step(
 def lookup_of_rows(
     features: Sequence[tuple[int, ...]], rows: Sequence[Tensor], total_rows: int
 ) -> Lookup:
-    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all have one dim.
+    """Return a batch that looks up `rows[t]` in the table of `features[t]`.
 
-    `features` are rows of 8 numbers (`FeatureColumn`); `rows[t]` is int64 `[n]`, row numbers within
-    the table. `total_rows` is the number of rows of all tables.
+    `features` are rows of 8 numbers (`FeatureColumn`) with the same DIM, at least one; `rows[t]` is
+    int64 `[n]`, row numbers within the table, -1 for none. `total_rows` is the number of rows of
+    all tables.
     """
     indices = torch.cat(list(rows))
     offsets = [0, *itertools.accumulate(r.numel() for r in rows)]  # one bag per table
@@ -403,8 +406,8 @@ def apply_row_gradients(
 ) -> None:
     """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
-    Gradients of a row that occurs several times are added up. `step_increment` is 0 if the
-    gradients are not finite, and `locations` then have no rows; else 1.
+    Gradients of a row that occurs several times are added up. `step_increment` is 1, or a float64
+    scalar on the device, 0 if the gradients are not finite; `locations` then have no rows.
     """
     _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, step_increment)
 
@@ -432,9 +435,10 @@ def fused_lookup(
     sample_weights: Tensor | None = None,
     decay: Tensor | None = None,
 ) -> Tensor:
-    """Pool each bag; backward applies `optimizer` to the rows.
+    """Look up a batch; backward applies `optimizer`, which leaves no gradients, to the rows.
 
-    `decay` float32 `[L]` scales each row as it is read, see `optim.GlobalDecay`.
+    Output and `grad_anchor` are those of `FusedLookup`. `sample_weights` is float32 `[L]`. `decay`,
+    float32 `[L]`, scales each row as it is read, not its gradient, see `optim.GlobalDecay`.
     """
     row_weights = None if sample_weights is None else sample_weights.detach()
     weights = multiply_weights(sample_weights, decay)
@@ -450,7 +454,7 @@ class WeightOffset(NamedTuple):
     """Location of a table in the weights of a module.
 
     Attributes:
-        begin: first element in the flat weights.
+        begin: first element in the flat weights of its tier.
         first_row: first row in a sparse gradient of all weights.
         rows, dim: shape of the table.
     """
@@ -466,8 +470,8 @@ class GradientLookup(torch.autograd.Function):
 
     Lookups read `memory`, the first tier, and `slower`, the others; the parameters are views of
     these at `offsets`. Without offsets the only parameter is `memory` itself. A sparse gradient has
-    the distinct rows of the batch, and is on the device of its parameter. `dtypes` has the dtype of
-    the output, then the dtype of the gradients; `num_distinct` is as in `lookup`.
+    the distinct rows of the batch; a dense one requires that all tables are in `memory`. `dtypes`
+    has the dtype of the output, then the dtype of the gradients; `num_distinct` is as in `lookup`.
     """
 
     @staticmethod
@@ -498,9 +502,9 @@ class GradientLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; without `num_distinct` a sparse one reads its size from the device.
+        """Return the gradients, each on the device of its parameter.
 
-        Sparse gradients of several parameters also read the device.
+        Sparse ones read the device without `num_distinct`, or for several parameters.
         """
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
@@ -617,13 +621,15 @@ def lookup(
     offsets: Sequence[WeightOffset] | None = None,
     slower: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients.
+    """Look up a batch; its parameters, views at `offsets` of `memory` or `slower`, get gradients.
 
-    The output is as in `FusedLookup.forward`, in `output_dtype`. While gradients are disabled this
-    is `lookup_no_grad`.
+    The output is as in `FusedLookup.forward`, in `output_dtype`. Gradients have the dtype of
+    `memory`; those for a deferred optimizer are float32 if `HAS_GRAD_DTYPE`. While gradients are
+    disabled this is `lookup_no_grad`. On the CPU, backward raises ValueError for a wrong
+    `num_distinct`.
 
     Args:
-        memory: weights of the first tier, `[rows, dim]`, or flat if dims differ.
+        memory: weights of the first tier, `[rows, dim]`; flat only for dense gradients.
         parameters: parameters that get gradients.
         batch: the lookups.
         optimizer: optimizer that leaves gradients; its `leaves_gradient` selects their form.
@@ -656,9 +662,10 @@ def lookup_no_grad(
     sample_weights: Tensor | None,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """Pool each bag, without gradients; shapes are as in `lookup`.
+    """Look up a batch, without gradients.
 
-    `weights` are as in `Tiers`; the output is as in `FusedLookup.forward`, in `output_dtype`.
+    `weights` are as in `Tiers`, `sample_weights` is float32 `[L]`; the output is as in
+    `FusedLookup.forward`, in `output_dtype`.
     """
     return tbe.tbe_lookup(
         with_default_rows(weights, batch.default_rows),
@@ -721,7 +728,10 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 
 def may_move_rows(hyper: Tensor, optimizer_code: int) -> bool:
-    """Return whether an update writes weights: at rate 0 (`gradcheck`) only to bound norms."""
+    """Return whether an update may write weights: at rate 0 (`gradcheck`) only to bound norms.
+
+    True for any `hyper` on a GPU, which is not read.
+    """
     if hyper.is_cuda:
         return True
     rate, *_, max_norm = hyper.tolist()[: Hyper.OPTIMIZER_ARGS + 2]  # costs as much as one number

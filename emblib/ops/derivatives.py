@@ -17,21 +17,21 @@ from torch.autograd import forward_ad
 from emblib.grad_mode import in_grad_mode
 
 
-def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
+def refuse_tangents(subject: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent, which an op would drop.
 
     Outside of forward mode this reads one number. In compiled code it does nothing.
 
     Args:
-        operation: name of the operation in the error.
-        tensors: the differentiable arguments of an op.
+        subject: name of the tensors in the error.
+        tensors: the differentiable arguments of an op; None is skipped.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"forward-mode differentiation of {operation} (torch.func.jvp and jacfwd, dual "
+                f"forward-mode differentiation of {subject} (torch.func.jvp and jacfwd, dual "
                 "tensors) is not supported, with or without no_grad: use reverse mode, e.g. "
                 "backward(); or look up with the tangent as the sample weights, in which the "
                 "output is linear"
@@ -47,23 +47,23 @@ class FreezableTables(Protocol):
 
 
 def refuse_transforms(
-    operation: str, *tensors: Tensor | None, module: FreezableTables | None = None
+    subject: str, *tensors: Tensor | None, module: FreezableTables | None = None
 ) -> None:
     """Raise NotImplementedError for a lookup in a transform of `torch.func` that it does not have.
 
     Refuses tangents as `refuse_tangents` does; tensors that `vmap` has batched; and in any
-    transform a lookup that autograd records. Outside of transforms this makes one call. In compiled
-    code it does nothing.
+    transform a lookup that autograd records. In compiled code it does nothing.
 
     Args:
-        operation: name of the differentiable arguments in the error.
-        tensors: tensors of the batch, and parameters that autograd records.
-        module: module whose lookups autograd records unless it is frozen.
+        subject: name of the differentiable arguments in the error for a tangent.
+        tensors: tensors of the batch, and parameters that autograd records; None is skipped.
+        module: module whose lookups autograd records unless it is frozen; None if autograd records
+            only what requires grad among `tensors`.
     """
     interpreter = torch._C._functorch.peek_interpreter_stack()
     if (interpreter is None and forward_ad._current_level < 0) or torch.compiler.is_compiling():
         return
-    refuse_tangents(operation, *tensors)
+    refuse_tangents(subject, *tensors)
     if interpreter is None:
         return
     arguments = [tensor for tensor in tensors if tensor is not None]
@@ -95,7 +95,8 @@ def once_differentiable(backward: Backward) -> Backward:
     """Wrap the backward of a Function so that differentiating or batching its results raises.
 
     Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
-    gradients, so a derivative with respect to these raises too instead of being zero.
+    gradients, so a derivative with respect to these raises too instead of being zero. Raises
+    RuntimeError, or NotImplementedError for batched gradients without `create_graph`.
     """
 
     @wraps(backward)

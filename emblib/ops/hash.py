@@ -84,9 +84,9 @@ A value depends only on seed, stream, rule, key and element.
 Rows of values by slot, `values` `[slots, dim]` with contiguous rows, slots outside of it, such as
 -1, for none:
 
-- `find_rows(index, keys, values, default_value)` finds keys and reads their rows; missing keys read
-  the default value. Returns the rows and which keys were found. The rows of table t begin with that
-  of its first slot
+- `find_rows(index, *batch, values, default_value)` finds keys and reads their rows; missing keys
+  read the default value. Returns the rows and which keys were found. The rows of table t begin with
+  that of its first slot
 - `read_rows(values, slots, default_value)` reads rows
 - `start_rows_(values, slots, groups, first, starting, default_value, returns_rows)` writes the rows
   of the new keys of a batch, each the `starting` row of its first position, and returns the rows of
@@ -212,8 +212,8 @@ class InsertedBatch(NamedTuple):
 
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if all hit, or where they are
-            not needed.
+        misses: the keys that were not in their table before; None if `insert_batch_`
+            inserted the batch, or if all keys hit on the CPU.
         result: slots and status of the misses; None if `misses` is.
         status: uint8 `[L]`, status of the key at each position; None if all hit, or if only
             `result` has it. A backing store may change `result` later, but not this.

@@ -47,7 +47,7 @@ class JointStep:
 
     Backwards of several threads may record at the same time: each has a step of its own.
 
-    A copy or pickle is the joint step of the copied module, without gradients.
+    A deep copy or pickle is the joint step of the copied module, without gradients.
     """
 
     def __init__(self, table: JointTable) -> None:
@@ -60,7 +60,7 @@ class JointStep:
         return type(self), (self._table(),)
 
     def anchor(self, device: torch.device) -> Tensor:
-        """Return the scalar that lookups depend on."""
+        """Return the scalar that lookups on a device depend on, a float32 leaf."""
         if self._anchor is None or self._anchor.device != device:
             anchor = torch.zeros((), device=device, requires_grad=True)
             itself = weakref.ref(self)
@@ -106,7 +106,7 @@ class JointStep:
         return contribution.grad.new_zeros((), dtype=torch.float32)
 
     def complete(self) -> None:
-        """Make the step of the running backward."""
+        """Make the step of the running backward, if it has recorded gradients."""
         contributions = self._waiting.pop(torch._C._current_graph_task_id(), None)
         table = self._table()
         if contributions and table is not None:
@@ -117,10 +117,10 @@ class GradientSum(Protocol):
     """Adds up the gradients of a table: a `JointStep`, or the step of an outer backward."""
 
     def anchor(self, device: torch.device) -> Tensor:
-        """Return the scalar that lookups depend on."""
+        """Return the scalar that lookups depend on, a float32 leaf that requires a gradient."""
 
     def add(self, contribution: autograd.Contribution) -> Tensor:
-        """Record a gradient of the running backward; return the gradient of the anchor."""
+        """Record a gradient of the running or outer backward; return the anchor's gradient, 0."""
 
 
 class _OuterStep(NamedTuple):
@@ -170,9 +170,9 @@ def apply_contributions(
     bits as without a joint step.
 
     Args:
-        tiers: the memory of the table.
+        tiers: the memory of the table, updated in place.
         optimizer: optimizer of the table.
-        contributions: lookups with their gradients.
+        contributions: lookups with their gradients, at least one.
         feature: a row of `features` of the table, which is the only one of its module.
         locate: function that returns the current locations of rows.
 

@@ -28,12 +28,15 @@ def in_one_call(*calls: partial[Any]) -> None:
 
 
 def count_step(step: Tensor, increment: Tensor | int, *updates: partial[Any]) -> None:
-    """Increment a scalar step and make the updates that read it, all or nothing.
+    """Increment a scalar step and make the updates that read it.
+
+    An interrupt comes before or after all of it. If the first update raises, `step` is unchanged;
+    if a later one does, `step` and the earlier updates stay changed.
 
     Args:
         step: float64 scalar to increment in place, before the updates; undone after them if
-            `increment` is 0.
-        increment: 1, or a scalar on the device of `step`, 0 for a step that is skipped.
+            `increment` is a tensor 0.
+        increment: 1, or a scalar tensor on the device of `step`, 1 or 0; the updates run for both.
         updates: calls of `native` ops, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]

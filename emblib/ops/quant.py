@@ -34,7 +34,8 @@ also checks the bounds of the batch, as `tbe_lookup_checked_` of dense tables do
 `map_ids(index, tables, features, indices, offsets, bag_layout)` returns the row, int64 `[L]`, that
 is stored for each id, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
 (`emblib.columns.IndexColumn`), `index` int64, the memory of `hash_entries` and arrays. An id that
-is out of range is returned unchanged, so that the bounds check of the lookup finds it.
+is out of range is returned unchanged, so that the bounds check of the lookup finds it. An id in
+range without a stored row gets the row `MISSING` of its table, -1 for zeros.
 """
 
 from collections.abc import Iterable
@@ -70,12 +71,12 @@ def has_scale(format: int) -> bool:
 
 
 def bits_of(format: int) -> int:
-    """Return the bits of a value."""
+    """Return the bits of a value in a format."""
     return min(format, 8) if has_scale(format) else format & ~1
 
 
 def row_bytes(dim: int, format: int) -> int:
-    """Return the bytes of a row."""
+    """Return the bytes of a row of `dim` values, a multiple of 4."""
     size = HEADER_BYTES * has_scale(format) - (-dim * bits_of(format) // 8)
     return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 

@@ -93,7 +93,10 @@ class PieceRow(NamedTuple):
 
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
-    """Concatenate segments `order` of `values`; differentiable, repeats accumulate."""
+    """Concatenate segments `order` of `values`, see the module docstring, to `[total, ...]`.
+
+    Differentiable in `values`: gradients of a segment that `order` repeats are added up.
+    """
     refuse_tangents("values", values)
     if values.requires_grad and torch.is_grad_enabled():
         refuse_transforms("values", values)
@@ -109,7 +112,7 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
 
     Args:
         starts: `[S + 1]`, segment s is `[starts[s], starts[s + 1])`.
-        order: int64 `[N]`, segments in their new order.
+        order: int64 `[N]`, segments in their new order; at least one unless `total` is 0.
         total: positions to fill.
 
     Returns:
@@ -128,8 +131,8 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
 def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
     """Return `values` at `sources`, and `fill` where a source is -1.
 
-    `values` is `[N, ...]`, `sources` int64 `[M]`; the result is `[M, ...]` of the dtype of
-    `values`.
+    `values` is `[N, ...]`, `sources` int64 `[M]`; N is 0 only if M is. The result is `[M, ...]` of
+    the dtype of `values`.
     """
     values_taken = values.index_select(0, sources.clamp(min=0))
     is_present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
@@ -137,7 +140,10 @@ def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, so that the host cannot read the tensor."""
+    """Return whether a CUDA graph captures the current stream, and `tensor` is on a GPU.
+
+    The host cannot read the tensor then.
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -202,7 +208,8 @@ def combine(
     Differentiable any number of times without `local`. The module docstring explains the arguments.
 
     Raises:
-        RuntimeError: the description is wrong, or `local` is given and a tensor needs gradients.
+        RuntimeError: on the CPU, the description is wrong; or autograd records the call, and
+            `local` is not None.
     """
     refuse_tangents("pooled rows", source, local)
     needs_grad = source.requires_grad or (local is not None and local.requires_grad)
@@ -251,7 +258,7 @@ def combine_backward_(
     `source_numel` counts the elements of both; the result has the dtype of `local`.
 
     Raises:
-        RuntimeError: the description is wrong, or a tensor needs gradients.
+        RuntimeError: on the CPU, the description is wrong; or autograd records the call.
     """
     if torch.is_grad_enabled() and (grad.requires_grad or local.requires_grad):
         raise RuntimeError(_LOCAL_WITHOUT_GRAD.format("combine_backward_"))

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 _MARK = "_emblib_scalers"
-_MAX_TASKS = 64  # backwards whose scale is remembered, some nested or in other threads; a bound
+# Maximum number of backwards whose scale is stored: nested ones, and those of other threads. The
+# oldest is dropped beyond it.
+_MAX_TASKS = 64
 
 
 class _Scaler:
@@ -125,7 +127,7 @@ _scalers = _record_scalers()
 
 
 def mark_scaled(loss: Tensor, scale: Tensor) -> None:
-    """Record that gradients of every backward from `loss` are multiplied by `scale`."""
+    """Record that gradients of every backward from `loss` are multiplied by `scale`, a scalar."""
     _mark_loss(loss, lambda: _Scaled(scale))
 
 

@@ -25,6 +25,8 @@ groups are summed in fixed chunks.
 `tbe_row_grads` returns the gradient of each distinct row, float32 `[L, dim]`; rows from `count` on
 are unspecified.
 
+csrc/schema.cpp describes `bounds_check`, `tbe_lookup_checked_` and `tbe_backward_`.
+
 Semantics follow FBGEMM's table-batched embeddings; the definition is `emblib.reference.tbe`.
 """
 
@@ -91,12 +93,10 @@ def group(
     *,
     repaired: bool = False,
 ) -> Groups:
-    """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids.
+    """Group lookups by linear row id `row_base + index`, in ascending order of ids.
 
-    `repaired`: `check_bounds` has returned the offsets, so a GPU does not check them again.
-
-    Arguments are as at the top of this file. `total_rows` must exceed every id; groups are in
-    ascending order of ids.
+    Arguments are as at the top of this file. `total_rows` must exceed every linear row id. With
+    `repaired`, `check_bounds` has returned the offsets, so a GPU does not check them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

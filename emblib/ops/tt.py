@@ -12,7 +12,8 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 - `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
   whose neighbours share cores; -1 stays, any other id outside the table gets the key of row 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
-  the distinct rows share. Here `keys` has the keys of all tables, one table after the other
+  the distinct rows share. Here `keys` has the distinct keys of all tables, one table after the
+  other; `left_ids` and `right_ids` are those of `TTLayout`
 - `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: rows
   `[L, D]` in key order, those from M on and columns beyond the dim of their table unspecified; and
   the values of the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
@@ -123,7 +124,7 @@ class ComputedRows(NamedTuple):
         groups: distinct rows and their lookups, as `tbe_group` returns them.
         plan: halves that the distinct rows share.
         left_values: float32 `[num_saved, largest Q_l * rank]`, values of the first left halves.
-        rows: float32 `[L, D]`, the distinct rows; None unless sample weights need a gradient.
+        rows: float32 `[L, D]`, the distinct rows; None if backward does not read them.
         inverse: int32 `[L]`, the row of each lookup; None without `rows`.
     """
 
@@ -174,8 +175,6 @@ def look_up(
     keeps_rows: bool = False,
 ) -> tuple[Tensor, ComputedRows]:
     """Pool each bag; return the output and the values that backward needs (rows if `keeps_rows`).
-
-    Calls that only update in backward use `emblib.tables.tt_calls` instead.
 
     The output is that of `pool`. `num_saved` left halves are stored for backward, which computes
     the other ones again.
@@ -249,7 +248,7 @@ def lookup_chunks(
 ) -> Tensor:
     """Pool each bag chunk by chunk.
 
-    Arguments and output are those of `lookup`; memory is bounded by the size of a chunk.
+    Arguments and output are those of `lookup`; a chunk bounds the scratch memory.
     """
     pooling = codes.POOLING[batch.pooling.value]
     variable = batch.bag_layout is not None
@@ -421,8 +420,9 @@ class FusedTTLookup(torch.autograd.Function):
     batches that are processed in chunks.
 
     `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
-    the cores, which backward mutates, do not take part. The gradient is computed from the cores at
-    the time of backward.
+    the cores, which backward mutates, do not take part. Gradients of cores are computed from the
+    cores at the time of backward. The gradient of sample weights is computed from the rows that
+    forward read; for batches in chunks from those at the time of backward.
     """
 
     @staticmethod
@@ -462,17 +462,19 @@ class FusedTTLookup(torch.autograd.Function):
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
         computed, sample_weights, _ = _saved(ctx)
+        trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
         scale = overflow = sample_grad = is_finite = None
-        if ctx.needs_input_grad[0]:  # `grad_anchor`: the cores are trained
+        if trains or ctx.rule.max_gradient is not None:
             scale = scale_of_backward()
         if scale is not None:
             grad, is_finite = unscaled_gradient = unscaled(grad, scale)
             overflow = unscaled_gradient.overflow()
-        if ctx.needs_input_grad[6]:  # `sample_weights`
+        grad = autograd.clip_gradient(grad, ctx.rule)
+        if needs_sample_grad:
             sample_grad = _sample_weight_grad(grad, computed, batch)
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
-        if not ctx.needs_input_grad[0]:
+        if not trains:
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward has updated the cores, so values saved in forward are out of date.
@@ -481,7 +483,6 @@ class FusedTTLookup(torch.autograd.Function):
                 cores, computed.plan, *batch.layout.op_arguments(), num_saved, batch.matmul_code()
             )
             computed = computed._replace(left_values=left_values)
-        grad = autograd.clip_gradient(grad, ctx.rule)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
             _update(
                 cores, ctx.states, ctx.hyperparams, ctx.rule, computed, batch, grad, sample_weights
@@ -497,22 +498,20 @@ def _fused_backward_chunked(
     ctx: Any, grad: Tensor, sample_weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Apply one step with gradients summed over the chunks of a large batch."""
-    trains = ctx.needs_input_grad[0]  # of `grad_anchor`
-    scale = scale_of_backward() if trains else None
-    overflow = is_finite = None
+    trains, _, _, _, _, _, needs_sample_grad, _, _ = ctx.needs_input_grad
+    scale = overflow = is_finite = None
+    if trains or ctx.rule.max_gradient is not None:
+        scale = scale_of_backward()
     if scale is not None:
         grad, is_finite = unscaled_gradient = unscaled(grad, scale)
         overflow = unscaled_gradient.overflow()
-    needs_sample_grad = ctx.needs_input_grad[6]  # of `sample_weights`
-    clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
-    at_once = needs_sample_grad and clipped is grad
     core_grads, sample_grad = chunk_gradients(
-        clipped, ctx.cores, ctx.batch, sample_weights, needs_sample_grad=at_once
+        autograd.clip_gradient(grad, ctx.rule),
+        ctx.cores,
+        ctx.batch,
+        sample_weights,
+        needs_sample_grad=needs_sample_grad,
     )
-    if needs_sample_grad and not at_once:
-        _, sample_grad = chunk_gradients(
-            grad, ctx.cores, ctx.batch, sample_weights, needs_sample_grad=True
-        )
     if sample_grad is not None and scale is not None:
         sample_grad = sample_grad * scale.to(sample_grad.device)
     if trains:
@@ -624,13 +623,12 @@ def update_cores(
     *,
     skips_overflow: bool = False,
 ) -> None:
-    """Apply one step of the optimizer to every core.
+    """Apply one step of the optimizer to every core, in place.
 
-    `first_rows` has the number of the first row of each core, see `TTLayout.first_core_rows`.
-    With `skips_overflow` a step whose gradients are not all finite changes nothing.
-
-    `grads` have the shapes of the cores. `states` are the optimizer states of each core, `hyper`
-    the float64 entries of `emblib.columns.Hyper`.
+    `grads` have the shapes of the cores, at least one. `states` are the optimizer states of each
+    core, `hyper` the float64 entries of `emblib.columns.Hyper`. `first_rows` has the number of the
+    first row of each core, see `TTLayout.first_core_rows`. With `skips_overflow` a step whose
+    gradients are not all finite changes nothing, and is not counted.
     """
     is_finite = None
     if skips_overflow:

@@ -90,9 +90,9 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         )
     if num_keys > _MAX_KEYS or max(left_ids, right_ids) > _MAX_HALVES:
         raise ValueError(
-            f"the row factors of all tables must make fewer than 2^31 halves and {_MAX_KEYS} "
-            f"keys, got {left_ids} and {right_ids} halves and {num_keys} keys; use several "
-            "modules, more cores or more even factors"
+            "the row factors of all tables must make fewer than 2^31 halves and at most "
+            f"{_MAX_KEYS} keys, got {left_ids} and {right_ids} halves and {num_keys} keys; use "
+            "several modules, more cores or more even factors"
         )
     dims = [spec.dim for spec in specs]
     return TTLayout(
@@ -109,7 +109,7 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 
 def id_table_row(rows: int) -> tuple[int, ...]:
-    """Return the row of `tables` for which `tt_keys` returns ids of `rows` rows as keys."""
+    """Return the row of `tables` for which `tt_keys` returns ids below `rows` (>= 1) unchanged."""
     first_size = min(rows, _MAX_HALVES)
     columns = {TTTableColumn.ROWS: rows, TTTableColumn.LEFT_OUTER_ROWS: first_size}
     columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.LEFT_INNER_ROWS] = 1
@@ -153,7 +153,7 @@ class TTLookup(NamedTuple):
         return self.features.size(0) // 3
 
     def key_features(self) -> Tensor:
-        """Return the features of keys."""
+        """Return the first F rows of `features`, for tables indexed by keys."""
         return self.features[: self.num_features()]
 
     def matmul_code(self) -> int:
@@ -190,7 +190,10 @@ class Chunk(NamedTuple):
     share: float
 
     def elements(self, tensor: Tensor, batch: TTLookup) -> tuple[Any, ...]:
-        """Return the index of the chunk's vectors in an output, or in its gradient."""
+        """Return the index of the chunk's vectors in `tensor`.
+
+        `tensor` is the output of the large `batch`, or its gradient.
+        """
         if batch.pooling is Pooling.NONE:
             return (self.lookups,)
         column = int(batch.features[self.feature, FeatureColumn.COLUMN])

@@ -45,7 +45,9 @@ def decode_steps(prev_iter: Tensor) -> Tensor:
 
 
 def encode_steps(steps: Tensor) -> Tensor:
-    """Return the float32 state `prev_iter` of steps >= 0, see `decode_steps`.
+    """Return the float32 state `prev_iter` of integer steps >= 0, see `decode_steps`.
+
+    Steps beyond `LAST_STEP` become `LAST_STEP`.
 
     Example:
         >>> emblib.optim.encode_steps(torch.tensor([3]))
@@ -82,7 +84,7 @@ _DECAYS = (None, L2, Decoupled, AdagradW)
 
 @dataclass(frozen=True)
 class RelativeThreshold:
-    """A threshold relative to the largest count.
+    """A threshold of `floor(fraction_of_largest * largest)`, with `largest` of `TailRate`.
 
     Example:
         >>> emblib.optim.Counter(threshold=emblib.optim.RelativeThreshold(0.5)).threshold
@@ -103,12 +105,14 @@ class Counter:
 
     Args:
         halflife: steps after which an occurrence counts half; 0 counts only the last occurrence,
-            < 0 all of them. A weight decay multiplies rows by `1 - halflife / count * rate * a`,
-            where `a` is the learning rate for `Decoupled` and the step size for `L2`: rows grow if
-            `halflife` < 0. The penalty of `L2` enters the state `sum` alone.
-        start: step after which decay and rates are adjusted; <= 0 is from the beginning.
+            < 0 all of them. `Decoupled` or `L2` decay multiplies rows by
+            `1 - halflife / count * rate * a`, where `a` is the learning rate for `Decoupled` and
+            the step size for `L2`: rows grow if `halflife` < 0. The penalty of `L2` enters the
+            state `sum` alone.
+        start: step after which rows decay and rates are adjusted; <= 0 is from the beginning.
         bound: exponent, factor or bound of the adjustments, see `TailRate` and `AdagradW`.
-        tail: learning rate of the rows above the threshold.
+        tail: learning rate of the rows above the threshold; not used by `AdagradW` with a
+            `halflife` of -1 or -2.
         threshold: a count, or a `RelativeThreshold` of the largest.
         update_every: steps between updates of the largest count; <= 0 never updates it.
 
@@ -171,7 +175,8 @@ class Counter:
 class CowClip:
     """Clip the norm of a row's gradient by its count (Zheng et al., "CowClip", 2022).
 
-    The bound is `count * max(coefficient * norm of the row, lower_bound)`.
+    The bound is `count * max(coefficient * norm of the row, lower_bound)`: with both at their
+    default of 0, rows do not change.
 
     Args:
         halflife: steps after which an occurrence counts half, as in `Counter`.
@@ -200,7 +205,8 @@ class GlobalDecay:
 
     Args:
         rate: rate of the decay.
-        start: the first step with decay.
+        start: first step at which a row is decayed for the steps it missed; before it, a row decays
+            only at the steps that update it.
         lower_bound: the minimum of the combined factor of missed steps, at most 1.
 
     Example:
@@ -398,8 +404,9 @@ class EnsembleRowwiseAdagrad(Optimizer):
     Args:
         eps: constant that is added to the root.
         average_every: steps between updates of the average.
-        swap_every: steps between replacements of the weights by the average.
-        start: last step at which the average is a copy of the weights.
+        swap_every: steps between replacements of the weights by the average, which is zero before
+            its first update.
+        start: last step at which an update copies the weights, instead of averaging.
         keep: weight of the old average in an update.
         slow: treatment of the average after a step that updated it, see `EmaReset`.
 
@@ -446,8 +453,8 @@ def ensemble_(
 ) -> None:
     """Update the averages, replace weights by them, or both, at forward number `step` (from 1).
 
-    `weights` are views of the tables, `slow` of their states `sparse_ema`: `[rows, dim]` each, in
-    the same order. Both are written in place.
+    An average is updated before it replaces weights. `weights` are views of the tables, `slow` of
+    their states `sparse_ema`: `[rows, dim]` each, in the same order. Both are written in place.
     """
     is_averaged, is_swapped = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
     if not (is_averaged or is_swapped):
@@ -465,7 +472,7 @@ def ensemble_(
 def count_largest_(
     optimizer: RowwiseAdagrad, step: int, hyper: Tensor, counters: Sequence[Tensor]
 ) -> None:
-    """Write the largest row count plus 1 to `hyper` every `Counter.update_every` steps.
+    """Write the largest row count plus 1 to `hyper` if `step` divides by `Counter.update_every`.
 
     `hyper` are the hyperparameters, float64, see `emblib.columns.Hyper`; `counters` are the states
     `row_counter`, `[rows]` each. Without a `Counter` this does nothing.

@@ -15,7 +15,7 @@ from emblib.torch_names import refuse_names_of_torch
 
 @dataclass(frozen=True)
 class State:
-    """One state tensor, with one entry per row if `per_row`, otherwise with the size of the rows.
+    """One state tensor of a table, one number per row if `per_row`, otherwise one per weight.
 
     Example:
         >>> emblib.optim.Adam(0.01).states
@@ -45,7 +45,9 @@ class L2:
 
 @dataclass(frozen=True)
 class Decoupled:
-    """Decoupled weight decay: `w -= lr * rate * w`, outside the step (LAMB: in its ratio).
+    """Decoupled weight decay: `w -= lr * rate * w`, outside the step.
+
+    LAMB decays inside its ratio, and `RowwiseAdagrad(counter=Counter())` otherwise, see `Counter`.
 
     Example:
         >>> emblib.optim.Adam(0.01, weight_decay=emblib.optim.Decoupled(1e-2)).weight_decay
@@ -62,8 +64,9 @@ class Decoupled:
 class AdagradW:
     """Decoupled decay of `RowwiseAdagrad(counter=Counter())` that makes up for missed steps.
 
-    A row that is seen again after n steps is decayed n times. With `Counter(halflife=-1)` the rate
-    is multiplied by the square root of the count; with -2 it is `min(lr * count, bound)`.
+    A row that is seen again after n steps is decayed n times, from `Counter.start` on. With
+    `Counter(halflife=-1)` the learning rate is multiplied by the square root of the count; with -2
+    it is `min(lr * count, bound)`.
 
     Example:
         >>> counter = emblib.optim.Counter()
@@ -117,7 +120,7 @@ class Optimizer:
 
     Raises:
         TypeError: an argument by its name in `torch.optim` (the message has the name here).
-        ValueError: a number that is negative or infinite in float32, or another weight decay.
+        ValueError: a number that is negative, NaN or infinite in float32; or another weight decay.
 
     Example:
         >>> emblib.optim.SGD(0.1, max_gradient=1.0, deferred=True)
@@ -156,7 +159,7 @@ class Optimizer:
 
     @property
     def leaves_gradient(self) -> Gradient | None:
-        """Return the form of the gradient that backward leaves; None if it makes the update.
+        """Return the form of the gradient that backward leaves; None if backward updates the table.
 
         Cores of tensor trains get dense gradients for SPARSE too.
         """
@@ -337,6 +340,11 @@ class FTRL(Optimizer):
 @dataclass(frozen=True)
 class External(Optimizer):
     """No fused update: backward leaves a gradient for an optimizer of `torch.optim`.
+
+    `lr`, `weight_decay`, `deferred` and `maximize` must have their defaults.
+
+    Args:
+        gradient: form of the gradient; cores of tensor trains get a dense one for SPARSE too.
 
     Example:
         >>> optimizer = emblib.optim.External()

@@ -136,6 +136,24 @@ def test_max_gradient_bounds_the_unscaled_gradient(kind: str, deferred: bool) ->
     assert_close(*modules)
 
 
+@pytest.mark.parametrize("training", ["backward", "deferred", "frozen"])
+@pytest.mark.parametrize("scale", [None, 64.0])
+@pytest.mark.parametrize("kind", list(MODULES))
+def test_max_gradient_bounds_gradients_of_sample_weights(
+    kind: str, scale: float | None, training: str
+) -> None:
+    optimizer = optim.SGD(0.1, max_gradient=0.25, deferred=training == "deferred")
+    module, weights = MAKERS[kind](optimizer), torch.ones(5, requires_grad=True)
+    module(*BATCH)  # the keys of a dynamic table are there
+    rows = module(BATCH[0], torch.arange(6)).detach().clone()
+    if training == "frozen":
+        module.requires_grad_(False)
+    loss = module(*BATCH, weights).sum()
+    (loss if scale is None else GradScaler("cpu", init_scale=scale).scale(loss)).backward()
+    assert weights.grad is not None
+    torch.testing.assert_close(weights.grad, 0.25 * (scale or 1.0) * rows.sum(1))
+
+
 def test_scalers_of_several_losses() -> None:
     """Each backward is divided by the scale of its own loss."""
     modules, plain = [], []
