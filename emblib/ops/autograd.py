@@ -120,8 +120,7 @@ _for_update = ContextVar("for_update", default=False)
 def for_update() -> Iterator[None]:
     """Context in which lookups serve only their backward.
 
-    `FusedLookup` and `GradientLookup` then return zeros, which take no memory. Other lookups, and
-    compiled code, return their values.
+    `FusedLookup` and `GradientLookup` return zeros, which take no memory, except in compiled code.
     """
     token = _for_update.set(True)
     try:
@@ -250,21 +249,19 @@ class FusedLookup(torch.autograd.Function):
         required = RequiredResults(needs_update, needs_sample_grad)
         needs_scale = required.update or ctx.rule.max_gradient is not None
         scale = scale_of_backward() if needs_scale else None
+        anchor_grad = None
         if batch.joint is not None and required.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
             if batch.hooks is not None:  # before the step, so that an interrupt leaves no step
                 batch.hooks.after_update()
             if not required.sample_grad:
                 return anchor_grad, None, None, None, None, None
-            required = RequiredResults(update=False, sample_grad=True)
-            _, sample_grad = update_in_backward(
-                ctx.tiers, ctx.rule, batch, row_weights, grad, scale, required
-            )
-            return anchor_grad, None, None, None, sample_grad, None
+            required = required._replace(update=False)
         overflow, sample_grad = update_in_backward(
             ctx.tiers, ctx.rule, batch, row_weights, grad, scale, required
         )
-        return overflow, None, None, None, sample_grad, None
+        anchor_grad = overflow if anchor_grad is None else anchor_grad
+        return anchor_grad, None, None, None, sample_grad, None
 
 
 class Contribution(NamedTuple):
@@ -583,10 +580,7 @@ def _sparse_grad(
 
 
 def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a sparse gradient of distinct, ascending rows.
-
-    `rows` is int64 `[n]`, `values` `[n, dim]`, `shape` the shape of the parameter.
-    """
+    """Return a sparse gradient of `shape`, with `values` `[n, dim]` of distinct, ascending rows."""
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )
@@ -664,8 +658,7 @@ def lookup_no_grad(
 ) -> Tensor:
     """Look up a batch, without gradients.
 
-    `weights` are as in `Tiers`, `sample_weights` is float32 `[L]`; the output is as in
-    `FusedLookup.forward`, in `output_dtype`.
+    `weights` are as in `Tiers`; the output is as in `FusedLookup.forward`, in `output_dtype`.
     """
     return tbe.tbe_lookup(
         with_default_rows(weights, batch.default_rows),
@@ -682,10 +675,7 @@ def lookup_no_grad(
 
 
 def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
-    """Multiply two optional weight tensors; None counts as ones.
-
-    Both are float32 `[L]`.
-    """
+    """Multiply two optional weight tensors, float32 `[L]`; None counts as ones."""
     if sample_weights is None or scales is None:
         return scales if sample_weights is None else sample_weights
     return sample_weights * scales
