@@ -1,9 +1,9 @@
 """Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
 `Admission.admit` counts the misses of a batch (`emblib.ops.hash.Misses`), and returns which of them
-have reached the threshold of their table. It is tensor code with static shapes, so nothing waits
-for the device, unless a table has an admission rule of its own. Sums and maxima of integers do not
-depend on their order, so all devices and numbers of threads decide alike.
+have reached their threshold. On a GPU it is tensor code with static shapes, so the host does not
+wait, unless a table has a `FrequencyAdmission.rule`. Sums and maxima of integers do not depend on
+their order, so all devices and numbers of threads decide alike.
 
 **Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). An admitted
 key leaves it. A key that this table evicts, or rejects because its buckets are full of keys of the
@@ -11,17 +11,16 @@ batch, is counted from zero again.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
 2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
-smallest of them. A batch raises a counter at most to the new count of its keys. So a count may be
-too large, if other keys share all its counters, but never too small. Counters stop at the
-threshold. With `halve_every` each counter is halved once per that many batches, a few counters in
-every batch, so that old counts fade.
+smallest of them. A batch raises a counter at most to the new count of its keys. So a count is too
+large if other keys share all its counters. Counters stop at the largest threshold of the table.
+With `halve_every` each counter is halved once per that many training batches, some counters per
+batch, so that old counts fade; without it a count below the threshold is never too small.
 
 The hash key of a table selects the counters of its keys, so keys that share counters cannot be
 constructed without the seed. State dicts have the hash keys with the counters, which are
 meaningless under others; older state dicts of sketches lack them, which means 0.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
@@ -60,17 +59,18 @@ class _SketchColumn(IntEnum):
     BEGIN = 0  # first counter
     WIDTH = 1
     DEPTH = 2
-    THRESHOLD = 3  # at which counters stop
+    THRESHOLD = 3  # the largest of the table, at which counters stop
     HASH_KEY = 4
 
 
 class Missing(NamedTuple):
-    """Missing keys.
+    """Missing keys, distinct per table, in the order of their tables.
 
     Attributes:
         keys: int64 `[L]`.
         counts: int64 `[L]`, uses of each key in the batch.
-        tables: int64 `[L]`, table of each key; `num_tables` marks padding.
+        tables: int64 `[L]`, table of each key; `num_tables`, anywhere, marks padding and keys that
+            are not counted.
     """
 
     keys: Tensor
@@ -93,7 +93,7 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
 
 class _Picked(NamedTuple):
-    """Selected misses as a batch of static length; padding is in the segment of the last table.
+    """Selected misses as a batch of L keys; padding is in the segment of the last table.
 
     Attributes:
         batch: the selected misses, sorted by table.
@@ -110,7 +110,7 @@ class _Counter(nn.Module):
     """Exact counts for some of the tables of a module.
 
     The index has one table per counted table, and one more with a single bucket: selected batches
-    are padded to static length, and the padding is counted there.
+    are padded to the number of misses, and the padding is counted there.
     """
 
     table_of: Tensor  # int64 `[T + 1]`, table of `index` for each table; the last one for uncounted
@@ -175,7 +175,7 @@ class _Counter(nn.Module):
         self.index.erase(self.pick(missing_keys, mask).batch)
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return keys and counts of one counted table, int64 `[n]` each."""
+        """Return keys and counts of one table of `index`, int64 `[n]` each, sorted by route."""
         entries = self.index.export(number)
         assert entries.scores is not None
         order = routing.canonical_order(entries.keys)
@@ -184,7 +184,7 @@ class _Counter(nn.Module):
     def set_counts(
         self, number: int, keys: Tensor, counts: Tensor, hash_key: int | None = None
     ) -> None:
-        """Replace the counts of one counted table; the largest are kept if there is no room.
+        """Replace the counts of one table of `index`; if not all fit, keep the largest.
 
         Args:
             number: number of the table in `index`.
@@ -254,18 +254,18 @@ class _Counter(nn.Module):
 
 
 class _Fading(NamedTuple):
-    """The counters of a sketch that are halved in turn, `per_batch` of them in every batch."""
+    """The counters of a sketch that are halved in turn, each once per `halve_every` batches."""
 
     begin: int  # first counter
     size: int  # number of counters
-    per_batch: int
+    halve_every: int
 
 
 class _Sketches(nn.Module):
     """Count-min sketches for some of the tables of a module, one after the other in one tensor."""
 
-    counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then one unused counter
-    batches: Tensor  # int64 `[1]`, number of batches so far
+    counters: Tensor  # uint8, int32 or int64 `[n]`, all sketches, then a spare counter
+    batches: Tensor  # int64 `[1]`, number of batches since `clear`
     layout: Tensor  # int64 `[T + 1, 5]`, see `_SketchColumn`
 
     def __init__(
@@ -287,53 +287,57 @@ class _Sketches(nn.Module):
             columns = begin, sketch.width, sketch.depth, frequency.max_threshold, hash_keys[t]
             layout[t] = torch.tensor(columns)  # see `_SketchColumn`
             if sketch.halve_every is not None:
-                per_batch = math.ceil(size / sketch.halve_every)
-                self._fading.append(_Fading(begin, size, per_batch))
+                self._fading.append(_Fading(begin, size, sketch.halve_every))
             begin, max_threshold = begin + size, max(max_threshold, frequency.max_threshold)
         self.depth = int(layout[:, _SketchColumn.DEPTH].max())
         if max_threshold < 2**8:
             dtype = torch.uint8
         else:
             dtype = torch.int32 if max_threshold < 2**31 else torch.int64
-        # Keys of tables without a sketch, and padding, use the last counter.
+        # Keys of tables without a sketch, and padding, use the spare counter.
         counters = torch.zeros(begin + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses; return each count, int64 `[L]`, at most the threshold, 0 elsewhere."""
-        self._fade(effects)
+        """Count the misses, and the batch.
+
+        Returns:
+            Counts, int64 `[L]`, at most the largest threshold of the table; 0 for other tables.
+        """
+        self.fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
         mixed = mix(missing_keys.keys ^ hash_key)
         low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
         column = ((low + rows * high & _LOW_31) * width) >> 31
-        unused = self.counters.numel() - 1
-        cells = torch.where(rows < depth, begin + rows * width + column, unused)
+        spare = self.counters.numel() - 1
+        cells = torch.where(rows < depth, begin + rows * width + column, spare)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # The minimum is taken before the sum, which would wrap for counts near the largest int64.
         num_new = torch.minimum(missing_keys.counts, threshold - num_seen)
         counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, num_new)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
         self.counters.scatter_reduce_(0, cells.flatten(), raised.flatten(), "amax")
-        self.counters[unused:].zero_()
+        self.counters[spare:].zero_()
         return counts
 
-    def _fade(self, effects: Effects) -> None:
+    def fade(self, effects: Effects) -> None:
         """Halve the counters whose turn it is, and count the batch."""
         num_batches = effects.once(torch.ops.aten.clone.default, self.batches)
-        for begin, size, per_batch in self._fading:
-            first_cell = num_batches * per_batch % (per_batch * math.ceil(size / per_batch))
-            cells = first_cell + torch.arange(per_batch, device=first_cell.device)
-            cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
+        for begin, size, halve_every in self._fading:
+            turn = num_batches % halve_every
+            first_cell, end_cell = turn * size // halve_every, (turn + 1) * size // halve_every
+            cells = first_cell + torch.arange(-(-size // halve_every), device=turn.device)
+            cells = torch.where(cells < end_cell, begin + cells, self.counters.numel() - 1)
             halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
             self.counters[cells] = halved
         effects.once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
     def hash_keys(self) -> Tensor:
-        """Return the hash key of each table, int64 `[T]`; 0 for tables that are not counted."""
+        """Return the hash keys, int64 `[T]` on the CPU; 0 for tables without a sketch."""
         return self.layout[:-1, _SketchColumn.HASH_KEY].cpu().clone()
 
     def _save_to_state_dict(
@@ -364,7 +368,7 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Decides which missing keys get a row, by the number of their uses.
+    """Decide which missing keys get a row, by the number of their uses.
 
     The owner of the tables must hold its lock around every call.
 
@@ -372,7 +376,8 @@ class Admission(nn.Module):
         specs: specs of the tables; tables without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
-        feature_tables: table of each feature of a batch; None is one feature per table.
+        feature_tables: table of each feature of a batch; None is one feature per table. Tables with
+            thresholds per feature have one threshold for each of their features.
     """
 
     thresholds: Tensor  # int64 `[T + 1]`, largest threshold of each table, then 0
@@ -416,15 +421,19 @@ class Admission(nn.Module):
     ) -> Tensor | None:
         """Count the misses of a batch and return which to admit, bool `[L]` by miss; None for all.
 
+        Values behind the number of misses are undefined. For a batch without misses call this or
+        `skip_batch`.
+
         Args:
             keys: the batch.
             misses: the keys of the batch that are not in the index.
             in_store: bool `[L]` by miss, the keys with a row in a backing store: these are admitted
-                without being counted.
+                without being counted. None for none.
             effects: native calls that were made before an interruption; None for a first call.
 
         Raises:
-            ValueError: an admission rule returned something other than one bool per key.
+            ValueError: an admission rule returned something other than one bool per key; the keys
+                are counted then.
         """
         if self.counter is None and self.sketches is None:
             return None
@@ -437,6 +446,11 @@ class Admission(nn.Module):
         decided = self.decide(missing_keys, effects, thresholds)
         admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
         return admitted if in_store is None else admitted | in_store
+
+    def skip_batch(self, effects: Effects) -> None:
+        """Count a batch without misses, for the halving of sketches."""
+        if self.sketches is not None:
+            self.sketches.fade(effects)
 
     def _least_thresholds(self, keys: hash.Keys, misses: hash.Misses, count: int) -> Tensor:
         """Return per miss the least threshold of the features that use it, int64 `[count]`."""
@@ -452,11 +466,13 @@ class Admission(nn.Module):
         effects: Effects | None = None,
         thresholds: Tensor | None = None,
     ) -> Tensor:
-        """Count missing keys and return which to admit, bool by key.
+        """Count missing keys and return which to admit, bool `[L]`, undefined for padding.
 
-        Exact counters forget the keys that are admitted. The result of padding is undefined.
-        `thresholds`, int64 `[L]`, has the threshold of each key; None uses the largest threshold of
-        its table.
+        Exact counters forget the keys that are admitted. `effects` are as in `admit`. `thresholds`,
+        int64 `[L]`, has the threshold of each key; None uses the largest threshold of its table.
+
+        Raises:
+            ValueError: as `admit`.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
@@ -471,13 +487,14 @@ class Admission(nn.Module):
             if spec.admission is not None and spec.admission.rule is not None:
                 (chosen,) = (missing_keys.tables == table).nonzero(as_tuple=True)
                 answer = spec.admission.rule(missing_keys.keys[chosen], counts[chosen])
-                admitted[chosen] = _checked_answer(spec, answer, chosen)
+                name = spec.name or table
+                admitted[chosen] = _checked_answer(name, answer, chosen)
         if self.counter is not None:
             self.counter.forget(missing_keys, admitted)
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
-        """Return the keys of a table that an exact counter has, and their counts; int64 `[n]` each.
+        """Return the keys in the exact counter of a table, and their counts; int64 `[n]` each.
 
         Raises:
             ValueError: the table does not count exactly.
@@ -485,9 +502,12 @@ class Admission(nn.Module):
         return self._counter_of(table).counts(self._exact_tables.index(table))
 
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
-        """Replace the counts of a table; keys must be distinct (not checked).
+        """Replace the counts of a table, int64 `[n]`; `keys` must be distinct (not checked).
 
         If there are more keys than the counter can hold, those with the lowest counts are left out.
+
+        Raises:
+            ValueError: the table does not count exactly.
         """
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
@@ -529,14 +549,14 @@ class Admission(nn.Module):
         _check_state("admission", state, self.state_dict())
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore the counts that `snapshot` returned."""
+        """Restore the counts of a snapshot that `check_snapshot` accepts."""
         if self.counter is not None:
             self.counter.index.restore(snapshot["counter"])
         if self.sketches is not None:
             self.sketches.load_state_dict(snapshot["sketches"])
 
     def clear(self) -> None:
-        """Forget all counts."""
+        """Forget all counts, and restart the halving."""
         if self.counter is not None:
             self.counter.index.clear()
         if self.sketches is not None:
@@ -563,12 +583,12 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
     dumps.check_state(name, entries, expected_entries)
 
 
-def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:
+def _checked_answer(name: str | int, answer: Any, keys: Tensor) -> Tensor:
     """Return the answer of a rule, bool `[n]`; raise ValueError unless it has one per key."""
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool or answer.shape != keys.shape:
         described = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, Tensor) else answer
         raise ValueError(
-            f"the admission rule of table {spec.name!r} must return bool {list(keys.shape)}, got "
+            f"the admission rule of table {name!r} must return bool {list(keys.shape)}, got "
             f"{described}"
         )
     return answer.to(keys.device)

@@ -334,6 +334,8 @@ class BatchInsertion:
             rows=state.slot_rows() if state.index.grows else None,
             effects=self._effects,
         )
+        if inserted.misses is None and state.admission is not None:
+            state.admission.skip_batch(self._effects)
         if state.scores is not None:
             state.scores.advance(self._effects)
         return inserted

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from emblib.dynamic.admission import Admission, Missing, missing_of
 from emblib.dynamic.keys import hash_key_of
+from emblib.dynamic.module import DynamicEmbeddingBags
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import CountMinSketch, DynamicSpec, ExactCounter, FrequencyAdmission
 from tests.hash_cases import unmix
@@ -286,11 +287,34 @@ def test_counters_are_halved_once_in_a_while(device: torch.device) -> None:
     for turn in range(period):
         admission.admit(*empty)
         halved = (sketches.counters[:100] == 50).sum()
-        assert int(halved) == min(15 * (turn + 1), 100)  # 100 counters in 7 turns
+        assert int(halved) == 100 * (turn + 1) // period
     assert (sketches.counters[100:140] == 101).all()
     for _ in range(period):
         admission.admit(*empty)
     assert (sketches.counters[:100] == 25).all()
+
+
+def test_counters_are_halved_no_more_often_than_asked(device: torch.device) -> None:
+    admission = Admission([spec(CountMinSketch(2, 2, 12), 200)], device)
+    sketches = admission.sketches
+    assert sketches is not None
+    sketches.counters.fill_(101)
+    empty = misses_of([], 1, device)
+    for turn in range(12):  # with fewer counters than batches, most batches halve none
+        admission.admit(*empty)
+        assert int((sketches.counters[:4] == 50).sum()) == (turn + 1) // 3
+
+
+def test_batches_without_misses_halve_counters(device: torch.device) -> None:
+    tables = DynamicEmbeddingBags([spec(CountMinSketch(2, 1, 2), 1)], device=device)
+    ids, offsets = torch.tensor([7], device=device), torch.tensor([0, 1], device=device)
+    tables(ids, offsets)
+    sketches = tables.admission.sketches
+    sketches.counters.fill_(101)
+    for _ in range(2):
+        tables(ids, offsets)
+    assert sketches.batches.tolist() == [3]
+    assert sketches.counters[:2].tolist() == [50, 50]
 
 
 @pytest.mark.parametrize("counter", [ExactCounter(256), CountMinSketch(97, 3, 5)], ids=type)
