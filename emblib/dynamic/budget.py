@@ -1,21 +1,21 @@
 """MemoryBudget: one number of bytes for many dynamic tables, which grow and shrink within it.
 
-Every table of the budget has a *limit*, the buckets up to which it may grow now. The bytes of all
-limits together never exceed the budget. A step that needs more buckets than the limit asks the
-budget (`HashIndex.grant`), which raises the limit as far as bytes are free. So tables grow on
-demand while there is room, and the check costs nothing where no table grows.
+Every table that can grow has a *limit*, the buckets up to which it may grow now. The bytes of all
+limits and of the other tables together never exceed the budget. A table that grows asks the budget
+(`HashIndex.grant`), which raises the limit as far as bytes are free. So tables grow on demand while
+there is room, and a step in which no table grows asks for nothing.
 
 Once the room is used up, each table evicts keys of its own. Then pressure is compared over all
-tables, every `interval` training forwards of a module: the *receiver* is the table whose evicted
-keys had been unused for the shortest time, and the *donor* is the one whose lowest-ranked keys are
-unused for the longest. If the donor's age is more than `ratio` times the receiver's, the donor
-shrinks by a share of its rows, and the bytes are reserved for the receiver, which takes them when
-it next needs rows. Eviction of the globally oldest key would lead to equal ages too; without
-`ratio`, tables of equal pressure would take rows from each other for ever.
+tables, every `interval` training forwards of a module: the *receiver* is, of the tables below their
+capacity, the one whose evicted keys had been unused for the shortest time, and the *donor* is the
+one whose lowest-ranked keys are unused for the longest. If the donor's age is more than `ratio`
+times the receiver's, the donor shrinks by a share of its rows, and the bytes are reserved for the
+receiver until the next decision. Without `ratio`, tables of equal pressure would take rows from
+each other for ever.
 
-A decision reads published numbers only, and each module shrinks its own tables at the beginning of
-its next training forward, under its own lock. So modules in several threads do not wait for each
-other, and in one thread the result depends on the sequence of steps alone.
+A decision reads published numbers only, and each module shrinks its tables at the beginning of its
+next training forward, under the lock of the module. So modules in several threads do not wait for
+each other's steps, and in one thread the result depends on the sequence of steps alone.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Pressure(NamedTuple):
     Attributes:
         evicted_keys: number of keys that were evicted since the last publication.
         evicted_age: mean age of these keys; NaN for none.
-        lowest_age: mean age of the lowest-ranked key per bucket, infinite if the table could shrink
-            without evicting keys.
+        lowest_age: mean age of the lowest-ranked key per bucket, of a sample of buckets; infinite
+            if the table could shrink by a step without evicting keys.
     """
 
     evicted_keys: int
@@ -64,8 +64,8 @@ class BudgetedTable(NamedTuple):
 
     Attributes:
         name: name of the table in the model; of a sharded table, with the number of the shard.
-        nbytes: bytes that the table may use now.
-        rows: rows that it may use now.
+        nbytes: bytes that the table may use now, without its fallback rows.
+        rows: rows that it may use now, without its fallback rows.
         pressure: the pressure as last published; None if it was not yet, and for the two tables of
             a decision until they publish again.
     """
@@ -89,17 +89,19 @@ class MemoryBudget:
     count. Tables that cannot grow count with their whole size. Tables with `Eviction.NONE` grow,
     but never shrink.
 
-    A sharded model has one budget per rank, of the shards that it has; ranks do not communicate.
+    A sharded model has one budget per rank, of the shards of the rank; ranks do not communicate.
     Copies of a module and modules that load its checkpoint belong to no budget; a copy of a budget
-    has no tables. Methods may be called in any thread.
+    has no tables. Methods may be called in any thread, `attach` while no thread uses the model.
 
     Args:
         nbytes: the number of bytes.
         interval: number of training forwards of a module between two decisions.
-        share: share of its rows by which a table shrinks per decision, at least one bucket.
-        ratio: factor by which the ages of two tables must differ before rows move.
+        share: share of its rows by which a table shrinks per decision: at least one bucket, and as
+            many bytes as one bucket of the receiver.
+        ratio: factor by which the donor's age must exceed the receiver's before rows move.
 
     Raises:
+        TypeError: `nbytes` or `interval` is not an int.
         ValueError: `nbytes` or `interval` below 1, `share` outside (0, 0.5], `ratio` not above 1.
 
     Example:
@@ -219,7 +221,7 @@ class MemoryBudget:
                 table.limit += num_more
 
     def lower_limit(self, table: _Table, buckets: int) -> None:
-        """Lower the limit of a table that has shrunk; it is no donor any more.
+        """Lower the limit of a table that has shrunk, and end its part as a donor.
 
         If it has a receiver, the bytes are reserved for that table.
         """
@@ -231,7 +233,7 @@ class MemoryBudget:
     def decide(self) -> None:
         """Choose a donor and a receiver among the published tables, if their ages differ enough.
 
-        Sets `target` and `receiver` of the donor. All reservations end, in any case.
+        Set `target` and `receiver` of the donor. All reservations end, in any case.
         """
         with self._lock:
             free = self.nbytes - self._used()
@@ -280,8 +282,9 @@ def _check(state: DynamicState) -> None:
 class _Table:
     """A table of a budget that can grow.
 
-    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock. The thread
-    that trains the module assigns `pressure` and `ages`, and reads `target`.
+    The budget changes `limit`, `reserved_bytes`, `target` and `receiver` under its lock, and sets
+    `pressure` to None. The thread that trains the module publishes `pressure` and `ages`, and reads
+    `target`.
 
     Attributes:
         number: number of the table in its module.
@@ -294,7 +297,7 @@ class _Table:
         reserved_bytes: bytes that a donor freed for this table.
         target: buckets to which it shrinks next; None for none.
         receiver: table for which it shrinks.
-        pressure: numbers of the last publication, until a decision used them.
+        pressure: numbers of the last publication; None before it, and once a decision used them.
         ages: ages of evicted keys at the last publication.
     """
 
@@ -312,16 +315,18 @@ class _Table:
     ages: AgeHistogram = field(default_factory=AgeHistogram)
 
     def step(self, share: float) -> int:
-        """Return the number of buckets by which the table shrinks per decision."""
+        """Return the least number of buckets by which a decision shrinks the table."""
         return min(self.limit - self.min_buckets, max(1, int(share * self.limit)))
 
 
 class _Member:
-    """A module in a budget. Methods are called by the thread that holds the lock of the module.
+    """A module in a budget.
+
+    The caller of `grant` and `begin_step` holds the lock of the module.
 
     Args:
         budget: the budget.
-        state: the tables of the module, which are referenced weakly.
+        state: the tables of the module, referenced weakly.
         tables: tables of the module that can grow.
         fixed_bytes: bytes of the other tables and of all fallback rows.
     """
@@ -336,7 +341,7 @@ class _Member:
 
     @classmethod
     def of(cls, budget: MemoryBudget, names: dict[int, str], state: DynamicState) -> _Member:
-        """Return the member of a state, with the names of its tables by number; change nothing."""
+        """Make the member of a state; `names` are names of its tables by number. Change nothing."""
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
@@ -368,9 +373,9 @@ class _Member:
         return self._fixed_bytes + sum(t.limit * t.bucket_bytes for t in self.tables)
 
     def grant(self, number: int, buckets: int) -> int:
-        """Raise a table's limit towards a number of buckets; return the buckets that it may have.
+        """Raise a table's limit towards a number of buckets; return how many of them it may have.
 
-        The result is at most `buckets`.
+        A table that cannot grow, or whose module was deleted, gets what it asks for.
         """
         table, state = self._by_number.get(number), self.state()
         if table is None or state is None:
@@ -394,7 +399,10 @@ class _Member:
                 self._shrink(table, table.target, state)
 
     def _give_back_unused(self, table: _Table, state: DynamicState) -> None:
-        """Lower a limit to the buckets in use, which `clear` makes fewer; return the memory."""
+        """Lower a limit to the buckets in use, e.g. after `clear`; return the memory to the system.
+
+        A donor keeps its limit until it shrinks.
+        """
         buckets = state.index.buckets(table.number)
         if buckets < table.limit and table.target is None:
             rows_before, rows = table.limit * SLOTS, buckets * SLOTS
@@ -412,7 +420,7 @@ class _Member:
             table.pressure, table.ages = Pressure(recent.num_keys, recent.mean, lowest), ages
 
     def _shrink(self, table: _Table, buckets: int, state: DynamicState) -> None:
-        """Shrink a table, then lower its limit; an interrupted call goes on in the next step."""
+        """Shrink a table, then lower its limit; after an interrupt the next step does the rest."""
         shrink_to(state, table.number, buckets)
         if state.statistics is not None:  # keys that it evicted just now are no pressure
             table.ages = state.statistics.read()[table.number].eviction_ages
@@ -423,7 +431,8 @@ class _Member:
 def _lowest_age(state: DynamicState, table: int, step: int) -> float:
     """Return the mean age of the lowest-ranked key per bucket, of evenly spaced buckets.
 
-    It is infinite if the table's keys would fit at its `max_load` without `step` buckets.
+    It is infinite if the table's keys would fit at its `max_load` without `step` buckets, or if
+    the sampled buckets are empty.
     """
     index = state.index
     buckets, spec = index.buckets(table), state.specs[table]
@@ -437,7 +446,10 @@ def _lowest_age(state: DynamicState, table: int, step: int) -> float:
 
 
 def _mean_lowest_age(index: HashIndex, entries: torch.Tensor, is_used: torch.Tensor) -> float:
-    """Return the mean age of the entry per bucket that is evicted first; keys break no ties."""
+    """Return the mean age of the entry per bucket that is evicted first.
+
+    Entries are `[buckets, 32, 2 or 3]`. Of entries with the lowest score the oldest counts.
+    """
     largest = torch.iinfo(torch.int64).max
     if entries.shape[2] > HashEntryColumn.SCORE:
         scores = entries[:, :, HashEntryColumn.SCORE].masked_fill(~is_used, largest)
