@@ -3,7 +3,8 @@
 A batch is split by a hash table from ids to stored rows: hits are looked up in the stored rows,
 misses in the tensor train, and the two outputs are added. Backward updates stored rows and cores
 separately. Training lookups count ids in a second hash table. `populate` chooses the most used ids,
-moves the values of rows that leave into the cores (or drops or spills them), and computes new ones.
+moves the values of rows that leave into the cores (or drops or spills them, see `RowEviction`), and
+computes newly stored rows from the cores.
 """
 
 from __future__ import annotations
@@ -91,17 +92,21 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     """Look up tensor-train tables whose most used rows are stored dense.
 
     A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
-    `to_dense` and `state_dict` have its values. Training lookups count ids in a hash table;
-    `populate` stores the rows of the most used ids. New rows start with the cores' values and zero
-    optimizer states. If rows are chosen between a lookup and its backward, backward raises.
+    `to_dense` has its values, and `state_dict` has it beside the cores. Training lookups, those in
+    training mode with gradients enabled, count ids in a hash table; `populate` stores the rows of
+    the most used ids. Newly stored rows start with the cores' values and zero optimizer states. If
+    stored rows are added, removed or loaded between a lookup and its backward, backward raises
+    RuntimeError.
 
     A *key* is an id plus the first key of its table, so that one hash table serves all. Threads may
-    look up at the same time while none chooses rows; one thread trains (docs/threads.md).
+    look up at the same time while none chooses rows; one thread trains (docs/threads.md). Methods
+    raise IndexError for a table that does not exist, TypeError for one that is no int.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
         cache: rows to store and when to choose them again, see `TTCache`.
-        optimizer: optimizer of `emblib.optim`, for cores and stored rows.
+        optimizer: optimizer of `emblib.optim`, for cores and stored rows. None leaves dense
+            gradients for an optimizer of `torch.optim`, which cannot reset states of stored rows.
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
         init: initializer of the cores, as in `TableBatchedTTEmbeddingBags`.
@@ -109,7 +114,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             of updates, and precision of products of cores on a GPU (`matmul`). Values that move
             between rows and cores are rounded to nearest.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
-        device: device of cores, cache and hash tables; not meta. Spilled rows are in host memory.
+        device: device of cores, cache and hash tables, not meta; None is torch's default device.
+            Spilled rows are in host memory.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
@@ -118,15 +124,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     Attributes:
         trains: module of the cores.
         rows: module of the stored rows, one table per tensor train.
-        index: hash table of the keys of stored rows.
-        counts: hash table that counts the keys of training lookups.
-        cache_rows: number of rows in the cache, by table.
-        stored_rows: number of stored rows, cached or spilled, by table.
+        index: hash table of the keys of stored rows; its values are not used.
+        counts: hash table that counts the keys of training lookups; its values are not used.
+        cache_rows: maximum number of rows that `populate` chooses, by table.
+        stored_rows: maximum number of stored rows, cached or spilled, by table.
 
     Raises:
-        TypeError: no `TTCache`.
-        ValueError: rows that do not fit the tables, a deferred optimizer, the device meta; `SPILL`
-            with an optimizer that leaves gradients.
+        TypeError: an argument of another class.
+        ValueError: a `TTCache` for another number of tables, a deferred optimizer, the device meta;
+            `SPILL` with an optimizer that leaves gradients; as `TableBatchedTTEmbeddingBags`.
 
     Example:
         >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16))]
@@ -138,8 +144,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     key_bases: Tensor  # int64 `[F]`, first key of the feature's table
     id_tables: Tensor  # int64 `[F, 10]`, see `TTTableColumn`
     segment_tables: Tensor  # int64 `[F]` of zeros
-    row_of_slot: Tensor  # int64 `[slots + 1]`, stored row of an index slot
-    key_of_row: Tensor  # int64 `[stored rows]`, -1 for a free row
+    row_of_slot: Tensor  # int64 `[slots + 1]`, stored row of a slot in its table; -1: none
+    key_of_row: Tensor  # int64 `[stored rows]`, of all tables, -1 for a free row
     counters: Tensor  # int64 `[T, n]`, see `TT_COUNTERS`
     changes: Tensor  # float64 `[T, 2]`, squared differences of evicted rows and cores
     since: Tensor  # int64 `[T]`, saved training lookups since rows were chosen
@@ -163,7 +169,6 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         include_last_offset: bool = True,
     ) -> None:
         super().__init__()
-        check_arguments(cache, optimizer, device)
         self.precision = Precision() if precision is None else precision
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision must be a Precision, got {precision!r}")
@@ -180,12 +185,12 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             "device": device,
         }
         self.trains = self._make_trains(optimizer, init, options)
+        check_arguments(cache, self.trains.optimizer, device)
         self.optimizer, self.pooling = self.trains.optimizer, self.trains.pooling
         self.cache_rows = cache.rows_of(self.tables)
         self.stored_rows = cache.stored_rows_of(self.tables)
         self._spills = cache.eviction is RowEviction.SPILL
         self.rows = self._make_rows(optimizer, options)
-        # Only the keys of these tables are used, not their values.
         self.index, self.counts = (
             HashTable(spec, device=device, seed=0) for spec in cache.index_specs(self.tables)
         )
@@ -282,10 +287,15 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 `TableBatchedTTEmbeddingBags`; none with 2-dimensional indices.
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
-            batch_sizes: `[F][ranks]` if features differ in batch size, as there.
+            batch_sizes: `[F][ranks]`, bags per feature and rank, if features differ in batch size;
+                the output is then flat, as in `TableBatchedEmbeddingBags`. None if all have B bags.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL (on
+                CUDA a device assert); weights without pooling, or of another dtype or number; a
+                lookup that checkpointing repeats after stored rows have changed; a training lookup
+                in the capture of a CUDA graph with `TTCache.every`.
+            TypeError: `batch_sizes` that are no ints.
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.
         """
@@ -326,7 +336,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Return whether this lookup counts its ids; populate first if `every` lookups have passed.
 
         Raises:
-            RuntimeError: backward repeats a lookup, and rows were replaced in between.
+            RuntimeError: backward repeats a lookup, and stored rows have changed in between; or a
+                CUDA graph captures a lookup that would have to populate.
         """
         running = running_forward(training=self.training)
         if running is not None and running.is_repeated:
@@ -347,7 +358,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return is_counted
 
     def _has_stored_rows(self) -> bool:
-        """Return whether any rows are stored; reads the device once after each populate."""
+        """Return whether any rows are stored; reads the device once per choice of rows."""
         if self._stores_rows[0] != self._choice:
             self._stores_rows = (self._choice, bool((self.key_of_row >= 0).any()))
         return self._stores_rows[1]
@@ -404,7 +415,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return layout_of_bags(self.pooling, dims, offsets, batch_sizes, offsets.device)[0]
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
-        """Raise RuntimeError if the stored rows were chosen again since the lookup."""
+        """Raise RuntimeError if stored rows have changed since `choice`; also a gradient hook."""
         if choice is not None and choice != self._choice:
             raise RuntimeError(
                 "rows of the cache were replaced between a lookup and its backward: call "
@@ -441,8 +452,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
         """Count the ids of a training lookup.
 
-        `missed_before` is the result of `_num_spilled_lookups` before the lookup. Invalid ids,
-        whose lookups read row 0, and -1 are not counted.
+        `missed_before` is `_num_spilled_lookups` before it. Invalid ids and -1 are not counted.
         """
         keys, numbers = batch.counted, (self.tables_of_features, self.counters)
         calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
@@ -462,24 +472,22 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return None if cache is None else cache.counters[:-1, column].clone()
 
     def populate(self, table: int | None = None) -> None:
-        """Choose the most used rows and store them; rows that are stored already keep their values.
+        """Choose the most used rows of a table, or (None) of every table, and store them.
 
-        Args:
-            table: number of the table whose rows are chosen; None chooses rows of every table.
-
-        The host waits for the device. If stored rows change, backward of an earlier lookup raises.
+        Rows that are stored already keep their values. The host waits for the device. If stored
+        rows change, backward of an earlier lookup raises.
         """
         self._populate(self._numbers(table))
 
     def _numbers(self, table: int | None) -> Sequence[int]:
-        """Return the number of a table in a list, of all (None); IndexError if there is none."""
+        """Return the number of a table in a list, of all (None); the class lists the errors."""
         if table is None:
             return range(len(self.tables))
         if not 0 <= index(table) < len(self.tables):
             raise IndexError(
                 f"table must be in [0, {len(self.tables)}), the number of tables, got {table}"
             )
-        return [table]
+        return [index(table)]
 
     def _populate_in_time(self) -> None:
         """Populate tables with `every` lookups since they were populated, except frozen ones."""
@@ -525,7 +533,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         return self.key_of_row[begin:end]
 
     def _replace_rows(self, table: int, leaving: Tensor, new_keys: Tensor) -> None:
-        """Remove stored rows (`leaving`: indices in a table); store `new_keys` with core rows.
+        """Remove stored rows (`leaving`: indices in a table); then store `new_keys`, which fit.
 
         One native call changes cores, stored rows and their keys. The index is derived from the
         keys, so the next lookup rebuilds it if an interrupt comes before it is updated.
@@ -570,7 +578,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def _plan_eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
-        """Return the float32 cores after rows have left, and the calls that change the module."""
+        """Return the float32 cores after `rows` have left, and the calls that change the module."""
         spec, ids = self.tables[table], self._stored_keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
         train_rows = tt_projection.rows(spec, cores, ids)
@@ -594,13 +602,13 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
     @without_gradients
     def to_dense(self, table: int) -> Tensor:
-        """Return a table as a dense float32 `[rows, D]` matrix, stored rows included."""
+        """Return a table as a new dense float32 `[rows, D]` matrix, stored rows included."""
         (table,) = self._numbers(table)
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
     def dense_blocks(self, table: int) -> Iterator[Tensor]:
-        """Yield the rows of `to_dense` in blocks, in order."""
+        """Yield the rows of `to_dense` in blocks, in order; do not train or populate meanwhile."""
         keys = self._stored_keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
         ids, first_id = keys[rows] - self._first_key[table], 0
@@ -611,7 +619,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids of a table whose rows are stored, cached or spilled, int64 `[n]`."""
+        """Return the ids of stored rows, cached or spilled, int64 `[n]`, in their order."""
         keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_key[table]
 
@@ -654,7 +662,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def empty_cache(self, table: int | None = None) -> None:
         """Remove all stored rows and forget all counts, of one table or (None) of all.
 
-        With `DROP` their values are lost; otherwise all, spilled ones included, go into the cores.
+        With `DROP` their values are lost; otherwise all, spilled ones included, leave as with
+        `PROJECT`.
         """
         for t in self._numbers(table):
             rows = (self._stored_keys(t) >= 0).nonzero().squeeze(1)
@@ -762,16 +771,17 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self.rows.set_learning_rate(lr)
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved numbers of the optimizer, for cores and stored rows."""
+        """Load saved `trains.hyperparams`, for cores and stored rows."""
         self.trains.load_hyperparams(values)
         self.rows.load_hyperparams(values)
 
     def nbytes(self) -> dict[str, int]:
         """Return bytes by use.
 
-        `weights` are the cores, `cache` stored rows and index, `optimizer_state` states of both.
-        With `SPILL`, `spill` are stored rows with their states in host memory, and `cache` those in
-        the cache; 0 otherwise.
+        `weights` are the cores, `cache` the stored rows and both hash tables, `optimizer_state` the
+        states of cores and stored rows, `spill` is 0. With `SPILL`, `spill` are the stored rows and
+        their states in host memory, `cache` those in the cache and both hash tables, and
+        `optimizer_state` the states of the cores.
         """
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
         index = self.row_of_slot.nbytes + self.key_of_row.nbytes

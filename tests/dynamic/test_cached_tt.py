@@ -294,6 +294,8 @@ def test_wrong_caches(make: object, message: str) -> None:
         make()
     with pytest.raises(TypeError, match="must be a TTCache"):
         CachedTTEmbeddingBags(TABLES, 10, optim.SGD(0.01))
+    with pytest.raises(TypeError, match="optimizer must be an instance of"):
+        CachedTTEmbeddingBags(TABLES, TTCache(2), torch.optim.SGD)  # type: ignore[arg-type]
 
 
 def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
@@ -315,6 +317,8 @@ def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
 @pytest.mark.parametrize("table", [-1, 1])
 def test_tables_that_do_not_exist_are_named(table: int) -> None:
     bags = CachedTTEmbeddingBags([TTSpec(60, 8, (2, 2))], TTCache(4))
+    bags.reset_cache_stats(False)  # bools are the ints that they are elsewhere
+    bags.empty_cache(False)
     for name in ("cached_ids", "spilled_ids", "populate", "to_dense", "empty_cache"):
         with pytest.raises(IndexError, match="table must be in"):
             getattr(bags, name)(table)
