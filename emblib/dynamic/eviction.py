@@ -25,15 +25,15 @@ class EvictionScores(nn.Module):
 
     Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
     `Eviction.CUSTOM` assign the number that was last passed to `set`. The owner must hold its lock
-    around every call. Only `get` waits for the device.
+    around every call, and pass numbers of tables that exist. `get` and loading wait for the device.
 
     Args:
         specs: the tables.
         device: device of the scores.
     """
 
-    values: Tensor  # int64 `[T]`, scores of the next batch
-    is_set: Tensor  # bool `[T]`, whether a score was set
+    values: Tensor  # int64 `[T]`, scores of the next batch; 0 for tables that assign none
+    is_set: Tensor  # bool `[T]`, whether a score was set; true for tables with STEP
     steps: Tensor  # int64 `[T]`, 1 for tables with STEP, else 0
 
     def __init__(self, specs: Sequence[DynamicSpec], device: torch.device) -> None:
@@ -62,12 +62,12 @@ class EvictionScores(nn.Module):
         return self.values.clone()
 
     def advance(self, effects: Effects | None = None) -> None:
-        """Count one training batch, once per `effects`."""
+        """Count one training batch; with `effects` of an interrupted batch, not again."""
         effects = Effects() if effects is None else effects
         effects.once(torch.ops.aten.add_.Tensor, self.values, self.steps)
 
     def set(self, scores: int | Mapping[int, int]) -> None:
-        """Set the scores of CUSTOM tables: one for all of them, or by table.
+        """Set the scores of CUSTOM tables: one for all of them, or by number of the table.
 
         Raises:
             ValueError: not a CUSTOM table, or a score that is not an int64.
@@ -90,7 +90,7 @@ class EvictionScores(nn.Module):
         self._unset -= set(scores)
 
     def set_steps(self, steps: Mapping[int, int]) -> None:
-        """Set the step of STEP tables, by table, which is the score of their next batch.
+        """Set the step of STEP tables, by number, which is the score of their next batch.
 
         Raises:
             ValueError: not a STEP table, or a step that is not an int64.
@@ -145,7 +145,7 @@ _MAX_SECONDS = 1e12  # in microseconds below 2^62
 
 
 class Sweep(NamedTuple):
-    """Buckets of one table that a step searches for expired keys.
+    """Buckets of one table that a step searches for expired keys; those not in use have none.
 
     Attributes:
         table: number of the table.
@@ -163,7 +163,7 @@ class Sweep(NamedTuple):
 
 
 class Expiry(nn.Module):
-    """Chooses the keys that expire: which buckets a step searches, and for which age.
+    """Choose the keys that expire: which buckets a step searches, and for which age.
 
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
@@ -173,13 +173,13 @@ class Expiry(nn.Module):
     that the element-wise maximum over ranks holds for the keys of all ranks. A table whose features
     have different times has one list per time (`lifetimes`).
 
-    Every bucket of a table is searched once per eighth of its ttl in steps, or 16th of its ttl in
-    time. So a key stays for at least `ttl` after its last use, and at most an eighth, or one step,
-    longer; in time at most an eighth and the pause between two steps longer. Until then lookups
-    find the key, and a use resets its age. A clock that was set back makes keys look younger, never
-    older.
+    Every bucket of a table is searched at least once per eighth of its shortest ttl in steps, or
+    16th of its shortest ttl in time. So a key that is not evicted stays for at least its ttl after
+    its last use, and at most an eighth, or one step, longer; in time at most an eighth and the
+    pause between two steps longer. Until then lookups find the key, and a use resets its age. A
+    clock that was set back makes keys look younger, never older.
 
-    The owner sets `now` from `read_clock` and holds its lock around every call.
+    Before a step the owner sets `now` from `read_clock`; it holds its lock around every call.
 
     Args:
         specs: the tables.
@@ -205,7 +205,7 @@ class Expiry(nn.Module):
             if isinstance(ttl, timedelta)
         ]
         # By table with a ttl that is a time: the next bucket to search, and the time in
-        # microseconds up to which the buckets before it were due.
+        # microseconds by which the buckets before it were due.
         self._progress: dict[int, tuple[int, int]] = {}
         times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
@@ -216,10 +216,11 @@ class Expiry(nn.Module):
         return bool(self._lists)
 
     def read_clock(self) -> int:
-        """Return the time of the clock in microseconds.
+        """Return the time of the clock in microseconds; 0 without asking it if no ttl is a time.
 
         Raises:
-            ValueError: the clock returned no time.
+            ValueError: the clock returned a number that is no time.
+            Exception: the clock raised it, or returned no number.
         """
         if not self._lists:
             return 0
@@ -298,7 +299,7 @@ class Expiry(nn.Module):
         self.record(step)
 
     def _due_buckets(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
-        """Return the next bucket to search, the time up to it, and how many buckets are due."""
+        """Return the next bucket to search, the time by which it was due, and how many are due."""
         first_bucket, time_us = self._progress.get(table, (0, self.now))
         time_us = min(time_us, self.now)
         max_buckets = self._max_buckets[table]
@@ -306,7 +307,7 @@ class Expiry(nn.Module):
         return first_bucket, time_us, min(due, max_buckets)
 
     def record(self, tick: int) -> None:
-        """Note that keys with stamps up to `tick` were used no later than now."""
+        """Note that keys with stamps up to `tick` were used no later than `now`."""
         if not self._lists:
             return
         now, lists = self.now, self.times.tolist()
@@ -334,7 +335,13 @@ class Expiry(nn.Module):
         return [(MAX_TICK - code, time_us) for code, time_us in rows if code <= MAX_TICK]
 
     def skip(self, duration: timedelta | None) -> None:
-        """Leave a pause out of the ages of all keys; None is the time since the last step."""
+        """Leave a pause >= 0 out of the ages of all keys; None is the time since the last step.
+
+        The ttl of a table must be a time (`has_times`).
+
+        Raises:
+            ValueError, Exception: see `read_clock`.
+        """
         is_pair = self.times[..., 0] <= MAX_TICK
         if duration is None:
             pause = self.read_clock() - int(self.times[..., 1].max())
@@ -353,7 +360,10 @@ class Expiry(nn.Module):
         self.times = times
 
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
-        """Adopt the times of a table of another module, with its entries."""
+        """Copy the times of a table of another module, whose entries the caller copies.
+
+        If the tables differ in the number of ttls, the surplus ones of this table keep their times.
+        """
         times = self.times.clone()
         numbers = self._numbers_of(table)
         source_numbers = source._numbers_of(source_table)  # noqa: SLF001 - of the same class
@@ -377,7 +387,7 @@ class Expiry(nn.Module):
 
 
 class _LoggedKeys(NamedTuple):
-    """Keys that left a table at one tick, and the number of keys logged so far, with these."""
+    """Keys that left a table at one tick, and the number of keys logged up to these, included."""
 
     tick: int
     keys: Tensor
@@ -385,11 +395,11 @@ class _LoggedKeys(NamedTuple):
 
 
 class EvictionLog:
-    """Records the keys that left each table, by tick.
+    """Record the keys that left each table, by tick.
 
-    Beyond `max_keys` per table the oldest entries are dropped. Keys stay in the log when they are
-    inserted again: a reader checks which of them are in the table. Recording keys of a CUDA table
-    waits for the device.
+    Beyond `max_keys` per table the keys of the oldest ticks are dropped. Keys stay in the log when
+    they are inserted again: a reader checks which of them are in the table. Recording keys of a
+    CUDA table waits for the device.
 
     `expect` announces a call that removes keys, and `record` logs the keys after it. If an
     exception comes in between, the log lacks keys, so it counts as complete only from the next tick
@@ -398,7 +408,7 @@ class EvictionLog:
     Args:
         num_tables: the number of tables.
         tick: the tick from which on the log is complete.
-        max_keys: keys per table, 8 bytes each in host memory.
+        max_keys: maximum number of keys per table, 8 bytes each in host memory.
 
     Attributes:
         is_returned: whether `track_evictions` has returned it to the program.
@@ -451,7 +461,7 @@ class EvictionLog:
             begin = end
 
     def record_batch(self, inserted: InsertedBatch, tick: int) -> None:
-        """Record the keys that the insertion of a batch evicted."""
+        """Record the keys that the insertion of a batch with misses evicted."""
         assert inserted.misses is not None
         assert inserted.result is not None
         evicted = inserted.result.status == hash.EVICTING
@@ -465,7 +475,7 @@ class EvictionLog:
         return max(self._complete_from[table], -1 if expected is None else expected + 1)
 
     def since(self, table: int, tick: int) -> Tensor:
-        """Return the distinct keys that left at `tick` or later, int64 on the CPU.
+        """Return the distinct keys that left at `tick` or later, ascending, int64 on the CPU.
 
         Raises:
             ValueError: the log is not complete from `tick` on.
