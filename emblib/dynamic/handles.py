@@ -63,10 +63,10 @@ class TableChanges(NamedTuple):
 
     Attributes:
         since: first step of the changes.
-        until: the step to pass as `since` the next time.
-        entries: keys used at `since` or later, with their rows.
-        removed: keys that left since then, evicted, expired or erased; int64.
-        changes: changes that `DynamicTable.apply_changes` takes.
+        until: the step to pass to `changes_since` the next time.
+        entries: keys used or written at `since` or later, with their rows.
+        removed: keys that left since then and are absent, int64 `[n]`.
+        changes: both, with hyperparameters, hash keys and fallback rows.
     """
 
     since: int
@@ -81,11 +81,12 @@ class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
     If the table is sharded over several ranks, methods are collectives: all ranks call them, and an
-    error on one rank is raised on all. (Properties, options (`set_score`, `set_step`, `set_clock`,
-    `track_...`) and `reserve` do not communicate, but must be used in the same way on all ranks.)
-    Each rank passes any keys, possibly none, and gets answers for these keys, on the CPU. Results
-    about the whole table are equal on all ranks. `local` acts on the shards of this rank alone.
-    Keys are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
+    error on one rank is raised on all, on the others as a RuntimeError. Properties, `local_shards`,
+    `reserve` and options (`set_score`, `set_step`, `set_clock`, `track_...`) do not communicate,
+    but must be used in the same way on all ranks. Each rank passes any keys, possibly none, and
+    gets answers for these keys, on the CPU; other arguments must be equal on all ranks, as results
+    about the whole table are. `local` acts on the shards of this rank alone, possibly none. Keys
+    are int64, uint64 or int32 `[n]` on any device. Methods wait for the device.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -122,11 +123,11 @@ class DynamicTable:
         return sum(self._map_shards("size", dynamic_state.size))
 
     def capacity(self) -> int:
-        """Return the current number of rows, which grows; rows in a backing store do not count."""
+        """Return the number of rows in use now; rows in a backing store do not count."""
         return sum(self._map_shards("capacity", dynamic_state.capacity))
 
     def stats(self) -> dict[str, int]:
-        """Return counts since the last reset, see `DynamicEmbeddingBags.stats`."""
+        """Return counts by name since the last reset, see `DynamicEmbeddingBags.stats`."""
         return _sum_counts(
             self._map_shards("stats", lambda state, index: state.index.stats()[index])
         )
@@ -144,9 +145,9 @@ class DynamicTable:
         return TierStats(**_sum_counts(all_stats)) if all_stats else None
 
     def track_statistics(self, *, remember: int = 0) -> None:
-        """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`; on all ranks.
+        """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`.
 
-        This does not communicate. Tables of one module are tracked together.
+        Tables of one module are tracked together.
         """
         for _, state, _ in self.local_shards():
             dynamic_state.track_statistics(state, remember=remember)
@@ -170,7 +171,7 @@ class DynamicTable:
         return self._run_on_all_ranks("statistics_by_rank", merge_local)
 
     def bucket_fill(self) -> list[int]:
-        """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
+        """Return how many buckets have 0, 1, ... 32 keys in the fast tier, 33 numbers."""
         by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
         return [sum(counts) for counts in zip(*by_shard, strict=True)]
 
@@ -207,8 +208,6 @@ class DynamicTable:
     def set_score(self, score: int) -> None:
         """Set the score that keys get from the next batch on, for `Eviction.CUSTOM`.
 
-        This does not communicate: call it with the same score on all ranks.
-
         Raises:
             ValueError: the table has another eviction, or the score is not an int64.
             TypeError: the score is not an int.
@@ -233,24 +232,16 @@ class DynamicTable:
             ValueError: eviction is not by assigned scores, or another number of scores than of
                 keys.
         """
-        numbers = routing.as_scores(scores).cpu()
-        if numbers.dim() and numbers.numel() != keys.numel():
-            raise ValueError(
-                f"scores must be one number, or one per key = {keys.numel()}, got {numbers.numel()}"
-            )
-        values = numbers.reshape(-1).expand(keys.numel()).contiguous()
         assign = dynamic_state.assign_key_scores
-        return self._ask_owners("set_key_scores", keys, assign, default=False, values=values)
+        return self._ask_owners("set_key_scores", keys, assign, default=False, scores=[scores])
 
     def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the states of `optimizer` reset in the rows of new keys, as the module does."""
+        """Call `DynamicEmbeddingBags.track_optimizer_state` of the modules of the shards."""
         for _, state, _ in self.local_shards():
             training.track_optimizer_state(state, optimizer)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`.
-
-        This does not communicate: call it with the same step on all ranks.
 
         Raises:
             ValueError: the table has another eviction, or the step is not an int64.
@@ -260,7 +251,7 @@ class DynamicTable:
             dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
-        """Return the score of the next batch; None if eviction does not assign scores."""
+        """Return the score of the next batch; None if eviction assigns none, or none was set."""
         scores = self._map_shards("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
@@ -279,18 +270,18 @@ class DynamicTable:
         The tables of one module share it: call it for one of them only.
 
         Raises:
-            ValueError: the ttl of the table is no time.
+            ValueError: no table of the module has a ttl that is a time, or the pause is negative.
+            TypeError: the pause is not a `datetime.timedelta`.
         """
         skip = dynamic_state.skip_pause
         self._map_shards("skip_pause", lambda state, index: skip(state, duration))
 
     def set_clock(self, clock: Callable[[], float]) -> None:
-        """Set the clock by which keys expire, in seconds; call it on all ranks.
-
-        The tables of one module share it.
+        """Set the clock by which keys expire, in seconds; the tables of one module share it.
 
         Raises:
-            ValueError: the ttl of the table is no time.
+            ValueError: no table of the module has a ttl that is a time.
+            TypeError: the clock is not a function.
         """
         for _, state, _ in self.local_shards():
             dynamic_state.set_clock(state, clock)
@@ -298,7 +289,7 @@ class DynamicTable:
     def reserve(self, rows: int) -> None:
         """Grow the table to the size that `rows` keys need, at most to its capacity.
 
-        Each shard grows by its part; call it on all ranks.
+        Each shard grows to its part; in a memory budget as far as bytes are free.
         """
         rows_of_shard = self._divide(rows)
         for _, state, index in self.local_shards():
@@ -307,9 +298,10 @@ class DynamicTable:
     def shrink(self, rows: int) -> int:
         """Shrink the table to `rows` rows, and return how many keys were evicted, over all shards.
 
-        Each shard shrinks to its part, see `DynamicEmbeddingBags.shrink`; call it on all ranks.
+        Each shard shrinks to its part, see `DynamicEmbeddingBags.shrink`.
 
         Raises:
+            TypeError: `rows` is no int.
             ValueError: less than `initial_capacity`, a table on CUDA, or one that evicts no keys.
         """
         rows_of_shard = self._divide(rows)
@@ -320,13 +312,13 @@ class DynamicTable:
         )
 
     def _divide(self, rows: int) -> int:
-        """Return the part of a number of rows that each shard has, rounded up."""
+        """Return the rows of each shard if the table has `rows`, rounded up."""
         return -(-check_count("rows", rows, minimum=0) // len(self.owners))
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
-        """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.
+        """Record keys that leave from now on, at most `max_keys` per shard.
 
-        Tables of one module are tracked together.
+        Tables of one module are tracked together. If they are tracked already, nothing changes.
         """
         for _, state, _ in self.local_shards():
             dynamic_state.track_evictions(state, max_keys)
@@ -348,8 +340,7 @@ class DynamicTable:
     def entries(self, since: int | None = None) -> Entries:
         """Return copies of the entries: all, or those used at training step `since` or later.
 
-        Every rank gets all entries of a sharded table. `local.entries()` returns the entries of
-        this rank's shards, and `save` writes a table of any size.
+        Every rank gets all entries of a sharded table; `save` writes a table of any size.
         """
         shard_entries = self._map_shards(
             "entries", lambda state, index: _copy_entries(state, index, since)
@@ -370,7 +361,7 @@ class DynamicTable:
         return {key: torch.cat([rows[key] for rows in shards]) for key in (shards or [{}])[0]}
 
     def set_entries(self, entries: Entries) -> Loaded:
-        """Replace the entries; pass all of them on all ranks, every shard takes those it owns.
+        """Replace the entries; every shard takes those it owns. The eviction log restarts.
 
         Raises:
             ValueError: entries that do not fit; then nothing is changed.
@@ -396,7 +387,7 @@ class DynamicTable:
         instead writes the changes of its own shards.
 
         Raises:
-            RuntimeError: `track_evictions` was not called.
+            RuntimeError: `track_evictions` was not called, or `local` has no shard.
             TypeError: the step is not an int.
             ValueError: the record of removed keys does not reach back to this step, or the table
                 has not reached it.
@@ -421,7 +412,7 @@ class DynamicTable:
         )
 
     def apply_changes(self, changes: TableChanges) -> Loaded:
-        """Apply the changes of another table to this copy of it; pass them on all ranks.
+        """Apply the changes of another table to this copy of it; a warning counts lost keys.
 
         Raises:
             ValueError: this table has not reached the first step of the changes, or is past the
@@ -454,11 +445,14 @@ class DynamicTable:
     ) -> int:
         """Save the table to a directory, or its changes since a training step.
 
-        Each rank writes the shards it has, 16 MiB at a time. The directory then holds all of this
-        dump or its old content; see `DynamicEmbeddingBags.save`.
+        Each rank writes its shards, 16 MiB at a time. The directory then holds all of this dump or
+        its old content; see `DynamicEmbeddingBags.save` for arguments and errors.
 
         Returns:
             The step to pass as `since` the next time.
+
+        Raises:
+            ValueError: tables of one module share admission counters, scores or times.
         """
         identity = str(self.step())
         count = len(self.owners)
@@ -489,7 +483,6 @@ class DynamicTable:
             ValueError: it is of another table or optimizer, or of changes that do not follow.
         """
         count = len(self.owners)
-
         dumps: dict[int, table_dumps.TableDump] = {}
 
         def read(state: DynamicState, index: int, number: int) -> None:
@@ -514,7 +507,7 @@ class DynamicTable:
     # Shards and ranks
 
     def local_shards(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield number, state and index of the table in the state, per shard of this process.
+        """Yield the number of each shard of this process, its state, and its table in that state.
 
         Raises:
             RuntimeError: the table is on meta, where it has no memory.
@@ -587,16 +580,16 @@ class DynamicTable:
         keys: Tensor,
         answer: Callable[..., Tensor],
         default: bool | int,
-        values: Tensor | None = None,
+        scores: Sequence[Any] = (),
     ) -> Tensor:
         """Return the answer of the shard that owns each key; `default` if no shard here owns it.
 
-        `answer(state, table index, keys[, values])` is called for the keys of each shard.
+        `answer(state, table index, keys)` is called for the keys of each shard; if `scores` has one
+        item, the scores of `keys`, with one score per key as a further argument.
         """
-        local_keys = routing.as_keys(keys).detach().cpu().view(-1)
-        keys_of_ranks, all_values = zip(*self._gather(method, (local_keys, values)), strict=True)
-        every_value = None if values is None else torch.cat(all_values)
-        all_keys = torch.cat(keys_of_ranks)
+        questions = self._run_on_all_ranks(method, lambda: _question_of(keys, *scores))
+        columns = [torch.cat(column) for column in zip(*questions, strict=True)]
+        all_keys, counts = columns[0], [question[0].numel() for question in questions]
         owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:
@@ -604,19 +597,35 @@ class DynamicTable:
             result = torch.full(all_keys.shape, default, dtype=dtype)
             for number, state, index in self.local_shards():
                 positions = (owner == number).nonzero().view(-1)
-                owned_values = [] if every_value is None else [every_value[positions]]
-                shard_answers = answer(state, index, all_keys[positions], *owned_values)
+                shard_answers = answer(state, index, *(column[positions] for column in columns))
                 result[positions] = shard_answers.cpu()
             return result
 
         by_rank = self._run_on_all_ranks(method, answers)
         if self.ranks is None:
             return by_rank[0]
-        begin = sum(part.numel() for part in keys_of_ranks[: self.ranks.rank])
-        local = slice(begin, begin + local_keys.numel())  # the keys of this rank
+        begin, count = sum(counts[: self.ranks.rank]), counts[self.ranks.rank]
+        local = slice(begin, begin + count)  # the keys of this rank
         local_answers = torch.stack([rank_answers[local] for rank_answers in by_rank])
         rank_of_key = torch.tensor(self.owners)[owner[local]]
-        return local_answers[rank_of_key, torch.arange(local_keys.numel())]
+        return local_answers[rank_of_key, torch.arange(count)]
+
+
+def _question_of(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
+    """Return keys and, if there are `scores`, one per key; int64 `[n]` each, on the CPU.
+
+    Raises:
+        TypeError, ValueError: see `DynamicTable.set_key_scores`.
+    """
+    columns = [routing.as_keys(keys).detach().cpu().view(-1)]
+    count = columns[0].numel()
+    for numbers in map(routing.as_scores, scores):
+        if numbers.dim() and numbers.numel() != count:
+            raise ValueError(
+                f"scores must be one number, or one per key = {count}, got {numbers.numel()}"
+            )
+        columns.append(numbers.cpu().reshape(-1).expand(count).contiguous())
+    return columns
 
 
 def _copy_entries(state: DynamicState, index: int, since: int | None) -> Entries:
@@ -644,24 +653,16 @@ def _merge_changes(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
         torch.cat([table.removed for table in tables]),
     )
     first_changes = shard_changes[0]
-    hash_keys = first_changes.hash_keys
-    if any(
-        not torch.equal(_tensor_or_empty(change.hash_keys), _tensor_or_empty(hash_keys))
-        for change in shard_changes
-    ):
-        hash_keys = None
+    shard_keys = [None if c.hash_keys is None else c.hash_keys.tolist() for c in shard_changes]
+    is_one_hash = all(hash_keys == shard_keys[0] for hash_keys in shard_keys)
     all_rows = [change.fallback_rows[name] for change in shard_changes]
     rows = {key: torch.cat([shard_rows[key] for shard_rows in all_rows]) for key in all_rows[0]}
     return first_changes._replace(
         until=min(change.until for change in shard_changes),
         tables={name: changes},
-        hash_keys=hash_keys,
+        hash_keys=first_changes.hash_keys if is_one_hash else None,
         fallback_rows={name: rows},
     )
-
-
-def _tensor_or_empty(value: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.int64) if value is None else value
 
 
 def _cat_or_empty(parts: Sequence[Tensor]) -> Tensor:
@@ -689,8 +690,8 @@ def _sum_loaded(reports: Sequence[Loaded]) -> Loaded:
 class DynamicTables(Mapping[str, DynamicTable]):
     """The dynamic tables of a module or model, by name.
 
-    If several collections have a table of one name, these are listed as `path.name`. Every table
-    can be looked up by its path.
+    If several collections of a model have a table of one name, these are listed as `path.name`.
+    Every table of a model can be looked up by its path.
 
     Args:
         tables: tables by name.

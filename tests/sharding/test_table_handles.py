@@ -203,6 +203,8 @@ def fail_alone(ranks: RankGroup, directory: Path) -> list[str]:
         lambda: model.tables["user"].changes_since(0),
         lambda: model.tables["usre"],
         lambda: model.tables["country"],
+        lambda: model.tables["user"].contains(torch.tensor([1.0 if ranks.rank == 0 else 1])),
+        lambda: model.tables["user"].set_key_scores(torch.tensor([1]), [2] * (2 - ranks.rank)),
     ):
         try:
             act()
@@ -290,7 +292,11 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "call track_evictions" in first[1]
     assert "did you mean 'user'" in first[2]
     assert "is stored as Dense" in first[3]
-    assert len(first) == len(second) == 4
+    assert first[4].startswith("keys must be int64, uint64 or int32")
+    assert "rank 0 failed with TypeError" in second[4]
+    assert first[5].startswith("scores must be one number, or one per key = 1, got 2")
+    assert "rank 0 failed with ValueError" in second[5]
+    assert len(first) == len(second) == 6
 
 
 def rules_of_features(ranks: RankGroup) -> None:
