@@ -92,8 +92,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     """Look up tensor-train tables whose most used rows are stored dense.
 
     A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
-    `to_dense` has its values, and `state_dict` has it beside the cores. Training lookups, those in
-    training mode with gradients enabled, count ids in a hash table; `populate` stores the rows of
+    `to_dense` has its values, and `state_dict` has both rows. Training lookups, those in training
+    mode with gradients enabled, count ids in a hash table; `populate` stores the rows of
     the most used ids. Newly stored rows start with the cores' values and zero optimizer states. If
     stored rows are added, removed or loaded between a lookup and its backward, backward raises
     RuntimeError.

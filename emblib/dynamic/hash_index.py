@@ -47,7 +47,7 @@ class RowBuffers(NamedTuple):
     """Rows by slot, which move with their entries when a table grows.
 
     Attributes:
-        buffers: tensors of any dtype.
+        buffers: contiguous tensors of any dtype.
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
         on_grow: function `on_grow(table, rows_before, rows_after)`, called before a table uses more
@@ -72,7 +72,9 @@ class ExportedEntries(NamedTuple):
 
 
 class HashIndex(nn.Module):
-    """Map the keys of T tables to slots; a key keeps its slot while it is in its table.
+    """Map the keys of T tables to slots.
+
+    A key keeps its slot while it is in its table, unless the table grows, shrinks or is loaded.
 
     The index has no lock: the module that owns it holds its own lock around every call. Calls that
     read the device wait for it.
@@ -81,21 +83,29 @@ class HashIndex(nn.Module):
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
-            not used. All must agree in eviction and insert_policy.
+            not used. All must agree in the order of eviction and in `insert_policy`.
         device: device of the index; None is torch's default device.
         hash_keys: signed 64-bit number per table, on which its hash depends; see
             `emblib.dynamic.keys.hash_key_of`. None is 0 for all: then anyone can construct keys
-            that all share one bucket.
+            that all share their buckets.
+
+    Attributes:
+        order: order of eviction of all tables, one of `emblib.ops.hash.ORDERS`.
+        limits: buckets up to which each table may grow now, see `set_limit`.
+        grant: function of a memory budget: `grant(table, buckets)` returns to how many of these
+            buckets the table may grow; None grows without asking.
+        grows: whether a table may grow.
 
     Raises:
-        ValueError: the tables disagree in eviction or insert_policy, or the device is meta.
+        ValueError: the tables disagree in the order of eviction or insert_policy, or the device is
+            meta.
     """
 
     # The tensors of `emblib.ops.hash`, with the S slots of all tables one after the other.
     tags: Tensor  # uint8 `[S]`
     entries: Tensor  # int64 `[S, 2 or 3]`, see `HashEntryColumn`
     tables: Tensor  # int64 `[T, 6]`, see `HashTableColumn`
-    clock: Tensor  # int64 `[1]`, number of inserted batches
+    clock: Tensor  # int64 `[1]`, the tick: number of inserted batches, see `set_tick`
     counters: Tensor  # int64 `[T, 8]`, see `HashCounter`
     queues: Tensor  # int64 `[S / 32, 8]`, on the CPU only
 
@@ -110,14 +120,13 @@ class HashIndex(nn.Module):
         self._hash_keys = [0] * len(self.specs) if hash_keys is None else list(hash_keys)
         kinds = {(spec.eviction.order, spec.insert_policy.value) for spec in self.specs}
         if len(kinds) > 1:
-            eviction_names = sorted({spec.eviction.value for spec in self.specs})
+            kind_names = {f"{s.eviction.value} ({s.insert_policy.name})" for s in self.specs}
             raise ValueError(
                 "the tables of a module must agree in eviction and insert_policy, got "
-                f"{', '.join(eviction_names)}; make one module for each"
+                f"{', '.join(sorted(kind_names))}; make one module for each"
             )
         self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
-        self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
-        # Set by a memory budget: raises a table's limit towards some buckets, and returns it.
+        self.limits = [spec.max_buckets for spec in self.specs]
         self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
@@ -166,7 +175,7 @@ class HashIndex(nn.Module):
         return list(self._buffers.values())  # type: ignore[arg-type]  # none is None
 
     def clear(self) -> None:
-        """Remove all keys, counters and ticks; tables have their initial capacity again."""
+        """Remove all keys, set counters and tick to 0, and tables to their initial capacity."""
         self.versions.forget()
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
@@ -195,7 +204,7 @@ class HashIndex(nn.Module):
         return self._hash_keys[table]
 
     def empty(self, table: int, hash_key: int | None = None) -> None:
-        """Remove all keys of a table, which keeps its size.
+        """Remove all keys of a table; its capacity stays, and so do its counters.
 
         Args:
             table: number of the table.
@@ -266,15 +275,16 @@ class HashIndex(nn.Module):
         Args:
             keys: the batch.
             counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
-            batch_scores: int64 `[T]`, the scores of this batch, where eviction is by assigned
-                scores.
+            batch_scores: int64 `[T]`, the scores of this batch, needed where eviction is by
+                assigned scores.
             admit: function of the batch and its misses that returns which of these to admit: bool
-                `[L]` by miss, or None for all.
-            rows: values that move with their entries when a table grows.
+                `[L]` by miss, or None for all. It may overwrite `Misses.counts`, by which
+                orders with counts rank new keys. None admits all.
+            rows: values that move with their entries when a table grows; None if there are none.
             effects: native calls that were made before an interruption; None for a first call.
 
         Returns:
-            Slots of the batch. On the CPU, `misses` and `result` are None if all keys hit.
+            Slots of the batch. On the CPU, its other fields are None if all keys hit.
         """
         effects = Effects() if effects is None else effects
         self.begin_insertion(effects)
@@ -313,7 +323,7 @@ class HashIndex(nn.Module):
             self.versions.advance()
 
     def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
-        """Keep an insertion with misses for watchers, and return it."""
+        """Note an insertion with misses for watchers of `versions`, and return it."""
         self.versions.note_batch(keys, inserted)
         return inserted
 
@@ -375,7 +385,7 @@ class HashIndex(nn.Module):
                 rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
 
     def set_limit(self, table: int, buckets: int) -> None:
-        """Set the number of buckets up to which a table may grow, in [buckets in use, all]."""
+        """Set the buckets up to which a table may grow; at least those in use, not checked."""
         self.tables[table, HashTableColumn.MAX_BUCKETS] = buckets
         self.limits[table] = buckets
 
@@ -397,7 +407,10 @@ class HashIndex(nn.Module):
         self._split(Keys.of(ids, table), slots, offsets, None, rows, Effects())
 
     def erase(self, keys: Keys, effects: Effects | None = None) -> Tensor:
-        """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none."""
+        """Remove keys; return the freed slots by position, int64 `[L]`, -1 for none.
+
+        Only the first position of a key that repeats has its slot.
+        """
         self.versions.advance()
         effects = Effects() if effects is None else effects
         freed: Tensor = effects.once(hash.hash_erase_, self.tensors(), *keys)
@@ -411,7 +424,9 @@ class HashIndex(nn.Module):
         num_buckets: int | None = None,
         effects: Effects | None = None,
     ) -> Tensor:
-        """Remove keys of `num_buckets` buckets (None: all) that were last used before a tick.
+        """Remove the keys that were last used before a tick, and wait for the device.
+
+        `num_buckets` buckets from `first_bucket` on are searched; None is all that follow.
 
         Returns:
             The removed keys, int64 `[N]`, on the index's device.
@@ -453,7 +468,8 @@ class HashIndex(nn.Module):
     ) -> None:
         """Overwrite the stamps and scores of entries, int64 `[N]` each; None leaves the scores.
 
-        `slots` of the table must be distinct and >= 0; not checked.
+        `slots` of the table must be distinct and >= 0, and `scores` be None if the order of
+        eviction has none; not checked.
         """
         self.forget_queues(table, slots)
         entries = self.table_entries(table)
@@ -534,7 +550,7 @@ class HashIndex(nn.Module):
         self.counters.zero_()
 
     def nbytes(self) -> int:
-        """Return the bytes of the slots in use."""
+        """Return the bytes of the slots in use (reads the device)."""
         num_slots = sum(self.capacity(t) for t in range(len(self.specs)))
         words = self.entries.shape[1] + (self.versions.by_slot is not None)
         queue_words = num_slots // SLOTS * QUEUE_WORDS * self._has_queues
@@ -560,7 +576,9 @@ class HashIndex(nn.Module):
         """Check that `restore` takes a snapshot; return the number of slots of each table in it.
 
         Raises:
-            ValueError: it is of tables of other capacities, loads or eviction, or is malformed.
+            ValueError: it is of tables of other capacities or loads, has scores where this index
+                has none or the reverse, or is malformed. Values of tags and entries are not
+                checked.
         """
         entries = dumps.check_entries("index", snapshot, _SNAPSHOT)
         tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
@@ -596,10 +614,10 @@ class HashIndex(nn.Module):
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Restore a snapshot of tables of the same capacities.
+        """Restore a snapshot, with its hash keys; slots that were found before become stale.
 
         Raises:
-            ValueError: it is of other tables, or malformed; nothing was changed.
+            ValueError: see `check_snapshot`; nothing was changed.
         """
         self.check_snapshot(snapshot)
         saved = _with_hash_keys(snapshot["tables"])

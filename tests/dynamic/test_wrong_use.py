@@ -17,6 +17,7 @@ from emblib import (
     FrequencyAdmission,
     HashTable,
     HostRows,
+    InsertPolicy,
     optim,
     storage,
 )
@@ -48,6 +49,12 @@ def test_a_batch_that_is_refused_gives_no_key_a_row(
     with pytest.raises(error, match=says):
         table(**{"indices": IDS, "offsets": OFFSETS, **options})
     assert (table.size(0), table.num_training_steps) == (0, 0)
+
+
+def test_tables_that_differ_in_the_insert_policy_are_told_apart() -> None:
+    tables = [DynamicSpec(32, 4, insert_policy=policy) for policy in InsertPolicy]
+    with pytest.raises(ValueError, match=r"got lru \(ALWAYS_EVICT\), lru \(EVICT_IF_LOWER\); make"):
+        DynamicEmbeddingBags(tables)
 
 
 def test_ids_of_inference_mode_are_trained() -> None:
