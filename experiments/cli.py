@@ -1,6 +1,6 @@
 """`python run.py ...`: run a command, or check the words of an experiment and measure it.
 
-A usage error is one line on stderr and exit status 2.
+A usage error is a message on stderr and exit status 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ examples
 A repeated run resumes: what an earlier run has measured, of the same code on the same machine, is
 taken from there (rerun=all measures everything again).
 
-exit status
+exit status of experiments; some commands have others, which their --help lists
   0  done; running out of memory is a result (with strict=true it is a failure)
   1  internal error                       2  wrong usage
   3  the gate: a confirmed regression     4  the gate is not sure, and gate.strict=true
@@ -88,7 +88,11 @@ def questions_in_brief() -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command line, without the program's name, and return the exit status.
+
+    The options of a command are parsed by argparse, which raises SystemExit: 0 after --help, 2 for
+    a usage error. Internal errors are raised as they are.
+    """
     # On a busy machine, a thread that waits by spinning occupies the core of the thread it waits
     # for: with two busy cores every contender takes 10 to 50 times as long. OpenMP reads the
     # variable when torch is loaded, so it is set first. The user's own value has precedence.
@@ -137,7 +141,10 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
-    """Check the words of an experiment and run it; return the exit status."""
+    """Check the words of an experiment and run it; return the exit status.
+
+    Flags: --help and --cfg job print instead; --multirun hands all arguments to Hydra.
+    """
     from experiments import configure
 
     flags = {a for a in arguments if a.startswith("-")}

@@ -60,7 +60,7 @@ def groups() -> dict[str, list[str]]:
 
 
 def question(experiment: str) -> str:
-    """Return the `# Question:` comment at the top of an experiment's YAML as one line."""
+    """Return the `# Question:` comment of an experiment's YAML as one line; "" without one."""
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     text = []
     for line in lines:
@@ -83,7 +83,11 @@ def load(arguments: Sequence[str]) -> Config:
 
 
 def composed_yaml(arguments: Sequence[str]) -> str:
-    """Return the configuration of the words of a command line as YAML, before `check_values`."""
+    """Return the configuration of the words of a command line as YAML, before `check_values`.
+
+    Raises:
+        UsageError: a key, a type or a choice is wrong.
+    """
     return OmegaConf.to_yaml(_compose(arguments))
 
 
@@ -116,9 +120,11 @@ def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
     Without this an experiment's seconds per cell would overrule those of `timing=quick`. Keys in
     `typed`, of the command line, keep their value.
     """
+    name, presets = composed.timing.preset, groups()["timing"]
+    if name not in presets:
+        raise UsageError(f"timing.preset: {_unknown_name('preset', name, presets, 'timing=', 0.4)}")
     preset, standard = (
-        cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{name}.yaml"))
-        for name in (composed.timing.preset, "standard")
+        cast(DictConfig, OmegaConf.load(CONF / "timing" / f"{n}.yaml")) for n in (name, "standard")
     )
     for name in BUDGETS:
         if f"timing.{name}" not in typed and composed.timing[name] != preset[name]:
@@ -126,7 +132,7 @@ def _scale_budgets(composed: DictConfig, typed: Collection[str]) -> None:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Convert a composed configuration to a Config and check its values.
+    """Convert a configuration, composed with the schema `Config`, to a Config and check its values.
 
     Raises:
         UsageError: a value breaks a rule.
@@ -134,16 +140,14 @@ def to_config(composed: DictConfig) -> Config:
     """
     config = cast(Config, OmegaConf.to_object(composed))
     _convert_modes(config)
+    _clear_headline(config)
     complete_options(config)
     check_values(config)
     return config
 
 
 def _convert_modes(config: Config) -> None:
-    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}.
-
-    Clear the headline if the user's workload is a trace and the headline's case is not.
-    """
+    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}."""
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
         if name not in [mode.value for mode in Mode]:
@@ -153,6 +157,10 @@ def _convert_modes(config: Config) -> None:
     if not names:
         raise UsageError("timing.modes must name at least one mode, e.g. timing.modes=[hot]")
     config.timing.modes = [Mode(name) for name in names]
+
+
+def _clear_headline(config: Config) -> None:
+    """Clear the headline if the user's workload is a trace and the headline's case is not."""
     case = config.cases.get(config.report.headline)
     if (
         config.workload.distribution is Distribution.trace
@@ -188,7 +196,11 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def check_keys(overrides: Sequence[str]) -> None:
-    """Raise UsageError for an override of an unknown key or group; Hydra would accept any +key."""
+    """Raise UsageError for an override of an unknown key, group or choice.
+
+    Hydra would accept any +key. Also refused are words that Hydra cannot parse, the removal of a
+    key, `+` before a known key, and lists without brackets.
+    """
     choices = groups()
     cases = _case_names(overrides)
     known = _types_by_key(cases)
@@ -368,10 +380,10 @@ def _unknown_name(
 
 
 def complete_options(config: Config) -> None:
-    """Complete the options of the run and of its cases by the defaults of their kinds.
+    """Complete the options of the run, and of cases with a kind, by the defaults of their kinds.
 
     Raises:
-        UsageError: an unknown kind, or options that it does not have.
+        UsageError: an unknown kind, or options that it does not have or permit.
     """
     if config.kind not in kinds.KINDS:
         raise UsageError(_unknown_name("kind", config.kind, kinds.KINDS, "kind=", 0.4))

@@ -1,4 +1,4 @@
-"""Zip files with checksums: equal content gives equal bytes; files without a sum are refused."""
+"""Zip files with checksums: the same contents and zlib give the same bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 
 SUMS = "SHA256SUMS"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # earliest time of a zip file
-MAX_BYTES = 1 << 30  # maximum of an unpacked bundle, far above the size of results
+MAX_BYTES = 1 << 30  # maximum size of an unpacked bundle, far above the size of results
 
-# Errors of reading a damaged zip file.
+# Errors that reading a damaged or unreadable zip file raises.
 DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
@@ -29,21 +29,27 @@ DAMAGED = (
     ValueError,
 )
 
-
 TOO_LARGE = f"it would unpack to more than {MAX_BYTES >> 30} GiB"
 
 
 class BundleError(Exception):
-    """A file is no bundle, or differs from what was packed; the message says how."""
+    """A bundle cannot be packed, read or measured again; the message says why."""
 
 
 def write(path: Path, contents: Mapping[str, bytes]) -> str:
-    """Write a zip file of {name: content} and of a file of checksums; return that file's sha256.
+    """Write a zip file of the contents and of SUMS; return the sha256 of SUMS.
 
-    `sha256sum -c` can read the checksums.
+    SUMS holds the contents' checksums in the format of `sha256sum`. A file at `path` is replaced
+    once the new one is complete.
+
+    Args:
+        path: zip file to write; its folder is created.
+        contents: {name: content}. Names are relative POSIX paths without "..", backslash or line
+            break, and not SUMS: `read` refuses others, which this function does not check.
 
     Raises:
-        BundleError: the contents are larger than MAX_BYTES.
+        BundleError: contents and checksums together are larger than MAX_BYTES.
+        OSError: the file cannot be written.
     """
     lines = [f"{hashlib.sha256(data).hexdigest()}  {name}" for name, data in contents.items()]
     sums = "\n".join(sorted(lines, key=lambda line: line[66:])) + "\n"
@@ -65,7 +71,12 @@ def write(path: Path, contents: Mapping[str, bytes]) -> str:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    """Return {name: content} of a bundle; raise BundleError if a name or a checksum is wrong."""
+    """Return {name: content} of a bundle, SUMS included.
+
+    Raises:
+        BundleError: there is no such file, it cannot be read, it would unpack to more than
+            MAX_BYTES, or a name or a checksum is wrong.
+    """
     if not path.is_file():
         raise BundleError(f"there is no file {path}")
     try:
@@ -80,7 +91,10 @@ def read(path: Path) -> dict[str, bytes]:
 
 
 def _check_names(entries: list[zipfile.ZipInfo]) -> None:
-    """Check that names are relative and unique, entries plain files, and the sum of sizes small."""
+    """Raise BundleError unless names are relative and unique and entries are plain files.
+
+    Sizes as the zip file states them may sum up to MAX_BYTES.
+    """
     counts = Counter(entry.filename for entry in entries)
     if twice := sorted(name for name, n in counts.items() if n > 1):
         raise BundleError(f"{twice[0]} is in it twice")
@@ -119,7 +133,12 @@ def _check_sums(contents: Mapping[str, bytes]) -> None:
 
 
 def unpack(contents: Mapping[str, bytes], folder: Path) -> None:
-    """Write the contents, whose names `read` has checked, into a folder."""
+    """Write contents that `read` returned into a folder, over files of the same names.
+
+    Raises:
+        OSError: a file cannot be written, for example because another is where its folder belongs.
+        ValueError: the file system cannot represent a name.
+    """
     for name, data in contents.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The claims of a run that another machine can confirm: ratios, hit rates and bytes, no times."""
+"""The claims of a run that another machine can confirm: ratios, hit rates and bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ RULE = (
     "A ratio of times holds if the interval measured again meets the claimed one widened by the "
     "tolerance on both sides, and does not say the opposite (slower where the claim, with its "
     "interval, says faster). A hit rate holds within half a percentage point. Bytes are exact. "
-    "Claims are compared only where the batches were the same, and a ratio only where there were "
-    "two processes or more, which an interval takes."
+    "Claims are compared only where the batches were the same, and a ratio only if it has an "
+    "interval when it is measured again, which takes two processes or more."
 )
 
 
@@ -44,11 +44,11 @@ class Claim:
 
     Attributes:
         measure: kind of number.
-        about: cell, arm and mode, the same in every run of the configuration.
+        about: "cell · label of the arm", and for a ratio " · mode".
         what: name of the number.
         value: value.
-        lo: lower end of the interval; nan without an interval.
-        hi: upper end of the interval; nan without an interval.
+        lo: lower end of a ratio's interval, nan if it has none; `value` of other measures.
+        hi: upper end of a ratio's interval, nan if it has none; `value` of other measures.
     """
 
     measure: Measure
@@ -60,7 +60,7 @@ class Claim:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return a key that the same claim of another run has too."""
+        """Return the key that identifies a claim among those of a run."""
         return self.about, self.what
 
     def plain(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class CheckedClaim:
     Attributes:
         claim: claim of the bundle.
         outcome: whether it holds.
-        again: the same claim of the new run; None if that has no such number.
+        again: the same claim of the new run; None if that has no such number, or other batches.
         reason: why it could not be compared; "" if it was.
     """
 
@@ -87,7 +87,7 @@ class CheckedClaim:
 
 
 def claims_of(run: Run) -> list[Claim]:
-    """Return the claims of a run; a smoke run claims bytes only, since its times mean nothing."""
+    """Return the claims of a run; a smoke run has capped sizes and claims bytes only."""
     return _bytes(run) if run.smoke else [*_ratios(run), *_hit_rates(run), *_bytes(run)]
 
 
@@ -131,7 +131,7 @@ def _bytes(run: Run) -> list[Claim]:
 def compare(
     old: Sequence[Claim], new: Sequence[Claim], why_not: Mapping[str, str], tolerance: float
 ) -> list[CheckedClaim]:
-    """Pair old claims with new ones.
+    """Check each old claim against the new one of the same key, in the order of `old`.
 
     Args:
         old: claims of the bundle.
@@ -156,7 +156,11 @@ def compare(
 
 
 def holds(claim: Claim, new_claim: Claim, tolerance: float) -> bool:
-    """Return whether a claim holds by RULE."""
+    """Return whether a claim holds by RULE.
+
+    `new_claim` has the same key, and an interval if it is a ratio. A claimed ratio without an
+    interval counts as the interval from its value to its value. `tolerance` is of ratios alone.
+    """
     if claim.measure is Measure.nbytes:
         return claim.value == new_claim.value
     if claim.measure is Measure.hit_rate:

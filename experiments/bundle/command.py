@@ -17,8 +17,9 @@ from experiments.report import text
 
 STATUS = """\
 exit status of verify: 0 everything holds; 1 internal error; 2 wrong usage; 3 the bundle is damaged,
-or a number does not follow from its samples; 4 a claim did not hold when it was measured again; 5
-some claims could not be measured again; 6 none could; 130 interrupted.
+or a number does not follow from its samples; with --rerun: 4 a
+claim did not hold; 5 some claims could not be measured again, the others hold; 6 none could, or
+there are none; 130 interrupted.
 """
 
 
@@ -36,8 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "verify", help="check the sums, rebuild every number from its samples", epilog=STATUS
     )
     checker.add_argument("bundle", type=Path, metavar="X.zip")
-    checker.add_argument("--rerun", action="store_true", help="measure again what is claimed")
-    checker.add_argument("--only", nargs="+", default=[], metavar="EXPERIMENT", help="rerun these")
+    checker.add_argument(
+        "--rerun",
+        action="store_true",
+        help="measure again what is claimed; the options below are of this",
+    )
+    checker.add_argument(
+        "--only", nargs="+", default=[], metavar="EXPERIMENT", help="measure these again"
+    )
     checker.add_argument(
         "--tolerance",
         type=float,
@@ -54,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run an action; a BundleError is status 3 of `verify`, status 2 of the others."""
+    """Run an action; return the exit status: 3 for a BundleError of `verify`, 2 of the others."""
     try:
         if arguments.action == "pack":
             return _pack(arguments)
@@ -82,11 +89,15 @@ def _pack(parsed: argparse.Namespace) -> int:
 def _verify(parsed: argparse.Namespace) -> int:
     """Check a bundle and, with --rerun, measure it again; return the exit status.
 
-    With a wrong tolerance or path it raises UsageError.
+    Raises:
+        BundleError: the bundle is damaged.
+        UsageError: an option has a wrong value, or there is no such file.
     """
+    from experiments.bundle.rerun import check_preset
     from experiments.bundle.verify import check
 
-    if parsed.tolerance < 0:
+    check_preset(parsed.timing)
+    if not parsed.tolerance >= 0:  # nan too
         raise UsageError(f"--tolerance must be >= 0, got {parsed.tolerance}")
     if not parsed.bundle.is_file():
         raise UsageError(f"there is no file {parsed.bundle}")

@@ -33,9 +33,9 @@ _templates = template_environment(Path(__file__).parent, keep_trailing_newline=T
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
 REQUIRED_FILES = ("config.yaml", "environment.json")
-# Files that packing renders again from the samples, and suffixes of copies in another format.
+# Files that packing renders again from the samples, and hidden files, which are not packed.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
-COPY_SUFFIXES = (".svg", ".parquet")
+COPY_SUFFIXES = (".svg", ".parquet")  # copies of packed files in another format: not packed
 
 
 class RunEntry(TypedDict):
@@ -52,7 +52,7 @@ class RunEntry(TypedDict):
     device: str | None  # name of the device
     cuda: bool
     torch: str | None  # version
-    code: dict[str, Any]  # commit `sha`, and whether the work tree was `dirty`
+    code: dict[str, Any]  # commit `sha`, and whether the work tree was `dirty`; {} if unknown
     hardware_id: str | None
     claims: list[dict[str, Any]]  # see `Claim.plain`
 
@@ -86,9 +86,16 @@ class Packed:
 
 
 def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
-    """Pack runs into the bundle `out`; raise BundleError for a directory that is no run.
+    """Pack runs into a bundle.
 
-    `folder` is a scratch folder, in which the reports are rebuilt.
+    Args:
+        directories: directories of the runs, which are not changed.
+        out: bundle to write; an older file is replaced.
+        folder: empty scratch folder, in which the reports are rebuilt.
+
+    Raises:
+        BundleError: a directory is no run, its report cannot be rebuilt, or the bundle would be
+            too large.
     """
     contents: dict[str, bytes] = {}
     runs: list[RunEntry] = []
@@ -132,10 +139,10 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
 def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
     """Return runs/<experiment>/<run>, with a number if `used` has the name.
 
-    A reference has the name of its experiment, so the folder of its device names the run.
+    A reference is stored as <device>/<experiment>, so <device> stands for <run>.
 
     Raises:
-        BundleError: the directory is no run, or its name could leave the bundle.
+        BundleError: the directory is no run, or its configuration has a name that is no folder's.
     """
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
@@ -155,9 +162,9 @@ def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
 
 
 def _copy_rebuilt(directory: Path, target: Path) -> Run:
-    """Copy a run, and write its derived files by this harness, so that `verify` can repeat it.
+    """Copy a run and render its tables and reports again; return the copy.
 
-    Runs of kinds with reports of their own (the gate's) are copied unchanged.
+    The reports of kinds with a `rebuild` function (the gate's) are copied as they are.
     """
     try:
         run = Run.read(directory)
@@ -214,7 +221,7 @@ def run_entry(name: str, run: Run) -> RunEntry:
 
 
 def _source_archive(sha: str) -> bytes | None:
-    """Return the commit as a compressed tar file; None where git does not have it."""
+    """Return the commit as a compressed tar file; None if git fails or does not have it."""
     command = ["git", "archive", "--format=tar", f"--prefix=emblib-{sha}/", "--end-of-options", sha]
     try:
         completed = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
@@ -233,7 +240,7 @@ def _source_note(sha: str, *, known: bool) -> str:
 
 
 def _installed_packages() -> str:
-    """Return the packages that are installed here, a line each."""
+    """Return the packages that are installed here, one per line."""
     versions = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
     lines = sorted(f"{name}=={version}" for name, version in versions)
     return "# Installed where the bundle was packed.\n" + "\n".join(lines) + "\n"
@@ -241,7 +248,7 @@ def _installed_packages() -> str:
 
 @cache
 def harness_digest() -> str:
-    """Return a hash of the sources that compute numbers and texts from samples."""
+    """Return a hash of the sources and templates of `experiments`."""
     digest = hashlib.sha256()
     folder = ROOT / "experiments"
     sources = [p for suffix in ("py", "html", "md", "jinja") for p in folder.rglob(f"*.{suffix}")]

@@ -33,12 +33,19 @@ class Remeasurement:
     """The claims of a packed run, checked by a new run.
 
     Attributes:
-        findings: every claim of the packed run, also if it could not be measured.
-        run: the new run; None if there is none.
+        findings: one entry per claim of the packed run, also if it could not be measured.
+        run: the new run; None if nothing was measured.
     """
 
     findings: list[CheckedClaim]
     run: Run | None = None
+
+
+def check_preset(preset: str) -> None:
+    """Raise UsageError if there is no such timing preset; "" stands for the run's own."""
+    presets = configure.groups()["timing"]
+    if preset and preset not in presets:
+        raise UsageError(f"no timing '{preset}'. There is: {', '.join(presets)}")
 
 
 def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
@@ -46,13 +53,14 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
 
     Args:
         path: config.yaml of the run.
-        folder: folder of the new run.
+        folder: `report.folder` of the new configuration.
         preset: timing preset to use instead of the run's; "" for none.
 
     Raises:
-        BundleError: this version of the harness cannot read the configuration.
+        BundleError: this version of the harness cannot run the configuration.
         UsageError: there is no such preset.
     """
+    check_preset(preset)
     configure.register()
     packed = read_config(path)
     assert isinstance(packed, DictConfig)
@@ -64,9 +72,6 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     packed.rerun = Rerun.all.value
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
-        if not source.is_file():
-            presets = ", ".join(configure.groups()["timing"])
-            raise UsageError(f"no timing '{preset}'. There is: {presets}")
         pool = packed.timing.pool  # another number of batches would be another measurement
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
@@ -85,10 +90,12 @@ def measure_again(
 ) -> Remeasurement:
     """Measure one run in a new process and compare its claims with the packed ones.
 
+    A run without claims is not measured, nor a run of a GPU where there is none.
+
     Args:
         entry: the run's entry of bundle.json.
         packed: directory of the packed run.
-        folder: folder of the new run, which is written below it by `run.py bundle measure`.
+        folder: folder that does not exist yet, for `run.py bundle measure` to write the run into.
         tolerance: relative tolerance of ratios of times.
         preset: timing preset to use instead of the run's; "" for none.
 
@@ -127,7 +134,7 @@ def _unmeasured(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
 
 
 def missing_reasons(run: Run) -> dict[str, str]:
-    """Return {about: reason} of the claims that a run has no number for."""
+    """Return the reasons of a run's failed records, by `Claim.about` of the missing claims."""
     reasons = {}
     for record in run.failures():
         reason = f"{record['status']}: {record['reason']}"
@@ -137,7 +144,7 @@ def missing_reasons(run: Run) -> dict[str, str]:
 
 
 def cells_with_other_batches(old: Run, new: Run) -> set[str]:
-    """Return the cells whose batches differ although the seed is the same."""
+    """Return the cells whose batches differ between two runs although the seed is the same."""
     old_digests = {
         (r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")
     }
@@ -152,11 +159,7 @@ def cells_with_other_batches(old: Run, new: Run) -> set[str]:
 def measure_packed(path: Path, folder: Path, preset: str) -> int:
     """Measure one packed configuration; return the exit status of the run.
 
-    It takes the arguments of `load_packed_config`.
-
-    Raises:
-        BundleError: this version of the harness cannot read the configuration.
-        UsageError: there is no such preset.
+    Arguments and errors are those of `load_packed_config`.
     """
     config = load_packed_config(path, folder, preset)
     from experiments.run import runner

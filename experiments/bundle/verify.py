@@ -1,4 +1,4 @@
-"""Verify that every number of a bundle follows from its samples."""
+"""Verify that tables, claims and reports of a bundle follow from its samples, but not figures."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ RELATIVE_TOLERANCE = 1e-9  # error of a number that was written as text or summe
 MAX_SHOWN = 5  # maximum number of differences that are shown per table
 NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
 CLAIM_ENTRIES = ("measure", "about", "what", *NUMBERS)
+# Files of a run that no note is written about: the run itself and its reports.
 CHECKED_FILES = {
     "points.jsonl",
     "config.yaml",
@@ -97,7 +98,7 @@ CHECKED_FILES = {
     "report.md",
     "index.html",
 }
-# Required entries of a run.
+# Entries that bundle.json must have per run, besides `folder` and `claims`.
 RUN_ENTRIES = ("experiment", "device", "cuda", "torch", "code", "seconds")
 
 
@@ -107,9 +108,9 @@ class Verification:
 
     Attributes:
         description: bundle.json.
-        numbers: number of compared numbers.
+        numbers: number of compared numbers of tables, and of compared claims.
         problems: contradictions between the bundle and its samples.
-        notes: remarks for the reader.
+        notes: notes of the bundle, and what could not be checked.
     """
 
     description: BundleDescription
@@ -119,7 +120,16 @@ class Verification:
 
 
 def check(path: Path, folder: Path) -> Verification:
-    """Unpack a bundle into `folder` and rebuild its numbers; raise BundleError if it is damaged."""
+    """Unpack a bundle, rebuild its runs from their samples, and compare.
+
+    Args:
+        path: bundle.
+        folder: folder to unpack into. Runs are rebuilt in its sibling `rebuilt`. Neither exists
+            yet.
+
+    Raises:
+        BundleError: the bundle is damaged, of another version, or cannot be unpacked.
+    """
     contents = archive.read(path)
     description = _description(contents)
     try:
@@ -133,7 +143,7 @@ def check(path: Path, folder: Path) -> Verification:
             "The bundle was packed by another version of the harness. Numbers are compared where "
             "both have them; what the report says in words is not."
         )
-    elif contents.get("REPRODUCE.md") != reproduce(description).encode():
+    elif not _is_reproduced(description, contents.get("REPRODUCE.md")):
         checked.problems.append("REPRODUCE.md does not say what bundle.json says")
     checked.problems += _files_of_no_run(contents, description["runs"])
     for number, entry in enumerate(description["runs"]):
@@ -148,8 +158,15 @@ def check(path: Path, folder: Path) -> Verification:
     return checked
 
 
+def _is_reproduced(description: BundleDescription, packed: bytes | None) -> bool:
+    try:
+        return reproduce(description).encode() == packed
+    except Exception:  # a forged description may raise any error
+        return False
+
+
 def _description(contents: Mapping[str, bytes]) -> BundleDescription:
-    """Return bundle.json after checking that its runs are inside the bundle."""
+    """Return bundle.json; raise BundleError if it lacks entries or names a run outside."""
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
     try:
@@ -164,6 +181,8 @@ def _description(contents: Mapping[str, bytes]) -> BundleDescription:
             for part, names in needed:
                 if missing := set(names) - set(part):
                     raise KeyError(min(missing))
+            if not isinstance(entry["code"], dict):
+                raise TypeError(f"code is {entry['code']!r}")
         needed_keys = {"notes": list(description["notes"]), "harness": description["harness"]}
         return cast(BundleDescription, description | needed_keys)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -171,7 +190,7 @@ def _description(contents: Mapping[str, bytes]) -> BundleDescription:
 
 
 def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return files that belong to no run."""
+    """Return a problem per file that neither a run nor the bundle itself has."""
     known_names = {
         archive.SUMS,
         "bundle.json",
@@ -179,7 +198,7 @@ def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, 
         "LICENSE",
         "environment/packages.txt",
     }
-    known_names |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
+    known_names |= {f"source/{run['code'].get('sha')}.tar.gz" for run in runs}
     folders = ("conf/", *(f"{run['folder']}/" for run in runs))
     names = sorted(n for n in contents if n not in known_names and not n.startswith(folders))
     return [f"{name} belongs to no run that bundle.json has" for name in names]
@@ -287,9 +306,10 @@ def _read_table(path: Path) -> pd.DataFrame:
 
 
 def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
-    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers.
+    """Return the differences of two tables in words, and the number of compared numbers.
 
-    Rows are compared by position, and only the columns that both tables have.
+    Rows are compared by position, and only the columns that both tables have. Of more than
+    MAX_SHOWN differences the rest is counted. Tables of unequal lengths are not compared.
     """
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0

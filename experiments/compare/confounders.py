@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from experiments.compare.machines import Machine, group_by_value
 from experiments.report.data import Run
 
-# Keys of a configuration that depend on the machine, or determine how much is measured, not what.
+# Beginnings of the keys that depend on the machine or determine how much is measured, not what.
 IGNORED_KEYS = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
+# Keys of sizes and of what is listed, which may be chosen for the machine.
 SIZE_KEYS = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
 # Environment variables that another notice covers, or that are paths of scripts.
@@ -34,7 +35,7 @@ class Difference:
 
     weight: Weight
     what: str  # name of the fact that differs
-    text: str  # its values with their machines
+    text: str  # its values with their machines, or what differs in words
 
     def sentence(self) -> str:
         """Return the notice: 'Confounded: torch: 2.11 on A; 2.13 on B.'."""
@@ -43,7 +44,7 @@ class Difference:
 
 
 def find_differences(machines: Sequence[Machine]) -> list[Difference]:
-    """Return all differences, confounders first."""
+    """Return the differences, confounders first; an unknown value differs from none."""
     facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
     facts["mode of timing"] = [m.mode for m in machines]
     remarks = ("build of torch", "preset", "CPU threads")
@@ -61,7 +62,7 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
-    """Return the values of each fact, one per run; an unknown value is None."""
+    """Return the values of each fact, one per run; None if unknown or without effect there."""
     environments = [run.environment for run in runs]
     torch = [str(e.get("torch") or "") or None for e in environments]
     versions = [t and t.partition("+")[0] for t in torch]
@@ -99,7 +100,7 @@ def _facts(runs: Sequence[Run]) -> Mapping[str, Sequence[object]]:
 
 
 def _configuration(machines: Sequence[Machine]) -> list[Difference]:
-    """Return the keys of the configurations that differ; sizes are only a remark."""
+    """Return the keys whose values differ between configurations; sizes are only a remark."""
     trees = [OmegaConf.to_container(m.run.config, resolve=True) for m in machines]
     values = pd.concat([pd.json_normalize(tree).map(repr) for tree in trees])
     differing = [
@@ -115,7 +116,7 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
 
 
 def _state(machines: Sequence[Machine]) -> list[Difference]:
-    """Return faults of single runs, and whether all runs are of one machine."""
+    """Return faults of single runs, and a remark if all runs are of one machine."""
     remarks = []
     dirty = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty:

@@ -1,6 +1,6 @@
 """The figures of a comparison: rates from machine to machine, speed-ups against bandwidths.
 
-A data frame has rows of `Comparison.points`, which lists the columns.
+Data frames of points are selections of rows of `Comparison.points`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def figures(comparison: Comparison) -> list[Figure]:
 
 
 def rates(comparison: Comparison, phase: str) -> Figure:
-    """Return the figure of lookups per second, and shares of a bandwidth, over the machines."""
+    """Return the figure of lookups per second over the machines.
+
+    A second panel shows shares of a bandwidth if one is known of every machine.
+    """
     points, role = comparison.points, comparison.headline
     ceiling_column = common_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
@@ -106,7 +109,7 @@ def _over_machines(
 
 
 def speedups(comparison: Comparison) -> Figure:
-    """Return the figure of speed-ups by role, with ratios of bandwidths, a panel per machine."""
+    """Return the figure of speed-ups by role, a panel per machine after the first."""
     base = comparison.machines[0].label
     steps = comparison.points[comparison.points["phase"] == "step"]
     height = 1.4 + 0.14 * steps.groupby(["role", "arm"]).ngroups + 0.1 * steps["role"].nunique()
@@ -188,7 +191,10 @@ def against_baseline(comparison: Comparison) -> list[Figure]:
 
 
 def working_set(comparison: Comparison) -> list[Figure]:
-    """Return the figure of bandwidth shares by size of the tables; [] without a sweep of E."""
+    """Return the figure of bandwidth shares by size of the tables.
+
+    [] if the runs share no sweep of E, or no bandwidth is known of every machine.
+    """
     points = comparison.points[comparison.points["phase"] == "step"]
     points = points[points["role"].str.match(r"sweep, (base point|E=[^,]+)$")]
     ceiling_column = common_ceiling(points) if points["role"].nunique() > 1 else None

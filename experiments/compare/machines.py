@@ -1,7 +1,7 @@
 """Runs of an experiment on several machines, joined into a table of measured points.
 
 Points of several runs are compared if their *role* is the same: the name of a case, or a point of
-the sweep, with the same contender. Ratios between machines are not paired, as `gain` says.
+the sweep, with the same contender. Ratios between machines are not paired: see `Comparison`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CEILINGS = {
 
 
 class NotComparable(ValueError):
-    """Runs cannot be compared; the message has the reason and the remedy."""
+    """Runs cannot be compared; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class Machine:
         return str(self.run.environment.get("device", "unknown device"))
 
     def bandwidths(self, row_bytes: float) -> dict[str, float]:
-        """Return the bandwidths in GB/s: in theory, of copies, of gathers of such rows."""
+        """Return the bandwidths in GB/s: in theory, of copies, of gathers of such rows.
+
+        An unknown bandwidth is nan.
+        """
         theory = self.device.bandwidth_gb_s if self.device else None
         return {
             "theory": math.nan if theory is None else theory,
@@ -87,10 +90,11 @@ class Comparison:
         machines: machines; the others are compared with the first.
         points: row per machine, role, contender and phase. A role is the position of a cell in its
             experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
-            CEILINGS. `same` is True if the work is equal to the first machine's. `gain` is `rate` ÷
-            the rate of the first machine. `gain_lo` and `gain_hi` are its extremes if both rates
-            may be anywhere in their intervals: machines cannot take turns, so nothing is paired.
-        left_out: sentences about points that some machine lacks.
+            CEILINGS, 1 being all of it. `same` is True if the work is equal to the first machine's.
+            `gain` is `rate` ÷ the rate of the first machine. `gain_lo` and `gain_hi` are its
+            extremes if both rates may be anywhere in their intervals, nan without intervals:
+            machines cannot take turns, so nothing is paired.
+        left_out: sentences about what is not compared.
     """
 
     machines: Sequence[Machine]
@@ -102,7 +106,7 @@ class Comparison:
         """Read runs and match their points; the first run is the base.
 
         Raises:
-            NotComparable: the runs have no point in common, or are of several experiments.
+            NotComparable: the runs have no point in common, or `read_machines` refuses them.
         """
         machines = read_machines(paths)
         points = measured_points(machines)
@@ -120,7 +124,10 @@ class Comparison:
         return headline_role if (roles == headline_role).any() else str(roles.iloc[0])
 
     def bandwidth_ratios(self, number: int) -> dict[str, float]:
-        """Return the bandwidths of machine `number` ÷ the first machine's, by their source."""
+        """Return the bandwidths of machine `number` ÷ the first machine's; nan if unknown.
+
+        Keys are those of `Machine.bandwidths`; gathers are of rows of the first run's base size.
+        """
         width = WEIGHT_BYTES * float(self.machines[0].run.config.workload.D)
         base, other = (self.machines[n].bandwidths(width) for n in (0, number))
         return {kind: other[kind] / base[kind] for kind in base}
@@ -150,7 +157,7 @@ def _shown(value: object) -> str:
 
 
 def is_remote(path: Path) -> bool:
-    """Return whether a path is HOST:PATH, one of another machine."""
+    """Return whether a path has the form HOST:PATH, and nothing of this machine has that name."""
     return re.match(r"[\w.@-]{2,}:.", str(path)) is not None and not path.exists()
 
 
@@ -172,7 +179,7 @@ def fetch(path: Path, scratch: Path) -> Path:
         raise UsageError(f"{path} is on another machine, and there is no scp to copy it") from None
     if completed.returncode:
         raise UsageError(f"{path} could not be copied: {completed.stderr.strip() or 'scp failed'}")
-    return folder / path.name
+    return folder / Path(str(path).partition(":")[2]).name
 
 
 def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
@@ -215,7 +222,12 @@ def common_ceiling(points: pd.DataFrame) -> str | None:
 
 
 def read_machines(paths: Sequence[Path]) -> list[Machine]:
-    """Read runs of one experiment in the given order; raise NotComparable for others."""
+    """Read the runs in the given order.
+
+    Raises:
+        NotComparable: there are fewer than two, a path is no run, or they are of several
+            experiments, or of a kind whose numbers are not compared.
+    """
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
     for path in paths:
@@ -228,7 +240,9 @@ def read_machines(paths: Sequence[Path]) -> list[Machine]:
             f"these runs ask different questions ({', '.join(names)}): take runs of one experiment"
         )
     if not all(run.kind.reporting.compared for run in runs):
-        raise NotComparable(f"{names[0]} analyses ids only: a machine makes no difference to it")
+        raise NotComparable(
+            f"{names[0]} is of kind {runs[0].kind.name}: its numbers are not compared over machines"
+        )
     # A mode that all runs have, else the first one of each run, which a notice states.
     shared = [mode for mode in runs[0].modes if all(mode in run.modes for run in runs)]
     machines = []
@@ -296,9 +310,10 @@ def _role(record: Record, base: Record) -> str:
 
 
 def _without_defaults(value: object) -> object:
-    """Return the sorted entries of params that are no defaults, and any other value as it is.
+    """Return the sorted entries of params except "", [], None, "auto" and "exact".
 
-    So a field that workloads get later makes no difference to stored runs.
+    These are the defaults of fields that stored runs may lack. A value that is no dictionary is
+    returned as it is.
     """
     if not isinstance(value, dict):
         return value
@@ -306,10 +321,14 @@ def _without_defaults(value: object) -> object:
 
 
 def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
-    """Return the points of every machine, compared with the first machine's (see Comparison)."""
+    """Return the points of every machine, compared with the first machine's (see Comparison).
+
+    Raises:
+        NotComparable: there is no point.
+    """
     frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
-        raise NotComparable("none of these runs has a time: nothing was measured")
+        raise NotComparable("none of these runs has a time of a step or forward pass")
     first = frame[frame["machine"] == 0]
     frame["same"] = frame["role"].map(first.groupby("role")["work"].first()) == frame["work"]
     rates = ["rate", "rate_lo", "rate_hi"]
@@ -321,7 +340,7 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
 
 
 def _points(number: int, machine: Machine) -> pd.DataFrame:
-    """Return the measured points of machine `number`, with the columns of `Comparison.points`."""
+    """Return the measured points of machine `number`, and the column `work` of their cells."""
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()
@@ -348,7 +367,10 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
 
 
 def missing_points(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
-    """Return a sentence per role or contender of `points` that some machine lacks."""
+    """Return a sentence per role or contender of `points` that some machine lacks.
+
+    Hit rates of traces, which `points` never has, get one too.
+    """
     labels = [m.label for m in machines]
     counts = points.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)

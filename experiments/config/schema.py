@@ -1,4 +1,4 @@
-"""The schema of a run's configuration; conf/*.yaml may set these keys only.
+"""The schema of a run's configuration; other keys are refused, except below `options`.
 
 A *cell* is one workload on which contenders are measured side by side. An *arm* of a cell is a
 contender with its variant: its rank, size of cache, or load.
@@ -26,7 +26,7 @@ GROWTH_PHASE = "insert"  # timed call of a hash table that grows
 
 
 class UsageError(Exception):
-    """The command line cannot be run; the message is one line and says what to type instead."""
+    """What the user asks for is wrong or impossible; the message says why."""
 
 
 def require(rule: str, value: object, *, holds: bool) -> None:
@@ -40,7 +40,7 @@ _FOLDER = re.compile(r"\w[\w.-]{0,99}")
 
 
 def folder_name(name: object) -> str:
-    """Return the name of a run's folder; raise UsageError for a name that would be a path."""
+    """Return `name` as text; raise UsageError if it cannot name the folder of a run."""
     if not _FOLDER.fullmatch(str(name)) or name == MULTIRUN:
         raise UsageError(
             f"name={str(name)!r} cannot name the folder of a run: use up to 100 letters, digits, "
@@ -92,7 +92,10 @@ class Ids(Enum):
 
 
 class Design(Enum):
-    """Combination of axes: one varies at a time, all values with all, or value by value."""
+    """Combination of axes: one varies at a time, all values with all, or value by value.
+
+    Ranks vary at the base point only if one axis varies at a time, else at every point.
+    """
 
     one_at_a_time = "one_at_a_time"
     grid = "grid"
@@ -152,8 +155,8 @@ class Optimizer(Enum):
 class WorkloadConfig:
     """T tables of E rows and D columns; B bags per batch and table, L lookups per bag.
 
-    For a trace file, T = 0 means all its tables, E = 0 the rows that the file states, and L is the
-    mean length of its bags.
+    For a trace file, T = 0 means all its tables and E = 0 the rows that the file states; L is
+    replaced by the rounded mean length of its bags.
     """
 
     tables: Tables = Tables.equal
@@ -171,7 +174,7 @@ class WorkloadConfig:
     format: Format = Format.auto
     columns: list[str] = field(default_factory=list)  # tables of the trace, by name; empty: all
     ids: Ids = Ids.exact
-    sha256: str = ""  # checksum of the trace, recorded; if set, another file is refused
+    sha256: str = ""  # of the trace; if set, another file is refused. Runs record it
 
 
 @dataclass
@@ -181,7 +184,7 @@ class TTConfig:
     ranks: list[int] = field(default_factory=lambda: [16])
     tables: int = 7
     row_factors: list[int] = field(default_factory=list)  # empty: emblib chooses
-    dim_factors: list[int] = field(default_factory=list)
+    dim_factors: list[int] = field(default_factory=list)  # empty: emblib chooses
 
 
 @dataclass
@@ -191,7 +194,7 @@ class CacheConfig:
     fractions: list[float] = field(default_factory=lambda: [0.2])  # cached rows ÷ all rows
     warm_batches: int = 60  # first batches of a trace, which fill the cache and are not counted
     batches: int = 60  # batches of a trace that are counted
-    pool: int = 64  # distinct batches of a timed cell; all rows of fewer batches would be cached
+    pool: int = 64  # distinct batches of a timed cell with a cache, instead of timing.pool
     directory: str = ""  # folder of tables on disk; empty: a temporary one
 
 
@@ -199,7 +202,7 @@ class CacheConfig:
 class KeysConfig:
     """Hash tables: workload.E slots, workload.D columns, calls with B × L keys.
 
-    A case with `loads` has kind keys, whatever the kind of its experiment.
+    A case with `loads` and without a kind has kind keys.
     """
 
     loads: list[float] = field(default_factory=list)  # present keys ÷ slots, an arm per value
@@ -227,7 +230,7 @@ class ShardingConfig:
 
 @dataclass
 class PublishedConfig:
-    """A published number, printed with its source and never divided by a measured one."""
+    """A published number, printed with its source next to the case's results."""
 
     label: str = ""
     value: float = 0.0
@@ -241,7 +244,7 @@ class CaseConfig:
 
     title: str = ""
     note: str = ""
-    # A name in experiments/kinds; empty: the experiment's, or keys with `keys.loads`.
+    # A name in experiments/kinds; empty: keys with `keys.loads`, else what the run's kind says.
     kind: str = ""
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     contenders: list[str] = field(default_factory=lambda: ["tbe", "tt"])
@@ -269,7 +272,7 @@ class SweepConfig:
 
 @dataclass
 class TimingConfig:
-    """Amount of measuring. A cap of 0 is no cap; the report of a capped run says that it is one."""
+    """Amount of measuring. A cap of 0 is no cap."""
 
     preset: str = "standard"
     replicates: int = 3  # fresh processes per cell; a verdict needs 3
@@ -333,7 +336,7 @@ class GateConfig:
 
 @dataclass
 class ReportConfig:
-    """The question of the report: `subject` against `baseline`, answered on the case `headline`."""
+    """The question of the report: `subject` against `baseline`, answered at `headline`."""
 
     headline: str = ""  # a key of `cases`, or empty for the sweep's base point
     subject: str = "tt"
@@ -341,7 +344,7 @@ class ReportConfig:
     subject_cache: float = 0.01  # cached rows ÷ all rows of a subject with a cache
     baseline: str = "tbe"
     figures: bool = True
-    folder: str = "reports/runs"  # relative to the repository
+    folder: str = "reports/runs"  # absolute, or relative to the repository
 
 
 @dataclass

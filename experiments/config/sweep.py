@@ -19,6 +19,7 @@ from experiments.config.schema import (
     Distribution,
     KeysConfig,
     Scaling,
+    Tables,
     TTConfig,
     UsageError,
     WorkloadConfig,
@@ -70,7 +71,10 @@ def label_of(contender: str) -> str:
 
 
 def variants_of(contender: str) -> str:
-    """Return "rank" or "cache" if the contender has an arm per rank or cache size, else ""."""
+    """Return "rank" or "cache" if the contender has an arm per rank or cache size, else "".
+
+    A computed arm has an arm per cache size.
+    """
     if contender in ONLY_ARMS:
         return ""
     return "cache" if contender in COMPUTED else registry.facts_of(contender).variants
@@ -94,7 +98,7 @@ class Arm:
 
     @property
     def key(self) -> str:
-        """Return a short name, unique within a cell."""
+        """Return a short name, unique within a cell unless numbers agree to six digits."""
         if self.cache:
             return f"{self.contender}@{self.cache:g}"
         if self.load:
@@ -136,7 +140,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Return a text that identifies the cell within a run and is the same in every run.
+        """Return a text that identifies the cell within a run, from the values of its workload.
 
         Stored records are joined by it, so its form must not change.
         """
@@ -246,13 +250,16 @@ def swept_cells(
 
 
 def _combined(design: Design, axes: dict[str, list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Combine every value with every other (grid), or values of the same position (zip)."""
+    """Combine every value with every other (grid), or values of the same position (zip).
+
+    Without axes there is one point, the base.
+    """
     if design is Design.grid:
         return itertools.product(*axes.values())
     if len({len(values) for values in axes.values()}) > 1:
         counts = ", ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
         raise UsageError(f"design=zip needs equally many values of every axis; there are {counts}")
-    return zip(*axes.values(), strict=True)
+    return zip(*axes.values(), strict=True) if axes else iter([()])
 
 
 def title_of(w: WorkloadConfig) -> str:
@@ -260,7 +267,13 @@ def title_of(w: WorkloadConfig) -> str:
     tables = "a table" if w.T == 1 else f"{w.T} tables"
     if w.distribution is Distribution.trace:
         return f"{tables} of the trace {Path(w.file).name} (D={w.D}, B={w.B:,}, L≈{w.L})"
-    return f"{tables} of {w.E:,} rows (D={w.D}, B={w.B:,}, L={w.L})"
+    if w.tables is Tables.criteo_kaggle:
+        tables = "the tables of Criteo-Kaggle"
+    elif w.sizes:
+        tables = f"tables of {', '.join(f'{rows:,}' for rows in w.sizes)} rows"
+    else:
+        tables += f" of {w.E:,} rows"
+    return f"{tables} (D={w.D}, B={w.B:,}, L={w.L})"
 
 
 # The syntax of a rule: arithmetic and comparisons of axes and numbers, `and`, `or`, `not`.

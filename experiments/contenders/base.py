@@ -57,10 +57,11 @@ class Contender(ABC):
 
     Its name, label and other facts are in contenders.yaml. `prepare` and `expect` suit modules that
     take feature-major ids and hold plain tables; other contenders override them. Overrides have a
-    docstring only where they promise more than the method here.
+    docstring only where they do something else than the method here says. Over ranks, `prepare`,
+    `forward` and `step` take this rank's batch, and methods may be collectives.
 
     Attributes:
-        id_type: dtype of the ids and offsets that `prepare` returns.
+        id_type: dtype of the ids and offsets that `prepare` of this class returns.
     """
 
     id_type = torch.int64
@@ -69,14 +70,20 @@ class Contender(ABC):
         self.task = task
 
     def prepare(self, batch: Batch) -> Any:
-        """Return ids, offsets and gradient on the device, as `forward` and `step` take them."""
+        """Return a batch on the device, in the form that `forward` and `step` take.
+
+        Here that is (ids, offsets, gradient of the output).
+        """
         device = self.task.device
         ids, offsets = (t.to(device, self.id_type) for t in (batch.indices, batch.offsets))
         return ids, offsets, batch.gradient.to(device)
 
     @abstractmethod
     def forward(self, prepared: Any) -> Tensor:
-        """Return the pooled rows, float32 [B, sum D], without recording gradients."""
+        """Return the pooled rows, float32 [B, sum D], without recording gradients.
+
+        Tables are in the order of the task, unless `expect` has the same other order.
+        """
 
     @abstractmethod
     def step(self, prepared: Any) -> None:
@@ -85,13 +92,13 @@ class Contender(ABC):
     def parts(self, prepared: Any) -> dict[str, Callable[[], object]]:
         """Return the parts of a step that can be timed separately, {name: call}; {} without any.
 
-        A collective: every rank calls this method and each part. Inputs of the parts are computed
-        here, outside the timing.
+        Every rank calls this method, and each part in the same order. Inputs of the parts are
+        computed here, outside the timing. A part may change the parameters.
         """
         return {}
 
     def visit(self, prepared: Any) -> None:
-        """Run a batch of a trace through the cache; not timed."""
+        """Run a batch of a trace through the cache, for `counters`; not timed."""
         self.forward(prepared)
 
     def counters(self) -> dict[str, int]:
@@ -114,14 +121,17 @@ class Contender(ABC):
 
     @abstractmethod
     def observe(self, batch: Batch) -> State:
-        """Return copies of the parameters that `batch` touches."""
+        """Return copies on the host of the parameters that `batch` touches, as `expect` takes them.
+
+        Over ranks every rank passes the same batch.
+        """
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         """Compute with plain PyTorch the output [B, sum D] and `observe` after one step.
 
         Args:
             batch: batch of the step.
-            before: result of `observe` before the step: the touched rows of each table. The
+            before: result of `observe` before the step; here the touched rows of each table. The
                 optimizer state must be zero.
         """
         outputs, expected_state = [], []
@@ -164,7 +174,7 @@ class OneModule(Contender):
 
 
 def touched(batch: Batch, task: Task) -> list[Tensor]:
-    """Return the distinct ids of each feature, ascending."""
+    """Return the distinct ids of each feature, ascending; none of a feature without lookups."""
     return [batch.feature(f)[0].unique() for f in range(len(task.shapes))]
 
 
@@ -184,7 +194,7 @@ def optimizer_bytes(states: Iterable[Mapping[str, Any]]) -> int:
 
 
 def split_gradient(batch: Batch, shapes: Sequence[TableShape]) -> list[Tensor]:
-    """Split the gradient's columns into one [B, D] per feature."""
+    """Split the gradient's columns into one [B, D] per feature; these are views."""
     return list(batch.gradient.split([s.dim for s in shapes], dim=1))
 
 
@@ -194,7 +204,7 @@ def join_columns(outputs: Sequence[Tensor]) -> Tensor:
 
 
 def pool_rows(rows: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
-    """Sum rows[positions] bag by bag: [bags, D]."""
+    """Sum rows[positions] bag by bag, on the host: float32 [bags, D]."""
     bags = offsets.numel() - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
     return torch.zeros(bags, rows.size(1)).index_add(0, bag, rows[positions])

@@ -1,4 +1,4 @@
-"""emblib.DynamicEmbeddingBags as contenders: hash tables of every row, in one tier or two."""
+"""emblib.DynamicEmbeddingBags as contenders: hash tables of all rows, in one tier or two."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Dynamic(OneModule):
                 self.module(ids.to(self.task.device), self._offsets(table, 1, len(ids)))
 
     def _offsets(self, table: int, bags: int, ids: int) -> Tensor:
-        """Return offsets of a batch with `ids` ids of one table; `bags` must divide them."""
+        """Return offsets of a batch with `ids` ids of one table, in `bags` bags of equal size."""
         sizes = torch.zeros(len(self.task.shapes), bags, dtype=torch.int64)
-        sizes[table] = ids // bags
+        sizes[table] = ids // max(1, bags)
         ends = sizes.view(-1).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(self.task.device)
 

@@ -33,7 +33,7 @@ COLUMN_MULTIPLE = 4  # FBGEMM's kernels need D divisible by this
 
 
 class Fbgemm(OneModule):
-    """One FBGEMM module with all tables on the device and the optimizer fused into backward.
+    """One FBGEMM module with all tables at `location` and the optimizer fused into backward.
 
     Ids and offsets have `id_type`, because FBGEMM's update is faster with int32. The bounds check
     has its default, a warning, as emblib's.
@@ -161,7 +161,7 @@ class ServedFp32(PackedTables):
 
 
 class ServedInt8(ServedFp32):
-    """The same with rows of 8-bit integers."""
+    """ServedFp32 with rows of 8-bit integers."""
 
     bits, type = 8, SparseType.INT8
 
@@ -171,6 +171,6 @@ class ServedInt8(ServedFp32):
 
 
 class ServedInt4(ServedInt8):
-    """The same with rows of 4-bit integers."""
+    """ServedFp32 with rows of 4-bit integers."""
 
     bits, type = 4, SparseType.INT4

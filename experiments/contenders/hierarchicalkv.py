@@ -22,7 +22,7 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def library() -> Any:
-    """Load the user's library and declare its functions, which return 0 unless they fail.
+    """Load the user's library and declare its functions; those on keys return 0 unless they fail.
 
     Raises:
         KeyError: EMBLIB_HIERARCHICALKV is not set.
@@ -49,7 +49,10 @@ LIBRARY = library()
 
 
 class HierarchicalKV(KeyTable):
-    """HierarchicalKV with all its slots from the beginning; slots are addresses of rows."""
+    """HierarchicalKV with all its slots from the beginning, rounded up to a power of two.
+
+    The slot of a key is the address of its row.
+    """
 
     operations = tuple(OPERATIONS)
     erases = True

@@ -17,18 +17,19 @@ FIRST_ABSENT = 1 << 40  # number of a key beyond all keys that calls use
 def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     """Check the operations of a filled table; raise Wrong for the first wrong result.
 
-    Inserts of absent keys are checked only if the table can erase, so that its keys stay as they
-    were; a full table may evict others. Of a ceiling only the lines are checked.
+    Inserts of absent keys are checked only if the table can erase them again; a full table may
+    evict others for them. Of a ceiling only the lines are checked.
 
     Args:
-        table: table to check. Keys that the checks insert are erased again.
+        table: table to check. A table that has an operation with values has `find`.
         space: numbering of the keys; absent keys are drawn from it.
-        resident: present keys, int64, of which at most CHECKED_KEYS are checked.
+        resident: present keys, int64 on the host, whose values are `values_of` them. At most
+            CHECKED_KEYS are checked.
     """
     present = resident[
         torch.linspace(0, len(resident) - 1, min(CHECKED_KEYS, len(resident))).long()
     ]
-    # An eighth of the present keys: a table that is nearly full has room for them.
+    # Only an eighth of the present keys, so that few others are evicted for them.
     absent = space.run(FIRST_ABSENT, max(1, len(present) // 8))
     keys = torch.cat([present, absent, present[:3]])
     if table.ceiling:
@@ -47,9 +48,9 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
 
 
 def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
-    """Check the operations that insert keys: their results, and the table after each.
+    """Check the operations that insert keys, and `erase` by erasing the absent keys again.
 
-    `absent` and `present` are int64 `[n]`; the keys in `absent` are erased at the end.
+    `absent` and `present` are int64 `[n]` on the host.
     """
     dim = table.task.dim
     if "find_or_insert" in table.operations:

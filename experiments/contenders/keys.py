@@ -41,10 +41,10 @@ class KeyTable(ABC):
     """A table of keys, built for a KeyTask.
 
     The operations named by `operations` are timed; `prepare` and `erase` are not, and `fill` is
-    only while growth is measured. Operations that are not named raise NotImplementedError or are
-    never called. An operation takes what `prepare` returned, and may leave work on the GPU's
-    current stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`, and
-    equal keys have equal slots. Values are float32 [keys, dim]. Results are on the table's device.
+    only while growth is measured. Of the others, only `find_slots` must work. An operation takes
+    what `prepare` returned, whose values it may overwrite, and may leave work on the GPU's current
+    stream. Keys and slots are int64 [keys]; the slot of a missing key is `absent`, and equal keys
+    have equal slots. Values are float32 [keys, dim]. Results are on the table's device.
 
     Attributes:
         operations: names of the operations that the table has.
@@ -65,10 +65,10 @@ class KeyTable(ABC):
 
     @abstractmethod
     def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Insert keys; beyond `slots`, evict or reject some. Called once or several times.
+        """Insert keys; a table with a fixed number of slots evicts or rejects some beyond it.
 
-        Keys and values are on the host or on the table's device. Usually the keys are new;
-        `measure.keys.fill` may repeat some to fill a table completely.
+        Called once or several times. Keys and values are on the host or on the table's device, and
+        some keys may be in the table already.
         """
 
     def prepare(self, keys: Tensor, values: Tensor) -> Any:
@@ -115,11 +115,14 @@ class KeyTable(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Return the bytes of keys, their metadata, and values if they are stored."""
+        """Return the bytes of keys, their metadata, and values if they are stored.
+
+        A ceiling returns the bytes of the memory that it reads.
+        """
 
 
 class EmblibHashTable(KeyTable):
-    """emblib.HashTable with all its slots from the beginning, which evicts by `eviction`."""
+    """emblib.HashTable with `task.slots` slots from the beginning, which evicts by `eviction`."""
 
     operations = tuple(OPERATIONS)
     erases = True
@@ -144,7 +147,7 @@ class EmblibHashTable(KeyTable):
         return self.table.find(keys)[0]
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
-        """Insert absent keys with initial values of the table's own."""
+        """Insert absent keys with the table's initial values; return the slots."""
         keys, _ = prepared
         return self.table.find_or_insert_slots(keys).slots
 
@@ -189,7 +192,7 @@ class SortedTable(KeyTable):
     """Base of tables that hold their keys in ascending order. Values are not stored.
 
     `fill` only collects keys: adding them sorts all keys, so `prepare` and `size` do it once for
-    many `fill`s. `slots` does not limit their number.
+    many `fill`s. `task.slots` does not limit their number.
 
     Attributes:
         keys: distinct keys that were added, ascending, int64 `[n]` on the table's device.
@@ -224,7 +227,10 @@ class SortedTable(KeyTable):
 
 
 class SortedKeys(SortedTable):
-    """PyTorch's searchsorted on an ascending tensor of all keys; a key's position is its slot."""
+    """PyTorch's searchsorted on an ascending tensor of all keys; a key's position is its slot.
+
+    At least one key must have been added.
+    """
 
     def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up each distinct key once, in ascending order, which is faster than every key."""

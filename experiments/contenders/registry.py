@@ -37,7 +37,7 @@ REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9._+!-]+)")
 
 
 class RegistryError(Exception):
-    """A file contenders.yaml is wrong; the message names the entry and the fault."""
+    """A name is no contender's, or a contenders.yaml is missing or wrong."""
 
 
 class Unsupported(Exception):
@@ -45,11 +45,11 @@ class Unsupported(Exception):
 
 
 class Missing(Unsupported):
-    """A contender needs a package that is not installed; the message has the command for it."""
+    """A contender needs a package or library that is not installed or does not load."""
 
 
 class Wrong(Exception):
-    """A contender's results differ from the reference; it is reported as wrong and not timed."""
+    """A contender's results differ from the reference; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,12 @@ class Entry:
         ]
 
     def load(self) -> type[Any]:
-        """Import the class; raise Missing if a package is not installed or does not load."""
+        """Import the class.
+
+        Raises:
+            Missing: a package of `requires` or the user's library is not installed or not loadable.
+            ImportError, OSError: the file itself cannot be imported, and requires nothing.
+        """
         if reason := self.missing():
             raise Missing(reason)
         try:
@@ -148,7 +153,11 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """Return every contender by name, in the order of the files; raise RegistryError."""
+    """Return every contender by name, in the order of the files.
+
+    Raises:
+        RegistryError: a file is missing or wrong.
+    """
     extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
     torch = find_installed("torch")
     folders = (HERE, *(Path(folder) for folder in extra if folder))
@@ -156,7 +165,7 @@ def entries() -> dict[str, Entry]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that `contenders` may have."""
+    """Return the names of all contenders."""
     return tuple(entries())
 
 
@@ -173,7 +182,7 @@ def build(name: str, task: Any) -> Any:
     Args:
         name: name of the contender; RegistryError if it is unknown.
         task: argument of its class: a `base.Task`, of a hash table a `keys.KeyTask`, of read-only
-            tables their shapes.
+            tables their shapes, a sequence of TableShape.
     """
     return find(name).load()(task)
 

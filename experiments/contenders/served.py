@@ -33,7 +33,10 @@ class Served(ABC):
 
     @abstractmethod
     def fill(self, weights: Sequence[Tensor]) -> None:
-        """Convert trained tables, float32 [rows, dim] each, to the format."""
+        """Convert trained tables, float32 [rows, dim] each, to the format, for `lookup`.
+
+        Tables that need no conversion may be used as they are, without a copy.
+        """
 
     def prepare(self, batch: Batch) -> Any:
         """Return the ids and offsets of a request, as `lookup` takes them."""
@@ -49,11 +52,14 @@ class Served(ABC):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the converted tables to a file."""
+        """Write the tables of `fill` to a file."""
 
     @abstractmethod
     def open(self, path: Path) -> None:
-        """Make the tables of a file that `save` wrote ready for lookups."""
+        """Make the tables of a file that `save` of an object with equal shapes wrote ready.
+
+        `fill` need not have been called.
+        """
 
 
 class Fp32(Served):
@@ -80,13 +86,13 @@ class Fp32(Served):
 
 
 class Int8(Fp32):
-    """The same with rows of 8-bit integers."""
+    """emblib's inference tables with rows of 8-bit integers."""
 
     bits, format = 8, "int8"
 
 
 class Int4(Fp32):
-    """The same with rows of 4-bit integers."""
+    """emblib's inference tables with rows of 4-bit integers."""
 
     bits, format = 4, "int4"
 
@@ -164,6 +170,6 @@ class TorchInt8(TorchFp32):
 
 
 class TorchInt4(TorchInt8):
-    """The same with 4 bits."""
+    """PyTorch's quantised operators, one call per table, 4 bits."""
 
     bits, operators = 4, "embedding_bag_4bit"

@@ -81,7 +81,10 @@ class Collection(Contender):
         self.module(features).values().backward(gradient)
 
     def observe(self, batch: Batch) -> State:
-        """Return the touched rows of each table, gathered from all ranks; a collective."""
+        """Return the touched rows of each table, gathered from all ranks.
+
+        A collective, in which every rank passes the same batch.
+        """
         rank, size = rank_and_size()
         ids = touched(batch, self.task)
         rows = [torch.zeros(len(i), s.dim) for i, s in zip(ids, self.task.shapes, strict=True)]
@@ -107,7 +110,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def over_ranks(nbytes: Mapping[str, int]) -> dict[str, int]:
-    """Return each number of bytes summed over all ranks; a collective."""
+    """Return each number of bytes summed over all ranks; a collective, with equal keys on each."""
     if rank_and_size()[1] == 1:
         return dict(nbytes)
     total = torch.tensor(list(nbytes.values()), dtype=torch.int64)
@@ -184,8 +187,8 @@ class ShardedBags(Bags):
         ranks = ranks_of(self.task.device)
         if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported(
-                "row-wise Adagrad has one sum for each part of a row: parts by columns train "
-                "otherwise than whole rows"
+                "row-wise Adagrad keeps one sum per shard of a row, so rows that are sharded by "
+                "columns train differently from whole rows"
             )
         optimizer = optimizer_of(self.task)
         source = EmbeddingBagCollection(self.configs(self.task), device="meta", optimizer=optimizer)
@@ -249,7 +252,10 @@ class ShardedBags(Bags):
 
 
 def ranks_of(device: torch.device) -> RankGroup:
-    """Return the group of all ranks, in nodes of RANKS_PER_NODE; a group of one without ranks."""
+    """Return the group of all ranks, in nodes of `ShardedBags.ranks_per_node`.
+
+    A process without a process group, or alone in it, is a group of one.
+    """
     size = rank_and_size()[1]
     if size == 1:
         return RankGroup.single(device)

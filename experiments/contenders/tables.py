@@ -20,7 +20,7 @@ OPTIMIZERS = {
 
 
 def optimizer_of(task: Task) -> emblib.optim.Optimizer:
-    """Return emblib's optimizer of a task."""
+    """Return the task's optimizer in emblib, with the task's learning rate and default options."""
     return OPTIMIZERS[task.optimizer](task.lr)
 
 
@@ -40,7 +40,7 @@ class BatchedTables(OneModule):
         )
 
     def _cache(self) -> emblib.CacheConfig | None:
-        """Return the configuration of the cache, which tables in device memory do not have."""
+        """Return the module's cache configuration; None for tables in device memory."""
         return None
 
     def nbytes(self) -> dict[str, int]:
@@ -54,7 +54,7 @@ class BatchedTables(OneModule):
 
 
 class Managed(BatchedTables):
-    """Tables in host memory, which the kernels of a GPU read over the bus (managed memory)."""
+    """Tables in managed memory: host memory, which the kernels of a GPU read over the bus."""
 
     placement = emblib.Placement.MANAGED
     policy: ClassVar[emblib.CachePolicy] = emblib.CachePolicy.LRU

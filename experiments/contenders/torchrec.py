@@ -244,8 +244,9 @@ PreparedIds = dict[str, JaggedTensor]
 class ManagedCollisions(SortedTable):
     """TorchRec's managed collision module (ZCH) as a hash table.
 
-    Training calls record every id; every tenth call also admits and evicts ids by frequency. A slot
-    is a row; all absent ids share the last one. `size` does not count what training calls change.
+    Training calls record every id; every EVICTION_INTERVAL-th call also admits and evicts ids by
+    frequency. A slot is a row; all absent ids share the last one. `fill` takes at most
+    `task.resident` distinct keys. `size` does not count what training calls change.
     """
 
     operations = ("find_slots", "find_or_insert_slots")

@@ -27,7 +27,8 @@ from experiments.workloads.workload import Batch, TableShape
 class TTTables(Contender):
     """emblib's trains for the `task.tt_tables` largest tables, plain tables for the others.
 
-    The output has the columns of the plain tables, then the columns of the compressed tables.
+    The output has the columns of the plain tables, then the columns of the compressed tables, each
+    in the order of the task.
     """
 
     def __init__(self, task: Task) -> None:
@@ -125,7 +126,7 @@ class TTTables(Contender):
 
 
 def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
-    """Return the tensor train of each table; emblib chooses factors that the task leaves open.
+    """Return a tensor train per shape; emblib chooses factors that the task leaves open.
 
     The rank of a table is at most what its cores can use, so small tables may get less than
     `task.rank`.
@@ -161,7 +162,10 @@ def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
 def expect_tt(
     batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
 ) -> tuple[Tensor, State]:
-    """Compute `Contender.expect` for tensor trains with autograd; the state is all cores."""
+    """Compute `Contender.expect` for tensor trains with autograd; the state is all cores.
+
+    The features of `batch` are the tables of `specs`; `before` has their cores, table by table.
+    """
     outputs, expected_cores, remaining_cores = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
@@ -180,7 +184,10 @@ def expect_tt(
 
 
 def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
-    """Return the rows [L, D] of ids [L]: products of the cores' slices, [R_k, q_k * R_k+1] each."""
+    """Return the rows [L, D] of ids [L]: products of the cores' slices, [R_k, q_k * R_k+1] each.
+
+    Core k is [p_k, R_k * q_k * R_k+1].
+    """
     ranks = spec.full_ranks
     row = torch.ones(len(indices), 1, 1)
     quotient = indices
@@ -188,7 +195,9 @@ def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tens
     for p in reversed(spec.row_factors[1:]):
         digits.append(quotient % p)
         quotient = quotient // p
+    num_columns = 1
     for k, digit in enumerate([quotient, *reversed(digits)]):
         slices = cores[k].view(cores[k].size(0), ranks[k], -1)[digit]
-        row = torch.bmm(row, slices).view(len(indices), -1, ranks[k + 1])
-    return row.view(len(indices), -1)
+        num_columns *= spec.dim_factors[k]
+        row = torch.bmm(row, slices).view(len(indices), num_columns, ranks[k + 1])
+    return row.view(len(indices), num_columns)

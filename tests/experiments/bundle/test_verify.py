@@ -298,6 +298,9 @@ def test_wrong_usage(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(["bundle", "verify", str(bundle), "--rerun", "--only", "tt_vs_tb"]) == 2
     assert "the bundle has tt_vs_tbe" in capsys.readouterr().err
     assert cli.main(["bundle", "verify", str(bundle), "--tolerance", "-1"]) == 2
+    assert cli.main(["bundle", "verify", str(bundle), "--tolerance", "nan"]) == 2
+    assert cli.main(["bundle", "verify", str(bundle), "--rerun", "--timing", "swift"]) == 2
+    assert "no timing 'swift'" in capsys.readouterr().err
 
 
 # Claims

@@ -54,8 +54,11 @@ def test_bundles_without_a_common_experiment_are_named(tmp_path: Path) -> None:
     assert main([*map(str, paths)]) == 6
 
 
-@pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "failing"), [("runs/b.zip", False), ("b.zip", False), ("runs/b.zip", True)]
+)
 def test_a_run_of_another_machine_is_copied(
+    name: str,
     failing: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -63,19 +66,19 @@ def test_a_run_of_another_machine_is_copied(
 ) -> None:
     def scp(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         source, target = command[-2:]
-        assert source == "someone@gpu-host:runs/b.zip"
+        assert source == f"someone@gpu-host:{name}"
         if not failing:
             packed(Path(target) / "b.zip", "tt_vs_tbe")
         return subprocess.CompletedProcess(command, int(failing), "", "no route to host")
 
     monkeypatch.setattr(machines.subprocess, "run", scp)
-    remote = Path("someone@gpu-host:runs/b.zip")
+    remote = Path(f"someone@gpu-host:{name}")
     if failing:
         assert main([str(FIRST_SCHEMA), str(remote)]) == 2
         assert "could not be copied: no route to host" in capsys.readouterr().err
         return
-    ((name, _),) = comparisons([FIRST_SCHEMA, machines.fetch(remote, tmp_path)], tmp_path / "out")
-    assert name == "tt_vs_tbe"
+    compared = comparisons([FIRST_SCHEMA, machines.fetch(remote, tmp_path)], tmp_path / "out")
+    assert [experiment for experiment, _ in compared] == ["tt_vs_tbe"]
 
 
 def test_a_path_of_this_machine_is_not_copied(tmp_path: Path) -> None:

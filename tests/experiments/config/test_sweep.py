@@ -13,11 +13,13 @@ from experiments.config.schema import (
     Config,
     Design,
     SweepConfig,
+    Tables,
     TimingConfig,
     TTConfig,
     UsageError,
+    WorkloadConfig,
 )
-from experiments.config.sweep import SWEEP, arms_of, compile_rule
+from experiments.config.sweep import SWEEP, arms_of, compile_rule, title_of
 from experiments.kinds import expand
 from experiments.run.jobs import BLOCK, job_passes
 
@@ -158,6 +160,28 @@ def test_zip_takes_values_together() -> None:
     config.sweep.B = [8]
     with pytest.raises(UsageError, match=r"equally many .* there are 2 of D, 1 of B"):
         expand(config)
+
+
+def test_zip_of_ranks_alone_measures_the_base_point() -> None:
+    (cell,) = expand(config(sweep=SweepConfig(rank=[8, 32]), design=Design.zip))
+    assert {arm.rank for arm in cell.arms} >= {8, 32}
+
+
+def test_a_title_says_the_tables_that_are_measured() -> None:
+    workload = WorkloadConfig(T=26, D=16, B=512, L=1)
+    for changes, words in (
+        ({}, "26 tables of 1,000,000 rows"),
+        ({"tables": Tables.criteo_kaggle}, "the tables of Criteo-Kaggle"),
+        ({"sizes": [10, 2000]}, "tables of 10, 2,000 rows"),
+    ):
+        title = title_of(dataclasses.replace(workload, **changes))
+        assert title == f"{words} (D=16, B=512, L=1)"
+
+
+@pytest.mark.parametrize("name", ["quik", ""])
+def test_a_preset_that_is_not_there_is_wrong_usage(name: str) -> None:
+    with pytest.raises(UsageError, match="timing.preset: no preset"):
+        configure.load(["+experiment=tbe_vs_torch", f"timing.preset={name}", "device=cpu"])
 
 
 def test_exclude_leaves_out_what_meets_any_rule() -> None:

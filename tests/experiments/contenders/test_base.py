@@ -38,6 +38,17 @@ def batches(count: int = 1) -> tuple[Batch, ...]:
     return make_pool(WORK, SHAPES, count, seed=2).batches
 
 
+@pytest.mark.parametrize(
+    "name", ["dynamic", "dynamic_new_5", "tiered_lru", "tt", "reference_tt", "tbe", "torch"]
+)
+def test_a_table_without_lookups_is_verified(name: str) -> None:
+    lengths = torch.tensor([[0, 0], [2, 1], [1, 0]]).view(-1)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    batch = Batch(torch.tensor([3, 3, 1, 2]), offsets, torch.randn(2, 24))
+    new_keys = registry.find(name).new_keys
+    verify(build(name, dataclasses.replace(task(), new_keys=new_keys)), batch)
+
+
 CANNOT = {
     ("torch", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
     ("torchrec_unsharded", Optimizer.rowwise_adagrad): "no row-wise Adagrad",
