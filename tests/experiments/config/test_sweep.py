@@ -180,7 +180,7 @@ def test_a_title_says_the_tables_that_are_measured() -> None:
 
 @pytest.mark.parametrize("name", ["quik", ""])
 def test_a_preset_that_is_not_there_is_wrong_usage(name: str) -> None:
-    with pytest.raises(UsageError, match="timing.preset: no preset"):
+    with pytest.raises(UsageError, match=r"timing\.preset: no preset"):
         configure.load(["+experiment=tbe_vs_torch", f"timing.preset={name}", "device=cpu"])
 
 
