@@ -26,7 +26,7 @@ GROWTH_PHASE = "insert"  # timed call of a hash table that grows
 
 
 class UsageError(Exception):
-    """What the user asks for is wrong or impossible; the message says why."""
+    """A request of the user is wrong or impossible; the message says why."""
 
 
 def require(rule: str, value: object, *, holds: bool) -> None:
