@@ -1,7 +1,7 @@
 // The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: a bag, or a lookup if
 // there is no pooling. It serves tables of any format. `Args`, the arguments of a lookup kernel,
 // has the members
-//   features, num_features  the features, [num_features] in device memory
+//   features, num_features  the features, [num_features], at least one, in device memory
 //   bags, map               the lookups and the output row of every bag (Bags, BagMap)
 //   columns                 in a fixed batch or without pooling the columns of an output row, in a
 //                           variable batch the elements of the whole output
@@ -29,7 +29,9 @@ struct BagTask {
   }
 
   // The task of item `item` of `items`: a bag, or without pooling a lookup. A lookup before the
-  // first bag belongs to no feature: its task has length 0 and all output columns, which become 0.
+  // first bag, or of a batch without bags, belongs to no feature: its task has length 0 and all
+  // output columns, which become 0. Without pooling offsets must not decrease: else a lookup may
+  // get the feature of another bag.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t items) : feature(args.features) {
     if (item >= items) return;

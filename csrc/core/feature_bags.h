@@ -65,8 +65,9 @@ struct FeatureBags {
 };
 
 // Call `body(feature, first_bag, last_bag)` for ranges [first_bag, last_bag) that together are all
-// bags; each is a non-empty range of bags of one feature. Several threads call `body` at once; see
-// parallel.h for what happens if it throws.
+// bags; each is a non-empty range of bags of one feature. If offsets decrease, a bag may be in
+// several ranges. Several threads call `body` at once; see parallel.h for what happens if it
+// throws.
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {

@@ -38,8 +38,8 @@ struct AdamMoments {
   EMB_HD F second_moment(F v, F square) const {
     return beta2 * v + one_minus_beta2 * square;
   }
-  // Return the factor of a first moment whose second moment is `v`: the bias corrections over the
-  // root of v.
+  // Return the factor of a first moment whose second moment is `v`: correction1 over the corrected
+  // root of v plus eps; 0 if that is 0.
   EMB_HD float momentum_scale(float v) const {
     return ScalarMath::ratio(correction1, sqrtf(v) * correction2 + eps);
   }

@@ -9,7 +9,7 @@
 namespace emb {
 
 // The weights and states of one memory tier. Pointers are null for states that the optimizer does
-// not have, and for an unused tier.
+// not have, and for a tier that is not in the list of weights.
 struct TierMemory {
   void* weights = nullptr;                       // [elements]
   void* element_states[kMaxElementStates] = {};  // [elements], laid out like the weights
@@ -50,7 +50,7 @@ struct UpdateRowsArgs {
   const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;            // see functor.h
-  const int32_t* rows = nullptr;  // row of each gradient; null if gradient i belongs to row i
+  const int32_t* rows = nullptr;  // row of each gradient, distinct; null: gradient i is of row i
   int64_t first_row = 0;          // id of row 0 in the random numbers of stochastic rounding
 };
 
@@ -65,7 +65,7 @@ using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t beg
 struct WidenRowsArgs {
   const void* from;  // [.., width] of 16-bit dtype `type`
   Dtype type;
-  const int32_t* rows;
+  const int32_t* rows;  // source row of each row of `to`
   int64_t width;
   float* to;  // [.., width]
 };

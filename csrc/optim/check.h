@@ -50,7 +50,8 @@ inline void check_has_step(const char* op, const Tensor& hyper) {
                   ": hyper must be contiguous and have the step");
 }
 
-// Count a step in `hyper`, on the CPU, and call `update`. If that throws, uncount the step.
+// Count a step in `hyper`, on the CPU and checked by check_has_step, and call `update`. If that
+// throws, uncount the step.
 template <class Update>
 void count_step(const Tensor& hyper, const Update& update) {
   auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
@@ -78,8 +79,8 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
 
 // Check the states of one tier and set them in `tier`: element-wise ones need at least as many
 // entries as the weights have elements, row-wise ones at least `rows`. Row-wise states must be
-// float32, element-wise ones may be 16 bits. `states` has shape.states() tensors; tier->elements
-// and tier->rows must be set.
+// float32, element-wise ones may be 16 bits. `states` has shape.states() tensors. tier->elements
+// and tier->rows must be set; tier->rows is lowered to the entries of the shortest row-wise state.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
                               int64_t rows, TierMemory* tier) {
   for (int i = 0; i < shape.states(); ++i) {
@@ -102,8 +103,8 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
 }
 
 // Check the weights and states of all tiers and set `tiers` to them. `states` is tier-major: all
-// states of tier 0, then all of tier 1, and so on. `rows` is the minimum number of rows of each
-// tier; 0 for the cache, since the size of the cache follows from its tensors.
+// states of tier 0, then all of tier 1, and so on. `rows` is the minimum length of row-wise states
+// of each tier, 0 for none. Tiers without weights in the list are not set.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                         const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
                         TierMemory (&tiers)[kTiers]) {
@@ -131,7 +132,8 @@ inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t gro
                   " or more, got ", row_slots.numel());
 }
 
-// Check the matrices of `update_rows_`: of one shape, `weights` contiguous, `grads` float32.
+// Check the matrices of `update_rows_`: of one shape, `weights` contiguous and of float32, float16
+// or bfloat16, `grads` float32.
 inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
   float_dtype(op, "weights", weights.scalar_type());
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");

@@ -21,9 +21,10 @@ void set_kernel_address(const char* op, const char* name, const Tensor& tensor, 
   *address = static_cast<T*>(kernel_address(op, tensor, hyper));
 }
 
-// Check weights, states and `hyper` and return the arguments of an optimizer step, which refer to
-// these tensors. `rows` is the minimum number of rows of tier 0, 0 if the host does not know it:
-// the rows of tables are on the device, so that the module must ensure that states are long enough.
+// Check weights, states and `hyper`, which must be on a GPU (not checked), and return the arguments
+// of an optimizer step, which refer to these tensors. `rows` is the minimum number of rows of tier
+// 0, 0 if the host does not know it: the rows of tables are on the device, so that the module must
+// ensure that states are long enough.
 inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<Tensor>& weights,
                                              int64_t optimizer, const std::vector<Tensor>& states,
                                              const Tensor& hyper, int64_t rows) {

@@ -6,8 +6,8 @@
 // reads. A row is updated in three steps: `add_sums` is called for every element of the row and
 // adds the element's terms to up to kNumRowSums sums; `begin_row` turns these sums and the row-wise
 // states into two factors, and updates the row-wise states; `step` updates one element and the
-// states of this element. Optimizers without sums skip `add_sums`. The CPU and CUDA drivers differ
-// only in which thread calls these functions.
+// states of this element. Optimizers without sums skip `add_sums`, and the CUDA drivers compute
+// sums[0] themselves where kSumsNeedGradientOnly.
 #pragma once
 
 #include <cmath>
@@ -28,8 +28,9 @@ namespace emb {
 //   kNumRowSums           the number of sums over a row
 //   kSumsNeedGradientOnly whether there are no sums, or only sums[0], the sum of g * g
 //   kCountsSteps          whether `hyper` must hold the number of the step, from 1
-//   add_sums<Math>(w, g, m, v, sums)     w weight, g gradient (with the L2 penalty), m and v the
-//                                        element-wise states before the step; floats or vectors
+//   add_sums<Math>(w, g, m, v, sums)     w weight before the decoupled decay, g gradient with the
+//                                        L2 penalty, m and v the element-wise states before the
+//                                        step; floats or vectors
 //   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
 //   step<Math>(w, g, &m, &v, factors)    return the new weight; w has had its decoupled decay
 

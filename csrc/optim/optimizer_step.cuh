@@ -51,8 +51,8 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
 }
 
 // The parts of the optimizer step that the rows of a block need, in shared memory: there the tiers
-// can be indexed, and the functor is built once per block (Adam's bias corrections take two powers
-// in double).
+// can be indexed, and the functor is built once per block (Adam's bias corrections take powers in
+// double). Without an optimizer only the tiers and `aligned` are set.
 struct BlockStep {
   WeightDecay decay;
   Rounding rounding;
@@ -148,8 +148,8 @@ struct GradientOnly {
   EMB_DEVICE static void build(const OptimizerStepArgs&, unsigned char*) {}
 };
 
-// Whether an optimizer has a separately compiled kernel: the optimizers of most models have. It
-// must leave RowFactors::weight at 1, which Compiled does not read.
+// Whether an optimizer has a separately compiled kernel: those of most models have one. It must
+// leave RowFactors::weight at 1, which Compiled does not read.
 template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
@@ -164,7 +164,7 @@ struct Narrow : Opt {
 inline constexpr int64_t kNarrowRow = 16;
 
 // Call `visit` with the type tag of the Selection for these arguments. `is_narrow`: rows have at
-// most kNarrowRow columns on average.
+// most kNarrowRow columns on average; only SGD has a kernel for them.
 template <class Visitor>
 void visit_selection(const OptimizerStepArgs& args, bool is_narrow, const Visitor& visit) {
   if (args.optimizer == kNoOptimizer) {

@@ -1,6 +1,6 @@
 // The list of all optimizers. The number of an optimizer, which ops take, is its position in
-// `Optimizers`. To add one, write a functor (see functor.h) and add it to the end of `Optimizers`
-// and to emblib/ops/codes.py.
+// `Optimizers`. To add one, write a functor (see functor.h) and add it to the end of `Optimizers`,
+// to emblib/ops/codes.py, emblib/optim and emblib/reference/optim.py.
 #pragma once
 
 #include "core/dtype.h"

@@ -254,7 +254,7 @@ struct RowBatch {
   }
 
   // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
-  // last slice of a row has the sums of the row.
+  // last slice of a row has the lane's sums over the row's slices.
   template <class Selection>
   EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const BlockStep& step,
                            const RowLayout& layout, const Slices<kSlices>& gradient,

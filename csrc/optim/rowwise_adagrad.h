@@ -208,7 +208,8 @@ struct OccurrenceCounter : RowwiseNorms {
 };
 
 // Row-wise Adagrad that clips the norm of the gradient to kCoefficient times the norm of the row,
-// at least to kLowerBound, times how often the row occurred.
+// at least to kLowerBound, times how often the row occurred. The sum of squares takes the gradient
+// before it is clipped.
 struct RowwiseAdagradCowClip : OccurrenceCounter {
   enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";

@@ -81,8 +81,8 @@ struct Lars {
 
 // FTRL-Proximal per coordinate (McMahan et al., "Ad Click Prediction: a View from the Trenches",
 // 2013): `m` is the sum of squared gradients and `v` the linear term. RowFactors::gradient is 1 /
-// lr, or 0 at rate 0. An element whose squared gradient is zero does not change; at rate 0 no
-// element changes.
+// lr, or 0 at rate 0. `step` changes no element whose squared gradient is zero and, at rate 0, none
+// at all.
 struct Ftrl {
   enum Column : int { kBeta = Hyper::kOptimizerArgs, kL1, kL2Term };
   static constexpr const char* kName = "ftrl";

@@ -181,7 +181,7 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
 }
 
 // Update the `count` matrices of `matrices`, in device memory, which take `blocks` blocks in all.
-// The tiers of `step` are not read.
+// The tiers of `step` are not used.
 template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
                             int64_t blocks, const OptimizerStepArgs& step) {

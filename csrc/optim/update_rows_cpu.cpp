@@ -19,10 +19,11 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // grain of parallel_balanced, in elements
 
-// Apply an optimizer, a code of core/codes.h, to the rows of `weights`, [R, D] of float32, float16
+// Apply an optimizer, a number of Optimizers, to the rows of `weights`, [R, D] of float32, float16
 // or bfloat16, whose gradient is not zero throughout; in place in weights and states. `grads` is
-// float32 [R, D]. `first_row` is the id of row 0 in the random numbers of stochastic rounding. The
-// caller must have counted the step in `hyper`; check_hyper says what is checked.
+// float32 [R, D]. `states` are those of the optimizer, see check_tier_states. `first_row` is the id
+// of row 0 in the random numbers of stochastic rounding. The caller must have counted the step in
+// `hyper`; check_hyper says what is checked.
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";

@@ -8,8 +8,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return whether all elements are zero. Nearly every other row has an element that is not zero
-// among its first, so that few are read.
+// Return whether all elements are zero. In most other rows one of the first elements is not zero,
+// so that few elements are read.
 EMB_HD bool is_zero(const float* g, int64_t width) {
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) {

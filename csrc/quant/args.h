@@ -4,7 +4,8 @@
 // 8 bits per column; then zeros up to a multiple of 4 bytes, so that a GPU can load words. A number
 // q, an integer or a float of 8 bits, stands for the value `scale * q + offset`. Columns fill a
 // byte from its lowest bits on. Rows of 16 and 32 bits are floats without a header. FBGEMM's
-// IntNBit rows have the same format, and integers the same bits as after its quantisation on a CPU.
+// IntNBit rows have the same format; its quantisation on a CPU gives integers of the same bits, for
+// values in the range of fp16.
 #pragma once
 
 #include <cmath>
@@ -86,7 +87,8 @@ EMB_HD constexpr float float8_power(int format) {
   return format == kFp8E4m3 ? 0x1p120f : 0x1p112f;  // 2^(127 - bias)
 }
 
-// Return the bits of the nearest float of 8 bits (ties to even); |x| is at most the largest one.
+// Return the bits of the nearest float of 8 bits (ties to even); |x| must be at most the largest
+// one.
 EMB_HD uint32_t float8_bits(float x, int format) {
   const int shift = 23 - mantissa_of(format), bias = bias_of(format);
   const uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u;
@@ -110,7 +112,8 @@ EMB_HD float clamp_to_half(float x) {
 // integers it is the header of FBGEMM: the offset is the minimum in fp16, and the scale is the
 // range from there to the maximum, divided by the largest number. (In a row of one value, a minimum
 // that is rounded up makes this range negative.) For floats of 8 bits the offset is 0, and the
-// scale is large enough that no magnitude exceeds the largest number.
+// scale is large enough that no magnitude exceeds the largest number. Values count as clamp_to_half
+// of them. A scale of 0 becomes 1.
 EMB_HD RowScale row_scale(float low, float high, int format) {
   const half16 one = {0x3c00u};
   if (!is_integer(format)) {
@@ -134,7 +137,8 @@ struct InverseScale {
 };
 
 // Return the bits of a value in a row of this format, rounded to the nearest number, ties to even.
-// In a format with a header, values beyond the largest number become that number.
+// In a format with a header, a value outside the range of the numbers becomes the closest end of
+// it.
 EMB_HD uint32_t encode(float value, InverseScale row, int format) {
   if (format == kFp32) return float_bits(value);
   if (format == kFp16) return from_float<half16>(value).bits;

@@ -37,7 +37,7 @@ struct IndexEntry {
   int64_t key, row;
 };
 
-// Return the hash of a key, in [0, 2^bits).
+// Return the hash of a key, in [0, 2^bits); `bits` is in [0, 63].
 EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
   auto x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 32)) * 0x9e3779b97f4a7c15u;

@@ -104,7 +104,7 @@ inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
 // Rows of a bag in flight in quant_pool_kernel. Here and below, quant_in_flight reduces the number
 // for wide numbers.
 inline constexpr int kPoolRowsInFlight = 8;
-// Lanes per group, so that each row in flight has a lane that reads its header.
+// Minimum lanes per group, so that each row in flight has a lane that reads its header.
 inline constexpr int kMinQuantLanes = kPoolRowsInFlight;
 
 // Return the number of rows in flight for a format. `rows` is that number for numbers of up to 8
@@ -129,7 +129,7 @@ struct QuantArgs {
   BagMap map;
   int64_t columns;  // columns of `output`
   Pooling pooling;
-  const float* sample_weights;  // [L] or null
+  const float* sample_weights;  // [L] or null; null without pooling
   bool is_mixed;  // the formats of features differ: column `tier` of a feature has its format
 
   // Return the number of rows of the output: of bags, or without pooling of lookups.

@@ -20,7 +20,7 @@ EMB_SELECT_KERNELS(QuantizeTable, kQuantizeTable, quantize_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements of a parallel loop (its grain)
+constexpr int64_t kGrain = 4096;  // grain of parallel_balanced, in elements
 
 // Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite (not checked), into `packed`,
 // uint8 [R, row_bytes(D, format)].
@@ -85,7 +85,7 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
                                            is_variable ? Pooling::kSum : call.pooling,
                                            is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
-  // Whether bags are certain to write all of the output.
+  // Whether bags are certain to write all of the output, if the columns of features do not overlap.
   const bool is_complete =
       bags.num_bags > 0 &&
       (!is_pooled ? bags.begin(0) == 0 : (!is_variable && sum_of_dims == call.columns));
@@ -119,9 +119,9 @@ FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
 
 // Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
 // `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`,
-// and column `tier` has the format of the rows where `format` names several (see RowFormats).
-// Return [B, columns], in a variable batch [columns], without pooling [L, columns]; zeros where no
-// bag writes.
+// and column `tier` has the format of the rows where `format` names several (see RowFormats). In a
+// fixed batch the columns of features must not overlap; not checked. Return [B, columns], in a
+// variable batch [columns], without pooling [L, columns]; zeros where no bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
