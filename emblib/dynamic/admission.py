@@ -242,7 +242,7 @@ class _Counter(nn.Module):
                 keys = state_dict[key]
                 problem = state_dicts.tensor_problem(keys, word, (None,))
                 if not problem and keys.unique().numel() < keys.numel():
-                    problem = f"each key must be there once, got {keys}"
+                    problem = f"each key must occur once, got {keys}"
                 if problem:
                     yield f"{key}: {problem}"
                     continue

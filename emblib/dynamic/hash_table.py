@@ -632,7 +632,7 @@ class HashTable(SentAsCopy, nn.Module):
                 if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
                     problem = f"must be ticks below 2^62, got {value}"
                 if not problem and name == "keys" and value.unique().numel() < value.numel():
-                    problem = f"each key must be there once, got {value}"
+                    problem = f"each key must occur once, got {value}"
                 if problem:
                     yield f"{prefix}{name}: {problem}"
         yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)

@@ -39,17 +39,17 @@ class HasHyperparams(Protocol):
 
 
 class Follower(Protocol):
-    """Observer that mirrors the hyperparameters of modules, such as a parameter group."""
+    """Observer that mirrors the hyperparameters of modules, such as a parameter group; hashable."""
 
     def follow(self, module: HasHyperparams, lr: float | None) -> None:
-        """Copy the numbers of `module.optimizer`; `lr` is the new rate, None if unchanged."""
+        """Copy the numbers of `module.optimizer`; `lr` is the learning rate, None if unchanged."""
 
 
 _followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
 
 
 def add_follower(module: HasHyperparams, follower: Follower) -> None:
-    """Notify `follower`, as long as it lives, of every change of a module's hyperparameters."""
+    """Notify `follower`, as long as it lives, of a module's new optimizers and learning rates."""
     _followers.setdefault(module, WeakSet()).add(follower)
 
 
@@ -64,7 +64,7 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 
     Raises:
         TypeError: no such field.
-        ValueError: a value out of range, or one that makes it another kind of optimizer.
+        ValueError: a value that the field cannot have, or that makes it another kind of optimizer.
     """
     changed = replace(optimizer, **changes)
     if (changed.name, changed.states) != (optimizer.name, optimizer.states):
@@ -84,11 +84,12 @@ def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
 def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     """Change fields of the optimizer of a module, and notify its followers.
 
-    Step and seed stay, and so does a learning rate that is not among the changes.
+    Step and seed stay, and so does a learning rate that is not among the changes: without `lr` the
+    host waits for a GPU.
 
     Raises:
         TypeError: no such field.
-        ValueError: a value out of range, or one that makes it another kind of optimizer.
+        ValueError: a value that the field cannot have, or that makes it another kind of optimizer.
     """
     if "lr" not in changes:
         changes = {**changes, "lr": module.learning_rate}
@@ -108,7 +109,7 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
 def adopt(module: HasHyperparams, values: Tensor) -> None:
     """Set the optimizer of a module and its followers to saved `hyperparams`.
 
-    `values` is float64, with the entries of `Hyper`; the tensor of the module does not change. The
+    `values` is `[n]`, with the entries of `Hyper`; the tensor of the module does not change. The
     host waits for a GPU that has `values`. Nothing changes if `values` is on meta or fake, or if
     the optimizer is `External`.
 
@@ -146,10 +147,8 @@ def with_numbers(optimizer: Optimizer, values: Tensor) -> tuple[Optimizer, float
         raise ValueError(f"{numbers} are not of {type(optimizer).__name__}") from error
 
 
-# Entries of groups of torch.optim that select an implementation, not a result, or have an effect
-# only when the optimizer of torch is constructed.
-_WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
 # Entries that tables do not support, with the value that has no effect; None never has an effect.
+# Entries that only select an implementation in torch.optim, such as `foreach`, are not among them.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
@@ -168,7 +167,8 @@ class GroupChanges(NamedTuple):
 
     Attributes:
         fields: new values of fields of the optimizer's dataclass, by name.
-        entries: all entries of the group, as numbers of Python.
+        entries: the entries that were converted, for the group to store: those that tables know as
+            numbers of Python, others unchanged.
     """
 
     fields: dict[str, Any]
@@ -176,7 +176,7 @@ class GroupChanges(NamedTuple):
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's numbers by `torch.optim`'s names, without the learning rate."""
+    """Return an optimizer's numbers by `torch.optim`'s names, without `lr` and `max_gradient`."""
     numbers = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -193,9 +193,12 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
-    """Convert entries of a parameter group; entries that tables do not know stay unchanged.
+    """Convert some entries of a parameter group to changes of the optimizer of its tables.
+
+    The values of `fields` are not checked, see `with_changes`.
 
     Raises:
+        TypeError, ValueError: `lr` is no number.
         ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
     """
     changes = GroupChanges({}, {})

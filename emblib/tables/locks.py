@@ -1,8 +1,8 @@
 """Locks of modules whose lookups change them: caches, hash tables, stores of rows.
 
-One lock per module makes each of its calls atomic: from the moment that rows get their slots until
-the lookup has read them, and around each update in backward, which autograd may run in a thread of
-its own. Nothing is held between a forward and its backward.
+A module holds its lock from the moment that rows get their slots until the lookup has read them,
+and around each update in backward, which autograd may run in a thread of its own, but not between a
+forward and its backward.
 """
 
 import _thread
@@ -23,7 +23,7 @@ class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alon
     the `with` block, as it could in a Python `__enter__`.
 
     A forked process has its own lock. If another thread of the parent held the lock at the fork,
-    the protected state may be half changed, so entering it in the child raises RuntimeError.
+    the protected state may be half changed, so a `with` of it in the child raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def atomic(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate
 
 
 class Forked(Protocol):
-    """Object that must act in a forked process before anything else happens there."""
+    """Object that is updated in a forked process before `os.fork` returns there."""
 
     def after_fork(self) -> None:
         """Update this object in the forked process."""

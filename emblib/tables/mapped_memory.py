@@ -81,9 +81,9 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     """Return a tensor `[N]` on a GPU over the memory of a pinned tensor `[N]`.
 
     `pinned` must be contiguous; not checked. The result and its views keep the memory alive. When
-    the last of them is deleted, the host waits for the GPU and frees the memory; during a graph
-    capture the memory is kept until the next mapping ends outside of one. An empty tensor is
-    neither checked nor mapped.
+    the last of them is deleted, the host waits for the GPU and releases the memory; during a graph
+    capture the memory is kept until the next mapping ends outside of one. For an empty tensor the
+    result is a new one. A `device` without an index is the current GPU.
 
     Raises:
         ValueError: the tensor is not empty and not pinned.

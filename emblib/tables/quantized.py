@@ -138,8 +138,8 @@ class QuantizedEmbeddingBags(nn.Module):
     """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
 
     A row of integers is a scale and an offset in float16 and D numbers, side by side in memory;
-    value = scale * number + offset. A value is off by half a scale, about the difference between
-    the largest and the smallest value of its row over 510 with 8 bits, or 30 with 4
+    value = scale * number + offset. A value is off by up to half a scale, about the difference
+    between the largest and the smallest value of its row over 510 with 8 bits, or 30 with 4
     (`emblib.ops.quant` has the bounds of all formats). Sums are float32. Rows are zeros until
     `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any
     number of threads may look up at the same time, as long as none writes (docs/threads.md).
@@ -157,9 +157,10 @@ class QuantizedEmbeddingBags(nn.Module):
         formats: format of the rows of all tables, or of each, instead of `bits`.
 
     Raises:
-        TypeError: tables that are no `TableSpec`.
-        ValueError: other bits, another placement or output dtype, equal table names, different dims
-            without pooling, or features of missing tables.
+        TypeError: tables that are no `TableSpec`, or `formats` that are neither a format nor a
+            sequence.
+        ValueError: other bits or formats, or both arguments; another placement or output dtype,
+            equal table names, different dims without pooling, or features of missing tables.
 
     Example:
         >>> trained = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(1_000, 64, "item")])
@@ -316,9 +317,9 @@ class QuantizedEmbeddingBags(nn.Module):
             formats: format of the rows of all tables, or of each, instead of `bits`.
 
         Raises:
-            TypeError: another source, or a module with `max_norm`, or bags with `padding_idx`.
-            ValueError: as of the constructor; or rows that are not finite or exceed the range of
-                float16, where the format needs it.
+            TypeError: another source, a module with `max_norm`, or bags with `padding_idx` or of
+                mode max.
+            ValueError: as of the constructor, or as of `write_rows`.
         """
         tables = FloatTables.of(source)
         quantized = cls(
@@ -349,8 +350,9 @@ class QuantizedEmbeddingBags(nn.Module):
         They are of any real dtype and on any device.
 
         Raises:
-            ValueError: another dim, rows out of range, or values that are not finite or exceed the
-                range of float16, +-65504, where the format needs it. Nothing is written then.
+            ValueError: another dim, rows out of range or complex values; or values that are not
+                finite or exceed the range of float16, +-65504, unless the format is BF16 or FP32.
+                Nothing is written then.
         """
         location = self._locations[table]
         if weights.dim() != 2 or weights.size(1) != location.dim:
@@ -358,6 +360,8 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"weights must be [rows, {location.dim}] for table {self.table_names[table]!r}, "
                 f"got {list(weights.shape)}"
             )
+        if weights.is_complex():
+            raise ValueError(f"weights must be real, got {weights.dtype}")
         end = first_row + weights.size(0)
         self._check_rows(table, first_row, end)
         weights = weights.detach()
@@ -462,8 +466,9 @@ class QuantizedEmbeddingBags(nn.Module):
         Arguments are those of `TableBatchedEmbeddingBags`.
 
         Raises:
+            TypeError: indices or offsets that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights that require a gradient.
+                weights without pooling, or that require a gradient where gradients are enabled.
             ValueError: `batch_sizes` that do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
@@ -533,7 +538,7 @@ class QuantizedEmbeddingBags(nn.Module):
         return outputs[0] if outputs else None
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the `weights`: numbers, scales and offsets."""
+        """Return the bytes of the `weights`: numbers, scales, offsets and the padding of rows."""
         return {"weights": self.packed.nbytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -679,11 +684,11 @@ class FloatTables(NamedTuple):
 
     Attributes:
         specs: rows, dim and name of each table.
-        tensors: rows of each table `[R, D]`, on `device`; or a module that computes them.
+        tensors: rows of each table `[R, D]`; or a module that computes them.
         pooling: pooling of all features.
         feature_tables: table of each feature; None: feature i reads table i.
         output_dtype: dtype of the output of lookups.
-        device: device of the rows.
+        device: device of the source, of a mapping that of its first matrix.
     """
 
     specs: list[TableSpec]
@@ -695,7 +700,10 @@ class FloatTables(NamedTuple):
 
     @classmethod
     def of(cls, source: Any) -> "FloatTables":
-        """Describe the tables of `source`; raise TypeError for unsupported sources."""
+        """Describe the tables of `source`, see `from_float`; TypeError for another source.
+
+        Cached tables are written back to memory first. Rows are not copied.
+        """
         if isinstance(source, FloatTables):
             return source
         if isinstance(source, TableBatchedEmbeddingBags):

@@ -42,6 +42,7 @@ class RunningForward:
         is_repeated: whether backward repeats an earlier forward.
         trains_without_grad: whether a lookup without gradients trains, because a region disables
             them in its first forward.
+        noted_in: regions that may repeat this forward, innermost first.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,18 @@ class RunningForward:
         self.noted_in: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
-        """Store a value that the repetition of this call of `owner` needs."""
+        """Store a value that the repetition of this call of `owner` needs.
+
+        `owner` must be hashable, and is only weakly referred to.
+        """
         for region in self.noted_in:
             region.values.setdefault(owner, []).append(value)
 
     def noted(self, owner: object) -> Any:
-        """Return the value that the first forward noted at this call of `owner`, or None."""
+        """Return the value that the first forward noted at this call of `owner`, or None.
+
+        Call it only if `is_repeated`, once per call of `owner`: it counts the calls.
+        """
         assert self._repeated is not None
         value = self._repeated.next_value(owner)
         if value is not None:

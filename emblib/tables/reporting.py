@@ -15,8 +15,8 @@ class StatsReporter(Protocol):
     """Receives measurements of a module at the steps it selects.
 
     The methods have the names and arguments of FBGEMM's `TBEStatsReporter`, so that one written for
-    FBGEMM fits. `iteration_step` counts the forwards since `set_stats_reporter` from 0, `tbe_id` is
-    the name of the module there, and `embedding_id` is "".
+    FBGEMM fits. `iteration_step` counts from 0 the forwards since `set_stats_reporter`, without
+    those in compiled graphs; `tbe_id` is the name of the module there, and `embedding_id` is "".
     """
 
     def should_report(self, iteration_step: int) -> bool:
@@ -57,7 +57,7 @@ class Reporting:
         tbe_id: name of the module in reports.
 
     Attributes:
-        step: number of forwards so far, which the module increments, selected or not.
+        step: number of completed forwards, without those in compiled graphs; the module counts it.
     """
 
     def __init__(self, reporter: StatsReporter, tbe_id: str = "") -> None:

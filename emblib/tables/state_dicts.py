@@ -38,11 +38,12 @@ def refuses(
     errors: list[str],
     problems_found: Iterable[str] = (),
 ) -> bool:
-    """Return whether a module must load nothing; called first in `_load_from_state_dict`.
+    """Return whether a module must load nothing; to be called first in `_load_from_state_dict`.
 
     If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
-    the entries of them all from `state_dict`, from which torch loads the descendants next. There,
-    descendants that check their entries get a mark, and others the values that they have.
+    the entries of them all from `state_dict`, from which torch loads the descendants next. In their
+    place, descendants that check their entries get a mark, which makes this function return True,
+    and others the values that they have, which loading does not change.
 
     Non-empty `problems_found` are reported instead, and the entries are not checked.
     """
@@ -81,8 +82,9 @@ def tensor_problem(
 ) -> str:
     """Return why a value cannot be copied to a tensor of the dtype of `expected`; "" if it can.
 
-    Integers must not change value; floats are rounded, as torch does. `shape` is the required
-    shape, in which None is any size; a `shape` of None allows any.
+    Values for an integer tensor must be integers that it can have; values for floats are rounded,
+    as torch does. `shape` is the required shape, in which None is any size; a `shape` of None
+    allows any.
     """
     if not isinstance(value, Tensor):
         return f"must be a tensor, got {type(value).__name__}"
@@ -146,7 +148,7 @@ def hyper_problem(value: Any, expected: Tensor) -> str:
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield one message per invalid entry of counts: they are finite and not negative."""
+    """Yield one message per invalid entry of counts, which must be finite and not negative."""
     entry_errors = dict.fromkeys(entry_problems(state_dict, targets))
     yield from entry_errors
     for key in targets:
@@ -161,7 +163,7 @@ def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor])
 
 
 def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iterator[str]:
-    """Yield a message if the entry `key` is not one integer in `[0, below)`."""
+    """Yield a message if there is an entry `key` that is not one integer in `[0, below)`."""
     if key in state_dict:
         value = state_dict[key]
         problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
@@ -183,7 +185,7 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
     if bool((keys < -1).any()) or bool((used_keys >= limit).any()):
         return f"must be ids of a table of {limit} rows, or -1, got {keys}"
     if used_keys.unique().numel() < used_keys.numel():
-        return f"each id must be there once, got {used_keys}"
+        return f"each id must occur once, got {used_keys}"
     return ""
 
 

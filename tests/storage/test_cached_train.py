@@ -574,7 +574,7 @@ def test_a_train_without_stored_rows_is_loaded_into_one_with_a_cache() -> None:
     ("change", "message"),
     [
         ({"tt_layout": torch.tensor([300, 12, 6, 5, 10, 3, 2, 2, 4, 4])}, "another tensor train"),
-        ({"cache.keys": torch.full((12,), 3)}, "each id must be there once"),
+        ({"cache.keys": torch.full((12,), 3)}, "each id must occur once"),
         ({"cache.keys": torch.arange(295, 307)}, "ids of a table of 300 rows"),
         ({"cache.weight": torch.zeros(12, 9)}, r"cache.weight: .* is \(12, 12\)"),
         ({"cache.sum": torch.zeros(11, 12)}, r"cache.sum: .* is \(12, 12\)"),

@@ -325,6 +325,8 @@ def test_wrong_use_is_refused() -> None:
         QuantizedEmbeddingBags(TABLES, feature_tables=[2])
     with pytest.raises(TypeError, match="must be a TableSpec"):
         QuantizedEmbeddingBags([3])
+    with pytest.raises(ValueError, match="weights must be real, got torch.complex64"):
+        made.write_rows(0, torch.zeros(50, 12, dtype=torch.complex64))
 
 
 def test_says_what_it_is() -> None:
