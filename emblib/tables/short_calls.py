@@ -253,8 +253,9 @@ class ShortCalls:
     ) -> LookedUp:
         """Look up a batch, and report invalid indices and offsets.
 
-        An invalid batch on the CPU is repaired and looked up again; in mode FATAL it raises
-        RuntimeError. `in_order` matters for cached tables only, see `CachedCalls.look_up`.
+        An invalid batch on the CPU is repaired and looked up again, or raises as
+        `batches.check_bounds` does. `in_order` matters for cached tables only, see
+        `CachedCalls.look_up`.
         """
         check = self._check.begin() if self._check.counts else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)
@@ -373,7 +374,7 @@ class CachedCalls(ShortCalls):
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call can take this path; False in activation checkpointing."""
+        """Return whether a call can take this path, see `ShortCalls`; not in checkpointing."""
         return (
             super().can_serve(module, indices, offsets, sample_weights)
             and running_forward(training=module.training) is None
@@ -382,7 +383,8 @@ class CachedCalls(ShortCalls):
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
         """Fetch the rows of a batch before its forward, which counts and reports invalid ids.
 
-        In mode FATAL a CPU raises RuntimeError here.
+        On the CPU, invalid input in mode FATAL and, in mode WARNING, offsets that would skip ids or
+        a bag raise RuntimeError here already.
         """
         check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)

@@ -104,8 +104,8 @@ class TableBatchedEmbeddingBags(FusedTables):
     )
     has_parameter_per_table = False
     num_distinct_rows: int | None = None
-    """Number of distinct rows of each following batch, if the caller knows it: the sparse gradients
-    of `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
+    """Number of distinct rows of each following batch; None counts them, which for sparse gradients
+    reads the device. A wrong number raises ValueError on the CPU; on a GPU it is not checked."""
     row_cache: RowCache | None
     state_prev_iter: Tensor  # last step that updated each row, for GlobalDecay
     _memory: Memory
@@ -238,8 +238,10 @@ class TableBatchedEmbeddingBags(FusedTables):
                 vector: rank by rank, feature by feature, bag by bag.
 
         Raises:
+            TypeError: indices or offsets that are no tensors, or `batch_sizes` that are no ints.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling.
+                weights without pooling; batches are prefetched, and with gradients this one is not
+                the next of them.
             ValueError: `batch_sizes` that do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
@@ -521,10 +523,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> None:
         """Fetch the rows of a later batch into the cache, on the current stream.
 
-        Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
-        the same order. Rows of batches in flight, from prefetch to the end of backward, are not
-        evicted. `forward` itself fetches the rows of a batch that was not prefetched. Without a
-        cached table this does nothing. The host waits for a GPU only if a reporter times the call.
+        Any number of batches may be prefetched ahead; `forward` must then get the same tensors, not
+        written to since, in the same order. Rows of batches in flight, from prefetch to the end of
+        backward (or of a lookup without gradients), are not evicted. `forward` itself fetches the
+        rows of a batch that was not prefetched. Without a cached table this does nothing. The host
+        waits for a GPU only if a reporter times the call.
 
         Arguments and errors are those of `forward`, which counts and reports invalid ids.
         """
@@ -576,7 +579,10 @@ class TableBatchedEmbeddingBags(FusedTables):
             self._prefetcher.flush(self._tiers())
 
     def reset_cache_states(self) -> None:
-        """Empty the cache without writing back: updates that it holds are dropped."""
+        """Empty the cache without writing back, and forget prefetched batches.
+
+        Updates since the last `flush` of rows in the cache are dropped.
+        """
         if self._prefetcher is not None:
             self._prefetcher.reset()
 
@@ -604,15 +610,15 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
+        """Continue counting from `step`, as `FusedTables` does; periodic optimizers follow it."""
         super().set_step(step)
         self._num_begun_steps = self._begun_steps_at_update = step
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
 
-        The cache is flushed and emptied first. After the next batch, views of cached tables may
-        have old values.
+        The cache is flushed and emptied first, and prefetched batches are forgotten. After the next
+        batch, views of cached tables may have old values, and writes to them may be lost.
         """
         with self._lock:
             self.settle()
@@ -620,7 +626,10 @@ class TableBatchedEmbeddingBags(FusedTables):
             return [views["weight"] for views in self.table_views()]
 
     def table_optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return per table its optimizer state by name, as views `[rows, dim]` or `[rows]`."""
+        """Return per table its optimizer state by name, as views `[rows, dim]` or `[rows]`.
+
+        What `table_weights` says of its views holds for these.
+        """
         with self._lock:
             self.settle()
             self._memory.verify()
@@ -643,7 +652,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         Events: `tbe.forward_time` and `tbe.prefetch_time` in milliseconds, `tbe.lookups`,
         `tbe.weights_bytes`, `tbe.optimizer_state_bytes` and `tbe.cache_bytes`, and for cached
         tables `tbe.cache.<counter>` and `tbe.cache.<table>.<counter>` of `CacheStats`. Forwards in
-        compiled graphs are not reported.
+        compiled graphs are not reported. TypeError if a method of `StatsReporter` is missing.
         """
         self._reporting = None if reporter is None else Reporting(reporter, tbe_id)
 

@@ -1,9 +1,9 @@
 """Tables stored as tensor-train cores, with the optimizer fused into backward.
 
-A forward maps ids to keys (digits of the cores), groups the batch, computes each distinct row once
-as left half times right half, and pools. Backward forms the gradient of each distinct row, of the
-halves, then of the cores, and updates every core row that contributed. The ops are in
-`emblib.ops.tt`.
+A forward maps ids to keys (digits of the cores), groups the batch, computes each distinct row as
+left half times right half, and pools. Backward forms the gradient of each distinct row, of the
+halves, then of the cores, and with a fused optimizer updates every core row that contributed. The
+ops are in `emblib.ops.tt`.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             gradients for an optimizer of `torch.optim`.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
-        init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
-            rows the standard deviation 1/sqrt(3 * rows), which a dense table's initial rows have.
-            "positive_uniform", "unscaled_uniform", "unscaled_normal", "saw_tooth" and
-            "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to compare runs.
+        init: "gaussian", "first_core", "uniform", "sampled_gaussian" (TT-Rec's) or
+            "approx_uniform"; all give rows the standard deviation 1/sqrt(3 * rows), which a dense
+            table's initial rows have. "positive_uniform", "unscaled_uniform", "unscaled_normal",
+            "saw_tooth" and "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to
+            compare runs. `emblib.tt.initializers` describes them.
         precision: dtypes of cores (`weights`), output and optimizer state, rounding of updates of
             cores, and precision of products on a GPU (`matmul`). Rows and sums are float32 in any
             case, and on the CPU products too; another `matmul` is logged there.
@@ -115,7 +116,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     trained.
 
     Tables may be slices of tables whose other slices are in other modules: `shared_gradients` has,
-    by table, functions that sum the gradients of cores that slices share in every backward pass.
+    by table number, the `ShareGradients` that sums the gradients of cores that slices share.
 
     Example:
         >>> tables = [emblib.TTSpec(1_000_000, 64, (16, 16)), emblib.TTSpec(20_000, 32, (8, 8))]
@@ -290,7 +291,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             yield from super().state_problems(state_dict, prefix)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train a core from the next forward on, or freeze it; a table's cores must agree."""
+        """Train a core from the next forward on, or freeze it.
+
+        A forward raises RuntimeError if only some cores of a table are frozen.
+        """
         numbers = self._numbers_of(parameter)
         self.frozen_cores = self.frozen_cores - numbers if trained else self.frozen_cores | numbers
         self._untrained = frozenset(
@@ -355,8 +359,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 `TableBatchedEmbeddingBags`; the output is one vector then.
 
         Raises:
+            TypeError: indices or offsets that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; some cores of a table frozen.
+                weights without pooling; only some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
         """
         cores = self._all_cores()
@@ -461,9 +466,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return [self.cores[k] for k in self.core_numbers(table)]
 
     def core_optimizer_states(self, table: int | None = None) -> list[dict[str, Tensor]]:
-        """Return per core, of one table or of all, its optimizer state by name.
+        """Return per core of a table, or of all tables if None, its optimizer states by name.
 
-        A state is core-shaped, or has one entry per row of the core.
+        A state is core-shaped, or has one entry per row of the core. They are the memory of the
+        module.
         """
         names = [state.name for state in self.optimizer.states]
         numbers = range(len(self.cores)) if table is None else self.core_numbers(table)
@@ -471,12 +477,16 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         return [dict(zip(names, all_states[k], strict=True)) for k in numbers]
 
     def to_dense(self, table: int) -> Tensor:
-        """Return a table as a dense float32 `[rows, D]` matrix, as exact as float32 is."""
+        """Return a table as a dense float32 `[rows, D]` matrix, with products in float32.
+
+        Raises:
+            IndexError: no such table.
+        """
         spec = self.tables[table]
         return join_blocks(self.dense_blocks(table), spec.rows, spec.dim, self.features.device)
 
     def dense_blocks(self, table: int) -> Iterator[Tensor]:
-        """Yield the rows of `to_dense` in blocks, in order."""
+        """Yield the rows of `to_dense` in blocks `[n, D]`, in order."""
         spec, device = self.tables[table], self.features.device
         layout = tt.layout_of([spec])
         ids = torch.tensor(layout.tables, dtype=torch.int64, device=device)
@@ -520,7 +530,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     ) -> list[TTWork]:
         """Return the work of a batch per table: distinct rows and halves, and multiply-adds.
 
-        The arguments are those of `forward`. On a GPU the host waits.
+        The arguments and errors are those of `forward`; invalid input counts and warns as there. On
+        a GPU the host waits.
         """
         if not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
@@ -647,8 +658,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 error includes it.
 
         Raises:
-            ValueError: several of `ranks`, `error` and `nbytes`, or none and no `spec`; a wrong
-                shape.
+            TypeError, ValueError: as `decompose` and the constructor raise them.
 
         Example:
             >>> trained = torch.nn.EmbeddingBag(1_000, 16)
@@ -688,15 +698,15 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
         Args:
             indices: int32 or int64, row of each lookup; -1 skips. `[L]`, or `[B, N]` for B bags of
                 N lookups.
-            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`; not
-                with 2-dimensional indices.
+            offsets: int32 or int64 `[B + 1]`: bag b is `indices[offsets[b] : offsets[b + 1]]`; None
+                for 2-dimensional indices.
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; some cores frozen.
-            ValueError: offsets missing, or given for 2-dimensional indices.
+                weights without pooling; only some cores frozen.
+            ValueError: no offsets for 1-dimensional indices, or offsets for 2-dimensional ones.
         """
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(

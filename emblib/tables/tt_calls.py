@@ -2,8 +2,8 @@
 
 Forward is one op, which checks the batch and looks it up; backward is one op, which counts the step
 and updates the cores. Forward returns the grouping, the plan and the values of left halves as
-tensors, and autograd saves them for backward. `emblib.ops.tt` serves all other calls, with the same
-bits.
+tensors, and autograd saves them for backward. An invalid batch on the CPU needs more ops.
+`emblib.ops.tt` serves all other calls, with the same bits.
 """
 
 from __future__ import annotations
@@ -119,9 +119,10 @@ class ShortTTCalls:
     ) -> bool:
         """Return whether a call with these arguments can take this path.
 
-        False if `is_short` is, a mode or transform of torch must see every op, sample weights need
-        a gradient, tables are frozen or share cores, `DistributedDataParallel` runs a forward, or
-        the CPU looks the batch up in chunks.
+        False if `is_short` is false, a mode, transform or compiler of torch must see every op,
+        a tensor is of a subclass or on another device, sample weights need a gradient, a core is
+        frozen or shared, `DistributedDataParallel` runs a forward, or the batch is looked up in
+        chunks.
 
         `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
         """
@@ -161,10 +162,10 @@ class ShortTTCalls:
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TTBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return the output, what `tt_lookup_checked_` saves for backward, and repaired offsets.
+        """Return the output, what `tt_lookup_checked_` saves for backward, and the offsets it read.
 
-        In mode NONE the offsets are those of the batch. Out of bounds in mode FATAL raises
-        RuntimeError on the CPU.
+        These are those of the batch in mode NONE, and for a valid batch on the CPU; else repaired
+        ones. An invalid batch on the CPU warns and raises as `batches.check_bounds` does.
 
         `num_saved` is the number of left halves whose values are saved, or `_SAVE_NOTHING`.
         """
@@ -217,7 +218,7 @@ class ShortTTCalls:
         return min(indices.numel(), self._max_saved_halves)
 
     def versions(self) -> tuple[int, ...]:
-        """Return the versions of the cores, which differ after any change."""
+        """Return the versions of the cores, which differ after a write that torch counts."""
         return tuple(map(_versions_of, self._cores))
 
     def update(
@@ -236,8 +237,8 @@ class ShortTTCalls:
             batch: the batch, with repaired offsets.
             saved: tensors that `look_up` returned between the output and the offsets.
             is_finite: bool scalar on the device; None if no `GradScaler` has scaled the gradient.
-            is_stale: whether the cores have changed since the lookup; then values that it saved
-                are computed again.
+            is_stale: whether the cores have changed since the lookup; then the values of left
+                halves that it saved are computed again.
         """
         torch.autograd.graph.increment_version(self._cores)  # first: an interrupt must not omit it
         _backward_(

@@ -2,8 +2,8 @@
 
 The table is cut between each two cores in turn: the matrix whose rows are the digits left of the
 cut, and whose columns are the digits right of it, is replaced by its best approximation of the rank
-there (Oseledets, 2011). The squared errors of the cuts add up, so the error is at most
-`sqrt(cores - 1)` times the error of the best tensor train of these ranks.
+there (Oseledets, 2011). The squared errors of the cuts add up, so without a fit the error is at
+most `sqrt(cores - 1)` times the error of the best tensor train of these ranks, but for rounding.
 
 Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the first cut has the
 size of the table, which it reads in chunks; the remainder has `rank / (p[0] * q[0])` of its size.
@@ -37,7 +37,8 @@ class Decomposition(NamedTuple):
         spec: the table, with the ranks that were chosen.
         cores: cores of the train.
         error: the norm of the difference to the table, relative to the norm of the table.
-        hot_error: the error of the 1% of rows with the most accesses; None without counts.
+        hot_error: the error of the 1% of rows (at least one) with the most accesses; None without
+            counts.
     """
 
     spec: TTSpec
@@ -67,9 +68,10 @@ def decompose(
             cores cannot use are lowered.
         error: relative error that all cuts together may cause, an equal share each, for which the
             smallest ranks are chosen. Rounding the cores to 16 bits adds to it.
-        nbytes: maximum bytes of the cores in `dtype`; the largest equal ranks that fit are chosen.
-        counts: accesses of each row `[rows]`. With them the first and the last core are fitted to
-            minimise the sum of squared errors of rows, weighted by the counts.
+        nbytes: maximum bytes of the cores in `dtype`; the largest equal ranks that fit are chosen,
+            lowered where the cores cannot use them.
+        counts: accesses of each row `[rows]`. Unless all are 0, the first and the last core are
+            then fitted to minimise the sum of squared errors of rows, weighted by the counts.
         dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:

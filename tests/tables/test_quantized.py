@@ -325,7 +325,7 @@ def test_wrong_use_is_refused() -> None:
         QuantizedEmbeddingBags(TABLES, feature_tables=[2])
     with pytest.raises(TypeError, match="must be a TableSpec"):
         QuantizedEmbeddingBags([3])
-    with pytest.raises(ValueError, match="weights must be real, got torch.complex64"):
+    with pytest.raises(ValueError, match="weights must be real"):
         made.write_rows(0, torch.zeros(50, 12, dtype=torch.complex64))
 
 
