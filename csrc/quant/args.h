@@ -4,8 +4,7 @@
 // 8 bits per column; then zeros up to a multiple of 4 bytes, so that a GPU can load words. A number
 // q, an integer or a float of 8 bits, stands for the value `scale * q + offset`. Columns fill a
 // byte from its lowest bits on. Rows of 16 and 32 bits are floats without a header. FBGEMM's
-// IntNBit rows have the same format; its quantisation on a CPU gives integers of the same bits, for
-// values in the range of fp16.
+// IntNBit rows have the same format.
 #pragma once
 
 #include <cmath>

@@ -48,12 +48,14 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
 }
 
 // Throws unless every feature has rows of a format among `formats` inside `packed`, and lies inside
-// the columns of the output: this makes reads and writes safe whatever the caller passes. Return
-// the sum of the features' dims.
-int64_t check_tables(const char* op, const Tensor& features, const Tensor& packed,
-                     const RowFormats& formats, Pooling pooling, int64_t columns) {
+// the columns of the output: this makes reads and writes safe whatever the caller passes. With
+// pooling, return whether the columns of the features, in their order, are all `columns` columns,
+// each once.
+bool check_tables(const char* op, const Tensor& features, const Tensor& packed,
+                  const RowFormats& formats, Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
-  int64_t sum_of_dims = 0;
+  int64_t end = 0;  // of the columns of the features before
+  bool follows = true;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
     const int64_t format = format_of(formats, x);
@@ -71,9 +73,10 @@ int64_t check_tables(const char* op, const Tensor& features, const Tensor& packe
                     "module that owns them");
     STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns, op,
                     ": pooling none needs one dim for all features, got ", x.dim, " and ", columns);
-    sum_of_dims += x.dim;
+    follows = follows && column == end;
+    end += x.dim;
   }
-  return sum_of_dims;
+  return follows && end == columns;
 }
 
 // Return the output of a lookup whose bag layout has been checked; zeros where no bag writes.
@@ -81,14 +84,12 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
   const Bags& bags = call.bags;
   const bool is_pooled = call.pooling != Pooling::kNone, is_variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
-  const int64_t sum_of_dims = check_tables(op, call.features, call.packed, call.formats,
-                                           is_variable ? Pooling::kSum : call.pooling,
-                                           is_variable ? kUnlimited : call.columns);
+  const bool covers = check_tables(op, call.features, call.packed, call.formats,
+                                   is_variable ? Pooling::kSum : call.pooling,
+                                   is_variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
-  // Whether bags are certain to write all of the output, if the columns of features do not overlap.
-  const bool is_complete =
-      bags.num_bags > 0 &&
-      (!is_pooled ? bags.begin(0) == 0 : (!is_variable && sum_of_dims == call.columns));
+  // Whether bags are certain to write all of the output.
+  const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers : bags.begin(0) == 0);
   if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
   const Feature* feature = feature_array(call.features);

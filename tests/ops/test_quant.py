@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from emblib.columns import IndexColumn, IndexKind
+from emblib.columns import FeatureColumn, IndexColumn, IndexKind
 from emblib.ops.codes import BOUNDS_CHECK, POOLING
 from emblib.ops.quant import (
     bits_of,
@@ -255,6 +255,20 @@ def test_opcheck(device: torch.device) -> None:
     weights = torch.randn(4, 3, device=device)
     target = torch.zeros(4, 8, dtype=torch.uint8, device=device)
     torch.library.opcheck(quantize_rows_, (target, weights, 4))
+
+
+def test_columns_of_no_feature_are_zeros_where_features_overlap() -> None:
+    """The dims of overlapping features may add up to the columns; memory is reused from 128 KiB."""
+    batch, dim = 4096, 8
+    packed = quantized(torch.ones(1, dim), 8).flatten()
+    features = torch.zeros(2, len(FeatureColumn), dtype=torch.int64)
+    features[:, FeatureColumn.ROWS], features[:, FeatureColumn.DIM] = 1, dim
+    features[1, FeatureColumn.COLUMN] = dim
+    indices = torch.zeros(2 * batch, dtype=torch.int64)
+    rest = (torch.arange(2 * batch + 1), None, None, POOLING["sum"], 8, 2 * dim, torch.float32)
+    assert quant_lookup(packed, features, indices, *rest).eq(1).all()
+    features[1, FeatureColumn.COLUMN] = 0
+    assert not quant_lookup(packed, features, indices, *rest)[:, dim:].any()
 
 
 def test_wrong_input_is_refused() -> None:
