@@ -361,7 +361,7 @@ class _Sketches(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the sketches in a state dict."""
-        tensors = state_dicts.own_tensors(self, prefix)
+        tensors = state_dicts.loadable_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, tensors)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _SketchColumn.HASH_KEY]}
         yield from state_dicts.entry_problems(state_dict, hash_keys)

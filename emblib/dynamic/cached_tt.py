@@ -728,11 +728,11 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry; the saved number of stored rows must be this one."""
         counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
-        own_tensors = state_dicts.own_tensors(self, prefix)
+        tensors = state_dicts.loadable_tensors(self, prefix)
         yield from state_dicts.count_problems(
-            state_dict, {name: own_tensors.pop(name) for name in counts}
+            state_dict, {name: tensors.pop(name) for name in counts}
         )
-        yield from state_dicts.entry_problems(state_dict, own_tensors)
+        yield from state_dicts.entry_problems(state_dict, tensors)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         parameters.refuse_averages()

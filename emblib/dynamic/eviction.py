@@ -133,7 +133,7 @@ class EvictionScores(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the scores in a state dict."""
-        return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
+        return state_dicts.entry_problems(state_dict, state_dicts.loadable_tensors(self, prefix))
 
 
 _SWEEPS_PER_TTL = 8  # sweeps over a table per ttl in steps
@@ -383,7 +383,9 @@ class Expiry(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the times in a state dict."""
-        yield from state_dicts.count_problems(state_dict, state_dicts.own_tensors(self, prefix))
+        yield from state_dicts.count_problems(
+            state_dict, state_dicts.loadable_tensors(self, prefix)
+        )
 
 
 class _LoggedKeys(NamedTuple):

@@ -443,5 +443,5 @@ class DenseHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
         with torch._C.DisableTorchFunctionSubclass():
-            tensors = state_dicts.own_tensors(self, prefix)
+            tensors = state_dicts.loadable_tensors(self, prefix)
         yield from state_dicts.entry_problems(state_dict, tensors)

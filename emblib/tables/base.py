@@ -470,7 +470,7 @@ class FusedTables(nn.Module):
 
     def _checkpoint(self) -> dict[str, Tensor]:
         """Return the tensors of the state dict of the module, without those of its children."""
-        return state_dicts.own_tensors(self, "")
+        return state_dicts.loadable_tensors(self, "")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the module in a state dict."""

@@ -40,8 +40,8 @@ from emblib.tables.durable_files import (
     LOCK,
     MappedFile,
     SyncGuard,
+    check_directory,
     check_free_space,
-    check_own_directory,
     close_in_forks,
     flush_directory,
     lock,
@@ -54,9 +54,9 @@ from emblib.tables.durable_files import (
 )
 from emblib.tables.journal import Block, Journal, warn_of_restart
 from emblib.tables.page_sums import (
-    FORMAT,
-    SUFFIX,
-    UNCHECKED,
+    CHECKSUM_FORMAT,
+    FORMAT_WITHOUT_SUMS,
+    SUMS_SUFFIX,
     PageSums,
     check_upgrade,
     mentioning_restart,
@@ -141,7 +141,7 @@ class DiskStore:
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _CONTENT)
         if not (self.directory / _STORE).exists():
-            check_own_directory(self.directory, _CONTENT, _STORE)
+            check_directory(self.directory, _CONTENT, _STORE)
         handles = contextlib.ExitStack()
         handles.callback(os.close, lock(self.directory / LOCK, _CONTENT))
         self._release = weakref.finalize(self, handles.close)
@@ -232,7 +232,7 @@ class DiskStore:
         with reading(path):
             saved = json.loads(path.read_text())
             layout = saved["layout"]
-            self._unchecked = layout["format"] == UNCHECKED
+            self._unchecked = layout["format"] == FORMAT_WITHOUT_SUMS
             if not self._unchecked:
                 saved = unseal(saved)
                 self._roots = [int(root) for root in saved["checksums"]]
@@ -513,7 +513,7 @@ def _layout_of(
     ]
     return {
         "format": _FORMAT,
-        **FORMAT,
+        **CHECKSUM_FORMAT,
         "byteorder": sys.byteorder,
         "weights": word(dtype),
         "states": state_entries,
@@ -525,7 +525,7 @@ def _check_layout(
     directory: Path, saved: dict[str, Any], wanted: dict[str, Any], *, upgrade: bool
 ) -> None:
     for key, value in wanted.items():
-        if upgrade and (key == "format" or key in FORMAT):
+        if upgrade and (key == "format" or key in CHECKSUM_FORMAT):
             continue
         if saved.get(key) != value:
             raise ValueError(
@@ -536,7 +536,7 @@ def _check_layout(
 
 
 def _sums_file(file: MappedFile) -> MappedFile:
-    path = file.path.with_name(file.path.name + SUFFIX)
+    path = file.path.with_name(file.path.name + SUMS_SUFFIX)
     return MappedFile(path, "int32", num_pages(file.nbytes))
 
 

@@ -74,7 +74,7 @@ class ChecksumError(RuntimeError):
     """A file does not have the bytes that were written to it."""
 
 
-def open_own(path: Path, flags: int) -> int:
+def open_without_links(path: Path, flags: int) -> int:
     """Open a file whose name emblib chose, in a directory of the user; create it if missing.
 
     Links are refused: another user who may write to the directory could place one under that name,
@@ -102,17 +102,17 @@ def open_fresh(path: Path, flags: int) -> int:
     A link under this name is removed; its target does not change.
     """
     try:
-        return open_own(path, flags)
+        return open_without_links(path, flags)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
     remove(path)
-    return open_own(path, flags)
+    return open_without_links(path, flags)
 
 
 def open_file(path: Path) -> int:
-    """Open a file for reading and writing, see `open_own`."""
-    return open_own(path, os.O_RDWR)
+    """Open a file for reading and writing, see `open_without_links`."""
+    return open_without_links(path, os.O_RDWR)
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> int:
@@ -316,7 +316,7 @@ def make_directory(directory: Path, content: str) -> None:
         ) from error
 
 
-def check_own_directory(directory: Path, content: str, known_file: str) -> None:
+def check_directory(directory: Path, content: str, known_file: str) -> None:
     """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
     unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEW_SUFFIX})
     if unknown_files:

@@ -203,7 +203,9 @@ def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupC
     """
     changes = GroupChanges({}, {})
     field_names = {field.name for field in fields(optimizer)}
-    values = {name: _plain(value) for name, value in options.items() if _has_meaning(name)}
+    values = {
+        name: _as_python_numbers(value) for name, value in options.items() if _has_meaning(name)
+    }
     for name, value in values.items():
         if name in field_names and name not in _OPTIONS:
             changes.fields[name] = float(value) if name == "lr" else value
@@ -256,8 +258,8 @@ def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
     return kind(rate)
 
 
-def _plain(value: Any) -> Any:
+def _as_python_numbers(value: Any) -> Any:
     """Convert numbers of torch and numpy to Python's, and sequences of them to tuples."""
     if hasattr(value, "item"):
         return value.item()
-    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+    return tuple(map(_as_python_numbers, value)) if isinstance(value, list | tuple) else value

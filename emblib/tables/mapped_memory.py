@@ -99,9 +99,9 @@ def map_pinned(pinned: Tensor, device: torch.device) -> Tensor:
     exported = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
     if exported.data != pinned.data_ptr():
         raise RuntimeError("this torch exports tensors in another format than DLPack's first one")
-    exported.device_type, exported.device_id = _DL_CUDA, _index(device)
+    exported.device_type, exported.device_id = _DL_CUDA, _device_index(device)
     return dlpack.from_dlpack(capsule)
 
 
-def _index(device: torch.device) -> int:
+def _device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index

@@ -22,16 +22,18 @@ from emblib.ops import pages as page_ops
 from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, fetch_rows, zeros
 
-PAGE = 4096  # bytes that have one checksum
-SUFFIX = ".crc"  # of the name of the file of checksums
-WIDTH = 4  # bytes of a checksum
+PAGE_BYTES = 4096  # bytes that have one checksum
+SUMS_SUFFIX = ".crc"  # of the name of the file of checksums
+SUM_BYTES = 4  # bytes of a checksum
 # What a manifest says of the checksums; files of another format are refused.
-FORMAT = {"page_bytes": PAGE, "page_checksum": "crc32"}
-UNCHECKED = 1  # the format of stores before there were checksums
+CHECKSUM_FORMAT = {"page_bytes": PAGE_BYTES, "page_checksum": "crc32"}
+FORMAT_WITHOUT_SUMS = 1  # the format of stores before there were checksums
 _PAGES_PER_STEP = 1 << 18  # pages that are processed at a time, 1 GiB of the file
 _PAGES_PER_READ = 1 << 12  # pages that are read from the disk at a time, 16 MiB
-_ZEROS = torch.tensor(
-    [*zlib.crc32(bytes(PAGE)).to_bytes(WIDTH, sys.byteorder)], dtype=torch.uint8, device="cpu"
+_SUM_OF_ZEROS = torch.tensor(
+    [*zlib.crc32(bytes(PAGE_BYTES)).to_bytes(SUM_BYTES, sys.byteorder)],
+    dtype=torch.uint8,
+    device="cpu",
 )  # checksum of a page of zeros
 _WAY_OUT = (
     "restore the tables from a checkpoint into another directory, or take the bytes as they are "
@@ -41,7 +43,7 @@ _WAY_OUT = (
 
 def num_pages(nbytes: int) -> int:
     """Return the number of pages that `nbytes` take."""
-    return -(-nbytes // PAGE)
+    return -(-nbytes // PAGE_BYTES)
 
 
 def check_upgrade(directory: Path, verify: Verify) -> None:
@@ -90,7 +92,7 @@ class PageSums:
         self.length = 0
         self._data = torch.empty(0, dtype=torch.uint8)
         self._sum_bytes = memoryview(b"")
-        self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
+        self.sums = torch.empty(0, SUM_BYTES, dtype=torch.uint8)
         # Flags per page: verified or written since opening; changed since the commit; journaled.
         self._is_known, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
         self.all_known = self._all_changed = False
@@ -103,7 +105,7 @@ class PageSums:
         self._data = self._data[:0] if data is None else torch.frombuffer(data, dtype=torch.uint8)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
-            self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
+            self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, SUM_BYTES)
         self._is_known, self._changed, self._journaled = (
             _extend_flags(flags, self.sums.shape[0])
             for flags in (self._is_known, self._changed, self._journaled)
@@ -124,7 +126,7 @@ class PageSums:
         """
         return fetch_rows(self.path, self._data, rows, width, first_byte)
 
-    def check(self, rows: Tensor, width: int = PAGE, first_byte: int = 0) -> None:
+    def check(self, rows: Tensor, width: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Verify the pages of rows that were not verified yet.
 
         Raises:
@@ -133,7 +135,7 @@ class PageSums:
         if self.all_known:
             return
         is_known = self._is_known[: self.pages]
-        pages = page_ops.pages_without_mark(is_known, rows, width, first_byte, PAGE)
+        pages = page_ops.pages_without_mark(is_known, rows, width, first_byte, PAGE_BYTES)
         if pages.numel():
             self._verify(pages.unique())
 
@@ -155,16 +157,16 @@ class PageSums:
         """Compare the checksums of pages, int64 `[n]`; raise ChecksumError if one differs."""
         if not pages.numel():
             return
-        sums_found = self._sums_of(pages, self.length, skip_holes=skip_holes)
-        wrong = pages[(sums_found != self.sums[pages]).any(dim=1)]
+        present_sums = self._sums_of(pages, self.length, skip_holes=skip_holes)
+        wrong = pages[(present_sums != self.sums[pages]).any(dim=1)]
         if wrong.numel():
-            raise self._error(wrong.tolist())
+            raise self._damage_error(wrong.tolist())
         self._is_known[pages] = 1
 
-    def _error(self, wrong: list[int]) -> ChecksumError:
+    def _damage_error(self, wrong: list[int]) -> ChecksumError:
         """Return the error that names the first wrong page."""
-        begin = wrong[0] * PAGE
-        end = min(begin + PAGE, self.length)
+        begin = wrong[0] * PAGE_BYTES
+        end = min(begin + PAGE_BYTES, self.length)
         omitted = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
         return ChecksumError(
             f"{self.path} is damaged: page {wrong[0]} (bytes {begin} to {end - 1}, "
@@ -179,22 +181,22 @@ class PageSums:
         """
         if self.root(self.length) != expected:
             raise ChecksumError(
-                f"{self.path}{SUFFIX} is damaged: it is not as the last flush left it, so no row "
-                f"of {self.path} can be verified; {_WAY_OUT}"
+                f"{self.path}{SUMS_SUFFIX} is damaged: it is not as the last flush left it, so no "
+                f"row of {self.path} can be verified; {_WAY_OUT}"
             )
 
     def accept_all(self) -> None:
         """Verify no page any more; the next commit recomputes the checksums of all pages."""
         self.all_known = self._all_changed = True
 
-    def change(self, rows: Tensor, width: int = PAGE, first_byte: int = 0) -> None:
+    def change(self, rows: Tensor, width: int = PAGE_BYTES, first_byte: int = 0) -> None:
         """Note rows that are about to be written; verify the current content of their pages first.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
         self.check(rows, width, first_byte)
-        page_ops.mark_pages_([self._is_known, self._changed], rows, width, first_byte, PAGE)
+        page_ops.mark_pages_([self._is_known, self._changed], rows, width, first_byte, PAGE_BYTES)
 
     def extend(self, length: int) -> None:
         """Note that the next commit covers `length` bytes; verify the last page if it grows.
@@ -203,7 +205,7 @@ class PageSums:
             ChecksumError: that page is not as the last commit left it.
         """
         if length > self.length:
-            self.change(torch.arange(self.length // PAGE, num_pages(length)))
+            self.change(torch.arange(self.length // PAGE_BYTES, num_pages(length)))
 
     def renewed(self, length: int, *, skip_holes: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield pages, int64 `[n]`, whose checksums are out of date, and new ones, uint8 `[n, 4]`.
@@ -235,7 +237,7 @@ class PageSums:
 
     def root(self, length: int) -> int:
         """Return the checksum of the checksums of the first `length` bytes."""
-        return zlib.crc32(self._sum_bytes[: num_pages(length) * WIDTH])
+        return zlib.crc32(self._sum_bytes[: num_pages(length) * SUM_BYTES])
 
     def after_commit(self, length: int) -> None:
         """Note that a commit has written the current checksums, for `length` bytes."""
@@ -247,14 +249,14 @@ class PageSums:
     def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
         """Return the checksums of the present content of pages, uint8 `[n, 4]`."""
         if skip_holes and pages.numel():
-            is_read = ~(_in_holes(self.path, pages) & (pages < length // PAGE))
-            sums = _ZEROS.repeat(pages.numel(), 1)
+            is_read = ~(_in_holes(self.path, pages) & (pages < length // PAGE_BYTES))
+            sums = _SUM_OF_ZEROS.repeat(pages.numel(), 1)
             sums[is_read] = self._sums_of(pages[is_read], length)
             return sums
-        blocks = [torch.empty(0, WIDTH, dtype=torch.uint8)]
+        blocks = [torch.empty(0, SUM_BYTES, dtype=torch.uint8)]
         for block in pages.split(_PAGES_PER_READ):
-            self.fetch(block, PAGE)
-            blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE))
+            self.fetch(block, PAGE_BYTES)
+            blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE_BYTES))
         return torch.cat(blocks)
 
 
@@ -271,12 +273,12 @@ def _in_holes(path: Path, pages: Tensor) -> Tensor:
     has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool)
     handle = os.open(path, os.O_RDONLY)
     try:
-        offset, end = first_page * PAGE, (last_page + 1) * PAGE
+        offset, end = first_page * PAGE_BYTES, (last_page + 1) * PAGE_BYTES
         while offset < end:
             begin = os.lseek(handle, offset, os.SEEK_DATA)
             offset = os.lseek(handle, begin, os.SEEK_HOLE)
             has_data[
-                max(begin // PAGE - first_page, 0) : max(num_pages(offset) - first_page, 0)
+                max(begin // PAGE_BYTES - first_page, 0) : max(num_pages(offset) - first_page, 0)
             ] = True
     except OSError as error:
         if error.errno != errno.ENXIO:  # no data up to the end of the file

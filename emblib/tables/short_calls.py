@@ -153,9 +153,10 @@ def update_in_one_op(tiers: autograd.Tiers, optimizer_code: int | None, *argumen
 class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `is_short` tells whether the tables and the optimizer allow short calls, see `_is_plain`. A copy
-    or pickle of this object is None: the copy of a module makes its own. A module makes new calls
-    where `matches` is false; threads may share the calls.
+    `is_short` tells whether the tables and the optimizer allow short calls, see
+    `_allows_short_calls`; only then are the arguments of ops set. A copy or pickle of this object
+    is None: the copy of a module makes its own. A module makes new calls where `matches` is false;
+    threads may share the calls.
 
     `tiers` is a function that returns the memory of the module.
 
@@ -170,7 +171,7 @@ class ShortCalls:
         self._bounds_check, self._pooling = module.bounds_check, module.pooling
         self._tensors = module.call_tensors()
         weights = self._tensors[0]
-        self.is_short = weights is not None and _is_plain(module)
+        self.is_short = weights is not None and _allows_short_calls(module)
         if weights is None or not self.is_short:
             return
         self._weights, self._address = weights, weights.data_ptr()
@@ -520,7 +521,7 @@ class ShortLookup(torch.autograd.Function):
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).apply
 
 
-def _is_plain(module: ShortCallTables) -> bool:
+def _allows_short_calls(module: ShortCallTables) -> bool:
     """Return whether a step of these tables needs no Python between its ops."""
     has_cache = module.prefetcher is not None
     tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)

@@ -59,8 +59,8 @@ def refuses(
         if isinstance(submodule, ChecksState):
             if submodule is not module:
                 state_dict[path + _REFUSED] = True
-        elif _is_plain(submodule):
-            state_dict.update(own_tensors(submodule, path))
+        elif _loads_as_torch_does(submodule):
+            state_dict.update(loadable_tensors(submodule, path))
     return True
 
 
@@ -194,8 +194,8 @@ def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> I
     for path, submodule in _modules_by_prefix(module, prefix):
         if isinstance(submodule, ChecksState):
             yield from submodule.state_problems(state_dict, path)
-        elif _is_plain(submodule):
-            yield from entry_problems(state_dict, own_tensors(submodule, path))
+        elif _loads_as_torch_does(submodule):
+            yield from entry_problems(state_dict, loadable_tensors(submodule, path))
 
 
 def _modules_by_prefix(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -203,11 +203,11 @@ def _modules_by_prefix(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
         yield (f"{prefix}{name}." if name else prefix), submodule
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _loads_as_torch_does(module: nn.Module) -> bool:
     return type(module)._load_from_state_dict is nn.Module._load_from_state_dict
 
 
-def own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+def loadable_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Return the parameters and buffers that torch loads into a module, without its children.
 
     They are detached, by `prefix` and name.

@@ -65,7 +65,7 @@ class Cores(nn.ParameterList):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the cores in a state dict."""
-        return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
+        return state_dicts.entry_problems(state_dict, state_dicts.loadable_tensors(self, prefix))
 
 
 def _without_assign(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     def _allocate(self, device: torch.device) -> None:
         """Allocate cores and buffers on a device."""
-        shapes = [shape for spec in self.tables for shape in _shapes(spec, device).shapes()]
+        shapes = [shape for spec in self.tables for shape in _core_layout(spec, device).shapes()]
         self._allocate_cores(shapes, device)
         self._mark_parameters()
         feature_makers = (self._key_feature, self._id_feature, self._row_feature)
@@ -337,7 +337,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _draw(self, table: int) -> Sequence[Tensor]:
         """Draw the initial values of the cores of a table."""
         spec = self.tables[table]
-        layout = _shapes(spec, self.features.device)
+        layout = _core_layout(spec, self.features.device)
         return find_initializer(self.init)(layout, row_std(spec.rows))
 
     def forward(
@@ -584,7 +584,7 @@ def _refuse_output_dtype(output_dtype: torch.dtype | None) -> None:
         )
 
 
-def _shapes(spec: TTSpec, device: torch.device) -> CoreLayout:
+def _core_layout(spec: TTSpec, device: torch.device) -> CoreLayout:
     return CoreLayout(spec.row_factors, spec.dim_factors, spec.full_ranks, device)
 
 

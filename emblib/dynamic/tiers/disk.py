@@ -43,7 +43,7 @@ from emblib.tables import durable_files
 from emblib.tables.durable_files import (
     LOCK,
     SyncGuard,
-    check_own_directory,
+    check_directory,
     close_in_forks,
     flush_directory,
     lock,
@@ -56,10 +56,10 @@ from emblib.tables.durable_files import (
 )
 from emblib.tables.journal import Block, Journal, warn_of_restart
 from emblib.tables.page_sums import (
-    FORMAT,
-    SUFFIX,
-    UNCHECKED,
-    WIDTH,
+    CHECKSUM_FORMAT,
+    FORMAT_WITHOUT_SUMS,
+    SUM_BYTES,
+    SUMS_SUFFIX,
     PageSums,
     check_upgrade,
     mentioning_restart,
@@ -161,7 +161,8 @@ class RowFile:
         self.values = GrowingFile(directory / f"rows_{number}.bin", self.row_bytes)
         self._files = (self.heads, self.values)
         self._sum_files = [
-            GrowingFile(file.path.with_name(file.path.name + SUFFIX), WIDTH) for file in self._files
+            GrowingFile(file.path.with_name(file.path.name + SUMS_SUFFIX), SUM_BYTES)
+            for file in self._files
         ]
         self.sums = [
             PageSums(file.path, partial(_describe, table.name, file.width)) for file in self._files
@@ -469,7 +470,7 @@ class DiskRows:
         self._tables = list(tables)
         make_directory(self.directory, _CLASS_NAME)
         if not (self.directory / _STORE).exists():
-            check_own_directory(self.directory, _CLASS_NAME, _STORE)
+            check_directory(self.directory, _CLASS_NAME, _STORE)
         self._lock, self._process = lock(self.directory / LOCK, _CLASS_NAME), os.getpid()
         try:
             self._begin()
@@ -527,7 +528,7 @@ class DiskRows:
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal when the store is opened again."""
         tables = [[table.name, table.row_bytes] for table in self._tables]
-        return {"format": _FORMAT, **FORMAT, "byteorder": sys.byteorder, "tables": tables}
+        return {"format": _FORMAT, **CHECKSUM_FORMAT, "byteorder": sys.byteorder, "tables": tables}
 
     def _read_store(self) -> list[int]:
         """Read the file of the store; return the number of committed slots per table."""
@@ -535,9 +536,9 @@ class DiskRows:
         with reading(path):
             saved = json.loads(path.read_text())
             layout = saved["layout"]
-            self._unchecked = layout["format"] == UNCHECKED
+            self._unchecked = layout["format"] == FORMAT_WITHOUT_SUMS
             if self._unchecked:
-                layout = {**layout, **FORMAT, "format": _FORMAT}
+                layout = {**layout, **CHECKSUM_FORMAT, "format": _FORMAT}
             else:
                 saved = unseal(saved)
                 self._roots = [[int(root) for root in pair] for pair in saved["checksums"]]
