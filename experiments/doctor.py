@@ -1,7 +1,8 @@
 """Check this machine: what is installed, what works, and what would improve measurements.
 
-A check of CHECKS is a function that yields results. The exit status is 1 only if something that the
-harness needs is broken. Checks import packages inside, so that a missing package becomes a result.
+A check of CHECKS is a function that yields results. The exit status is 1 if a result is broken:
+something that the harness needs does not work, or a check raised an error. Checks import packages
+inside, so that a missing package becomes a result.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ NEEDED = (
     "torch",
     "hydra-core",
     "omegaconf",
+    "filelock",
     "jinja2",
     "matplotlib",
     "numpy",
     "pandas",
     "psutil",
     "rich",
+    "scipy",
 )
 OPTIONAL = {
     "nvidia-ml-py": "watches clocks, heat and throttling of a GPU",
@@ -85,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run all checks; return 1 if something needed is broken, else 0."""
+    """Run all checks and print the results; return 1 if one is broken, else 0."""
     findings = [f for section, check in CHECKS.items() for f in run_check(section, check)]
     if arguments.json:
         broken = [f.what for f in findings if f.state is State.broken]
@@ -127,7 +130,7 @@ Check = Callable[[], Iterable[CheckResult]]
 
 
 def run_check(section: str, check: Check) -> list[CheckResult]:
-    """Return the results of a check; an error of the check becomes a result."""
+    """Return the results of a check; an error of the check becomes its only result."""
     try:
         return [replace(f, section=f.section or section) for f in check()]
     except Exception as error:
@@ -180,7 +183,7 @@ def emblib_libraries() -> Iterator[CheckResult]:
 
 
 def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult:
-    """Return the CPU kernels that are in use.
+    """Return which CPU kernels are in use.
 
     Args:
         cpu_flags: instructions of the CPU.
@@ -226,7 +229,12 @@ def _compare_with_torch(device: torch.device) -> CheckResult:
 def processor(
     cpu: Cpu | None = None, sleep: Callable[[float], object] = time.sleep
 ) -> Iterator[CheckResult]:
-    """Check the CPU, its clocks, and the load of other processes."""
+    """Check the CPU, its clocks, and the load of other processes.
+
+    Args:
+        cpu: CPU to check; None for this machine's.
+        sleep: function that waits while the load of other processes is measured.
+    """
     from experiments.machine.cpu import CORES, LIKELY_CACHE_BYTES, Cpu, mean_mhz, usable_cores
     from experiments.machine.preflight import cpu_flags
 
@@ -308,7 +316,12 @@ def explain_no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResu
 
 
 def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
-    """Check one GPU: model, settings, and what would make it steadier."""
+    """Check one GPU: model, settings, and what would make it steadier.
+
+    Args:
+        properties: result of torch.cuda.get_device_properties.
+        nvml: NVML's handle of the GPU; None where NVML does not work.
+    """
     from experiments.machine.preflight import gpu_flags
 
     section = f"GPU: {properties.name}"

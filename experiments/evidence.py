@@ -3,9 +3,9 @@
 `python run.py reference measure` measures the plan on one commit: the programs `cpu_matrix`,
 `cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
 `peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
-and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. Cells of the
-CPU's matrix and of the experiments have at least five processes. What else the machine did before
-and meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
+and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. The CPU's matrix
+and the experiments ask for PROCESSES processes per cell. What else the machine did before and
+meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
 
 A measurement stores digests of the code that it measured (experiments/machine/sources.py). Where
 that code has changed since, the generated text says so; a test compares the text. So a change of a
@@ -40,7 +40,7 @@ from experiments.report import text
 if TYPE_CHECKING:
     import torch
 
-PROCESSES = 5  # per cell
+PROCESSES = 5  # processes per cell of the CPU's matrix and of experiments
 STATE = "machine.json"  # what else the machine did
 # Contenders by the beginning of their names -> the area of the code that they run besides TBE's.
 AREA_OF = {
@@ -75,7 +75,10 @@ class Part:
     smoke: Sequence[str] = ()
 
     def command(self, *, smoke: bool, out: Path) -> list[str]:
-        """Return the command that measures the part; a program writes to `out`."""
+        """Return the command that measures the part.
+
+        A program writes to the folder `out`; an experiment writes a run as its configuration says.
+        """
         if self.program:
             chosen = [*self.settings, *(self.smoke if smoke else ())]
             return [sys.executable, "-m", *self.program.split(), *chosen, "--out", str(out)]
@@ -117,12 +120,15 @@ GPU_PARTS = (
 
 
 def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bool) -> int:
-    """Measure the plan and store what finished; return 1 where a part failed.
+    """Measure parts of the plan and store what finished; return 1 if a part failed, else 0.
 
     Args:
         keep_run: function that stores the newest run of an experiment and returns its folder.
-        names: names of the parts to measure; all by default.
-        smoke: whether to try every part at a size that means nothing, and store nothing.
+        names: names of the parts to measure, each on every device of the plan; () for all.
+        smoke: True to try the parts at a size that means nothing, and to store nothing.
+
+    Raises:
+        UsageError: the plan of this machine has no part of a name.
     """
     import torch  # here, because programs that only write pages need no torch
 
@@ -168,7 +174,8 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
     The latter is the content of STATE: `load_before` and `load_during` ([min, median, max]) are
     load averages, `others_before` and `others_during` cores of other programs, `stolen` a share of
-    the time, `seconds` the duration. Children of the command do not count as other programs.
+    the time, `seconds` the duration. Children of the command do not count as other programs. Where
+    the system counts nothing, `others_before` is None, `others_during` and `stolen` are 0.
     """
     time_before = CpuTime()
     time.sleep(LOOK_SECONDS)
@@ -180,10 +187,11 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
     loads: list[float] = []
     with _adopt_orphans():
         process = subprocess.Popen(command, cwd=ROOT)
-        while (status := process.poll()) is None:
+        status: int | None = None
+        while status is None:
             loads.append(round(psutil.getloadavg()[0], 2))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(SAMPLE_SECONDS)
+                status = process.wait(SAMPLE_SECONDS)
     seconds = max(time.monotonic() - start, 1e-3)
     stolen, used = time_during.shares()
     cores_of_others = max(0.0, (used or 0.0) - (_child_seconds() - child_s_before) / seconds)
@@ -197,7 +205,7 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _adopt_orphans() -> Iterator[None]:
-    """Become the parent of orphaned descendants, on Linux, and wait for them at the end.
+    """Become the parent of orphaned descendants, on Linux; at the end wait ORPHAN_SECONDS for them.
 
     An experiment measures in children of a fork server, which outlives the experiment: without this
     their processor time would look like the time of other programs.
@@ -248,7 +256,8 @@ class StoredEvidence:
         commit: commit of the code; "" if it was not recorded.
         date: date of the measurement, ISO 8601; "" if it was not recorded.
         device: "cpu" or "cuda".
-        areas: areas of the code (`sources.AREAS`) that the measured contenders run.
+        areas: areas of the code (`sources.AREAS`) that the measured contenders run; of a program
+            of tests.bench "dense tables" only.
         measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
         state: content of STATE, see `run_watched`; {} if it was not recorded.
     """
@@ -262,7 +271,7 @@ class StoredEvidence:
 
     @classmethod
     def read(cls, folder: Path) -> StoredEvidence:
-        """Read a run, or the result of a program of tests.bench."""
+        """Read the folder of a run, or of a program of tests.bench with its <name>.json."""
         facts, contenders = _environment_and_contenders(folder)
         areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}
         state = folder / STATE
@@ -276,7 +285,7 @@ class StoredEvidence:
         )
 
     def changed(self) -> list[str]:
-        """Return the areas whose code has changed since; without digests, all that are named."""
+        """Return the areas whose code has changed since, or that have no digest to compare."""
         now = sources.digests(self.device)
         return [area for area in self.areas if self.measured.get(area) != now.get(area)]
 

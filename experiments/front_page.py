@@ -74,7 +74,10 @@ def format_ratio(ratio: Summary) -> str:
 
 
 def peers_table(measured: Mapping[Key, Summary]) -> str:
-    """Return the Markdown table of the three large workloads, and what they are."""
+    """Return the Markdown table of the three large workloads, and what they are.
+
+    `measured` has every point of WORK, SHAPES and THREADS.
+    """
     columns = {
         f"{shape}, {text.count(threads, 'thread')}": (shape, threads)
         for shape in SHAPES
@@ -117,7 +120,7 @@ def matrix_rows(folder: Path = REFERENCE / DEVICE) -> list[dict[str, Any]]:
 
 
 def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the Markdown table of the matrix, and the shapes where emblib is slower."""
+    """Return the Markdown table of the matrix, and the shapes where emblib's median is slower."""
     cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"])
@@ -176,7 +179,10 @@ GpuRatios = dict[Work, list[float]]  # one per shape
 
 
 def gpu_ratios(folder: Path = REFERENCE, time: str = DEVICE_TIME) -> dict[str, GpuRatios]:
-    """Return the peers' times ÷ emblib's of eager calls, by GPU; `time` selects the column."""
+    """Return the peers' times ÷ emblib's of eager calls, by GPU.
+
+    `time` is DEVICE_TIME or CALL_TIME; shapes without it are left out.
+    """
     by_device: dict[str, GpuRatios] = {}
     for path in gpu_matrices(folder):
         content = json.loads(path.read_text())
@@ -197,7 +203,12 @@ def speed_table(
     rows: Sequence[Mapping[str, Any]],
     gpus: Mapping[str, Mapping[tuple[str, str, str], list[float]]],
 ) -> str:
-    """Return the Markdown table of the README: median, worst and best per pass and machine."""
+    """Return the Markdown table of the README: median, worst and best per pass and machine.
+
+    Args:
+        rows: result of `matrix_rows`.
+        gpus: result of `gpu_ratios`.
+    """
     table = []
     for (peer, work, dtype), title in SPEED_ROWS.items():
         cells = []
@@ -218,14 +229,22 @@ def _speed_cell(shapes: Sequence[float]) -> str:
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:
-    """Return the text of README.md with its table of speed, and its source, replaced."""
+    """Return the text of README.md with its table of speed, and its source, replaced.
+
+    Raises:
+        ValueError: `readme` lacks the markers SPEED, or a stored matrix is not whole.
+    """
     rows = matrix_rows(folder / DEVICE)
     block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
     return replace_block(readme, SPEED, block)
 
 
 def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
-    """Return a line per machine of the table of speed: its measurements and their commits."""
+    """Return a line per machine of the table of speed: its measurements and their commits.
+
+    Raises:
+        ValueError: the stored matrix of a GPU is not whole.
+    """
     lines = [f"- CPU: {matrix_source(rows, folder / DEVICE)}."]
     calls = gpu_ratios(folder, CALL_TIME)
     for path in gpu_matrices(folder):
@@ -248,7 +267,7 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
 
 
 def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
-    """State the shapes and processes of the matrix, its commit, and the machine's load."""
+    """State the shapes, the fewest processes of a row, the commit, and the machine's load."""
     matrix = StoredEvidence.read(folder / "cpu_matrix")
     shapes = len({row["shape"] for row in rows})
     processes = min(len(row["ratios"]) for row in rows)
@@ -259,7 +278,11 @@ def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / 
 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
-    """Return the text of docs/benchmarks.md with the tables of this module replaced."""
+    """Return the text of docs/benchmarks.md with its two tables of this module replaced.
+
+    Raises:
+        ValueError: `page` lacks the markers PEERS or MATRIX.
+    """
     peers = StoredEvidence.read(folder / "cpu_peers")
     source = f"- {text.capitalised(peers.age())}; {describe_load(peers.state)}."
     page = replace_block(page, PEERS, f"{peers_table(peer_ratios(folder))}\n{source}")
@@ -269,7 +292,11 @@ def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
 
 
 def replace_block(page: str, markers: tuple[str, str], block: str) -> str:
-    """Return a page with the text between two markers replaced; raise ValueError without them."""
+    """Return a page with the text between two markers replaced.
+
+    Raises:
+        ValueError: a marker is absent, or there more than once.
+    """
     start, end = markers
     if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"the page must contain {start} and {end} once each")

@@ -26,7 +26,8 @@ def reports(folder: Path) -> pd.DataFrame:
     """Return a row per run below `folder` with a report, by experiment, the latest first.
 
     Columns: directory (a Path), and texts: experiment, status, answer (the bold sentence of
-    report.md), device, measured (ISO 8601), emblib (commit).
+    report.md; "" without one), device, measured (ISO 8601), emblib (commit). A text that the run
+    did not record is "None".
     """
     directories = [path.parent for path in folder.rglob("index.html")]
     rows = [_report(directory) for directory in directories if (directory / "run.json").is_file()]
@@ -60,15 +61,19 @@ def page_path(experiment: str, directory: Path) -> str:
     except UsageError as error:
         raise ValueError(f"{directory}: {error}") from error
     name, device = directory.name, directory.resolve().parent.name
-    # A reference has the name of its experiment and is in a folder of its device.
+    # A reference is stored as <device>/<experiment>.
     return f"{experiment}/{device if name == experiment else name}/index.html"
 
 
 def write(runs: pd.DataFrame, out: Path) -> None:
-    """Write the pages and the index to `out`, which must be new, empty or an older gallery.
+    """Write the pages and the index to `out`, in place of an older gallery.
+
+    Args:
+        runs: result of `reports`.
+        out: folder that does not exist, is empty, or is a gallery, which is deleted.
 
     Raises:
-        ValueError: `out` has other files, or the runs themselves.
+        ValueError: `out` has other files, or the runs themselves; a run has an unsafe name.
     """
     if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
@@ -117,7 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a gallery; raise UsageError where there is no folder, or `--out` is something else."""
+    """Write a gallery and print the answers; return 0.
+
+    Raises:
+        UsageError: there is no such folder, or `write` refuses `--out` or a run.
+    """
     if not arguments.folder.is_dir():
         raise UsageError(f"there is no folder {arguments.folder}")
     runs = reports(arguments.folder)

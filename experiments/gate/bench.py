@@ -37,10 +37,11 @@ class ReadyPoint:
 
 
 class Bench:
-    """The work of one worker process; a message names a method and its arguments (`points`).
+    """The work of one worker process, whose methods messages name (see points.py).
 
     Notes are "point|activity": `pairs` reads the point of a worker that died from them. `now` is a
-    clock in nanoseconds. The constructor binds the process to `setup.core`.
+    clock in nanoseconds. The constructor changes the whole process: its core, where one is asked
+    for, its number of threads, and its allocator.
     """
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -55,7 +56,7 @@ class Bench:
         memory.keep_freed_blocks()
 
     def build(self) -> dict[str, BuildResult]:
-        """Build all points; a point that cannot be built reports why, and the others go on."""
+        """Build all points and return the result of each; a failure does not stop the others."""
         results = {}
         for point in self.setup.points:
             note(f"{point.name}|building")
@@ -95,7 +96,7 @@ class Bench:
         gc.disable()
 
     def warm(self, name: str) -> float:
-        """Warm up the point; return the seconds of one execution, 0 without a warm-up."""
+        """Warm up a built point; return the seconds of one execution, 0 without a warm-up."""
         ready, timing = self.ready[name], self.setup.config.timing
         note(f"{name}|warming up")
         counters = ready.contender.counters
@@ -105,10 +106,11 @@ class Bench:
         return warm.typical.get(name, 0.0)
 
     def take_samples(self, name: str, batches: Sequence[int], executions: int) -> list[float]:
-        """Take one sample of the point per batch, each after one uncounted execution.
+        """Return one sample per batch, in seconds per execution.
 
-        The other worker has just filled the caches, and the scheduler may have to wake this
-        process. The uncounted execution pays for both, before every sample alike.
+        A sample executes the point `executions` times, on the batch and its successors in the pool.
+        An uncounted sample precedes each: the other worker has just filled the caches, and the
+        scheduler may have to wake this process.
         """
         ready, samples = self.ready[name], []
         for batch in batches:
@@ -135,8 +137,9 @@ class Bench:
     def weigh(self, name: str) -> dict[str, float]:
         """Measure what does not depend on time; less is better, except for hit rates.
 
-        Keys are the keys of `Contender.nbytes` with "_bytes"; with a cache "hit_rate", a share of
-        the lookups; and "peak_bytes" of a step where the system counts it.
+        This executes steps, which change the parameters. Keys are the keys of `Contender.nbytes`
+        with "_bytes"; with a cache "hit_rate", a share of the lookups; and "peak_bytes" of a step
+        where the system counts it.
         """
         ready, contender = self.ready[name], self.ready[name].contender
         weights: dict[str, float] = {f"{k}_bytes": v for k, v in contender.nbytes().items()}

@@ -1,9 +1,10 @@
-"""Count the instructions of the gate's points with callgrind: exact, on any loaded machine.
+"""Count the instructions of the gate's points with callgrind, on a loaded machine too.
 
 Each side runs once in its own process under valgrind. Both run at the same time, because counts do
 not depend on the load of the machine. Torch is imported and the points are built without
-instrumentation. Then each point is executed on every batch of the pool, and three times with
-counting on. Of the three the smallest counts, because Python's caches change during the first ones.
+instrumentation. Then each point is executed on every batch of the pool, and REPEATS times on the
+first batch with counting on. The smallest count is taken, because Python's caches change during the
+first ones.
 Two numbers result: all instructions of the call, Python and torch included, and those within
 emblib's own library.
 
@@ -62,7 +63,7 @@ def reason_not_to_count(config: Config, device: str, *, smoke: bool) -> str:
 
 
 def count(setup: Setup, folders: Mapping[str, str]) -> tuple[Counts, str]:
-    """Count all points of both sides; return the counts, and "" or why there are none.
+    """Count the points that each side can build; return the counts, and "" or why there are none.
 
     `folders` has the folder of the package that a side imports, by the name of the side.
     """

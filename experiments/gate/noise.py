@@ -35,7 +35,13 @@ HOW = (
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Measure, save noise.json and report; return the exit status."""
+    """Measure, save noise.json and report; return the exit status.
+
+    A run that finished, at full sizes, also replaces the floor in the folder gate.noise.
+
+    Raises:
+        UsageError: the run cannot start.
+    """
     if config.dry_run:
         return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
     start = setup.start_gate(config, words)
@@ -121,7 +127,7 @@ def sentence(points: NoiseFloor, margins: Mapping[str, float], pairs: int) -> st
 
 
 def table(points: NoiseFloor, margins: Mapping[str, float]) -> Table:
-    """Return one row per point."""
+    """Return the table of the noise, one row per point."""
     return Table.of(
         [{"point": name, "margin": margins[name], **noise} for name, noise in points.items()],
         {

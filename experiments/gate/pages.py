@@ -75,18 +75,18 @@ def page_of(
 
 
 def effect_value(effect: Effect) -> Value:
-    """Format '1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
+    """Format an effect as '1.083 [1.061, 1.106]'."""
     return Value.of(effect.ratio, lambda v: f"{v:.3f} [{effect.lo:.3f}, {effect.hi:.3f}]")
 
 
 def margin_value(value: float | None) -> Value:
-    """Format '5.2 %'."""
+    """Format a share as '5.2 %'; None and infinity have no number."""
     finite = None if value is None or math.isinf(value) else value
     return Value.of(finite, lambda v: f"{100 * v:.3g} %")
 
 
 def instructions_value(line: PointFinding, name: str) -> Value:
-    """Format '1.031 (2,113,402)': head ÷ base, and the count of head."""
+    """Format '1.0310 (2,113,402)': head ÷ base, and the count of head; no number if not counted."""
     sides = line.counts.get(name)
     head_per_base = sides["head"] / sides["base"] if sides and sides["base"] else None
     return Value.of(head_per_base, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
@@ -222,7 +222,7 @@ def _page(
 
 
 def table(lines: Sequence[PointFinding]) -> Table:
-    """Return one row per compared point."""
+    """Return the table of the compared points, one row per point."""
     columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
         "verdict": lambda x: x[0].state + " (counted)" * bool(x[0].grown),
@@ -282,7 +282,10 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
 
 
 def junit(findings: Findings, answer: str) -> str:
-    """Return one test case per point: failed where it is worse, skipped where undecided."""
+    """Return JUnit's XML with a test case per point, and a failed one if a revision did not build.
+
+    A point fails if it is worse or could not be measured in head; an undecided one is skipped.
+    """
     suite = ElementTree.Element(
         "testsuite", name="performance gate", tests=str(len(findings.points))
     )

@@ -1,8 +1,8 @@
 """Pairs of workers, base and head, measured alternately in fresh processes.
 
-Each pair is a process of both revisions, which build the same points (a phase of one contender on
-one workload) and then take turns, block by block: base head head base, or the reverse. A *trial* is
-all pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` has enough.
+A pair is one process per revision. Both build the same points (a phase of one contender on one
+workload) and then take turns, block by block: base head head base, or the reverse. A *trial* is all
+pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` has enough.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PairJob:
     Attributes:
         points: points to measure.
         config: configuration of the run.
-        device: "cpu" or "cuda".
+        device: device as torch names it, such as "cpu" or "cuda".
         number: number of the pair in its run; with config.seed it gives all random numbers.
         slow: factor by which head is slowed.
         check: True to check correctness too, and to measure what does not depend on time.
@@ -119,10 +119,11 @@ def start_worker(seconds: float, side: Side, package: str) -> Child:
 
 
 def run_pair(job: PairJob, folders: SideFolders, start: WorkerFactory | None = None) -> PairResult:
-    """Measure all points of the job, in as many pairs of processes as it takes.
+    """Measure all points of the job, in one pair of processes, or in more after crashes.
 
     A crash costs only the point at which it happened: a new pair measures the others. If that point
-    is unknown, all points that are not measured yet count as failed.
+    is unknown, all points that are not measured yet count as failed. `start` is None for
+    `start_worker` with the time limit of the configuration.
     """
     outcome, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
@@ -288,7 +289,7 @@ class TrialRunner:
     pairs: int = 0  # number of pairs so far; the seed of the next one follows from it
 
     def finish(self, trial: Trial) -> Trial:
-        """Measure until the rules request no more."""
+        """Measure until the rules request no more; return the same trial."""
         names = [p.name for p in self.points if p.name in self.rules.margins]
         while request := next_request(names, trial.evidence, self.rules):
             self.step(trial, request)
@@ -360,7 +361,7 @@ class TrialRunner:
 
 
 def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
-    """Return the seconds of the faster sample of every block, over all pairs."""
+    """Return the seconds of the faster sample of every block, over all pairs with a result."""
     key = f"{side.value}_ns"
     blocks_by_pair = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
     return [min(block) / 1e9 for blocks in blocks_by_pair for block in blocks]

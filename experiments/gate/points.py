@@ -1,6 +1,6 @@
 """The gated points, and the first message to a worker: plain data that processes exchange.
 
-Further messages are (name of a method of `Bench`, *its arguments).
+Further messages are (name of a method of `Bench`, *its arguments), and None, which ends the worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class Point:
 
 
 def points_of(config: Config) -> list[Point]:
-    """Return the points of gate.points; raise UsageError where one names something unknown."""
+    """Return the points of gate.points, one per contender of each case.
+
+    Raises:
+        UsageError: gate.points is empty, or an entry is unknown or there twice.
+    """
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
     gate_points = config.gate.points
     if not gate_points:

@@ -47,7 +47,11 @@ Rates = Mapping[str, Any]  # as `compute_rates` returns them
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Run all trials, then the report; return the exit status."""
+    """Run all trials, or those that an unfinished run lacks, then report; return the exit status.
+
+    Raises:
+        UsageError: the run cannot start.
+    """
     if config.dry_run:
         trials = f"{len(schedule(config))} trials of a gate"
         return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
@@ -126,7 +130,10 @@ def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
 
 
 def replay(records: Sequence[Record]) -> dict[int, Trial]:
-    """Return the trials of stored records, without trials in which a process failed."""
+    """Return the trials of stored records by number.
+
+    A trial in which a process failed is returned without evidence, as its next attempt.
+    """
     trials: dict[int, Trial] = {}
     for record in records:
         number, attempt = record["trial"], record.get("attempt", 1)
@@ -181,9 +188,10 @@ def trial_line(trial: Outcome) -> str:
 def compute_rates(trials: Sequence[Outcome]) -> dict[str, Any]:
     """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
 
-    Trials of unchanged code give `false_alarms` (of gates), `false_screened` (by the first set
-    alone), `false_faster` and `unsure` (of points). Slowed trials give `caught` (of points) and
-    `caught_by_gate`. `points` has `false_alarms` and `caught` by point.
+    Trials of unchanged code give the shares of gates with a point that is SLOWER (`false_alarms`),
+    is so by the first set alone (`false_screened`), or is FASTER (`false_faster`), and the share of
+    points that are `unsure`. Slowed trials give the share of points `caught`, and of gates that
+    caught one (`caught_by_gate`). `points` has `false_alarms` and `caught` by point.
     """
     unchanged = [t for t in trials if t["slow"] == 1]
     slowed = [t for t in trials if t["slow"] > 1]
@@ -248,7 +256,7 @@ def sentence(rates: Rates, trials: Sequence[Outcome]) -> str:
 
 
 def rate_words(rate: ErrorRate) -> str:
-    """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
+    """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'; '0 of 0' without trials."""
     if rate["rate"] is None:
         return "0 of 0"
     lo, hi = (f"{100 * rate[k]:.3g}" for k in ("lo", "hi"))
@@ -324,7 +332,7 @@ def rate_table(rates: Rates) -> Table:
 
 
 def figure(trials: Sequence[Outcome], margins: Mapping[str, float]) -> Figure:
-    """Draw a strip per point: the effect that each trial's first set found."""
+    """Draw a strip per point: the mean effect of each trial's first set."""
     names = list(margins)
     points = [
         {

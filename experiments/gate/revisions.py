@@ -33,7 +33,7 @@ DEFAULT_BASES = ("origin/main", "HEAD")
 
 
 class BuildError(Exception):
-    """A revision cannot be built; the message has the compiler's error."""
+    """A revision cannot be built; the message has the first error of the build."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def resolve(name: str) -> str:
     try:
         sha = git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
     except UsageError:
+        if shutil.which("git") is None:
+            raise
         raise UsageError(
             f"gate: '{name}' is no commit here; fetch it, or name another, e.g. gate.base=HEAD"
         ) from None
@@ -93,7 +95,11 @@ def commit_facts(sha: str) -> dict[str, str]:
 
 
 def default_base(config: Config, *, smoke: bool) -> str:
-    """Return gate.base or its default; raise UsageError if there is neither."""
+    """Return gate.base or its default, without resolving gate.base.
+
+    The default is gate.head in a smoke run, else the first of DEFAULT_BASES that exists; if none
+    does, UsageError is raised.
+    """
     if config.gate.base:
         return config.gate.base
     if smoke:
@@ -108,7 +114,11 @@ def default_base(config: Config, *, smoke: bool) -> str:
 
 
 def checkout(name: str, home: Path = HOME) -> Revision:
-    """Check out the sources of a revision into its folder, unless an earlier call did."""
+    """Check out the sources of a revision into a folder below `home`, unless an earlier call did.
+
+    Raises:
+        UsageError: there is no such revision.
+    """
     sha = resolve(name)
     folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_sources_digest(ROOT)}")
     if not (folder / ".complete").exists():
@@ -150,7 +160,7 @@ def _sources_digest(root: Path, part: str = "") -> str:
 
 
 def installed_libraries() -> list[Path]:
-    """Return the native libraries that `import emblib` uses here."""
+    """Return the native libraries of the installed emblib; [] if none is built."""
     folders = reversed(library_folders())
     return list({p.name: p for f in folders for p in f.glob("libemblib_*.so")}.values())
 
@@ -199,7 +209,10 @@ def _build_key(revision: Revision, cuda: str) -> str:
 def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     """Compile a revision's libraries, or find libraries built earlier from the same sources.
 
-    CUDA kernels take long to compile and are left out if the gate runs on the CPU.
+    CUDA kernels take long to compile and are left out if `device` is "cpu".
+
+    Raises:
+        BuildError: a tool is missing, or the build fails.
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
     folder = home / _build_key(revision, cuda)

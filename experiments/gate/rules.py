@@ -38,9 +38,9 @@ class Rules:
     A run stores them at its start and decides by them even if the noise floor changes meanwhile.
     """
 
-    pairs: int
-    max_pairs: int
-    margins: Mapping[str, float]  # margin of each gated point
+    pairs: int  # pairs of the first set for every point
+    max_pairs: int  # pairs of the first set for points that remain unsure
+    margins: Mapping[str, float]  # relative effect that does not count, of each gated point
 
     def save(self, store: RunStore) -> None:
         """Write rules.json."""
@@ -48,7 +48,7 @@ class Rules:
 
     @classmethod
     def load(cls, path: Path) -> Rules | None:
-        """Return the rules that a run began with; None before they were written."""
+        """Return the rules of a run's directory; None before they were written."""
         saved = read_json(path, "rules.json")
         if not saved:
             return None
@@ -111,7 +111,10 @@ class Ruling:
 
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
-    """Return what to measure next; None when the procedure is complete."""
+    """Return what to measure next; None when the procedure is complete.
+
+    `points` are names of `rules.margins`; lost ones are skipped.
+    """
     points = [p for p in points if p not in evidence.lost]
     first = {p: evidence.first.get(p, []) for p in points}
     new = [p for p in points if len(first[p]) < rules.pairs]
@@ -128,7 +131,10 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
-    """Decide every point that both sides could run."""
+    """Return the rulings, by point, of points that both sides could run and a pair has measured.
+
+    `points` are names of `rules.margins`.
+    """
     measured_points = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
     screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
     confirmable = [p for p in measured_points if screened[p] in CHANGES and evidence.second.get(p)]

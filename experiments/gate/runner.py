@@ -26,7 +26,11 @@ from experiments.run.progress import Display
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Compare two revisions; return the exit status (see cli.HELP)."""
+    """Compare two revisions; return the exit status (see cli.HELP).
+
+    Raises:
+        UsageError: a revision is unknown, or the run cannot start.
+    """
     began = time.monotonic()
     if config.dry_run:
         return setup.print_plan(config, setup.pairs_words(config))
@@ -119,7 +123,8 @@ def _notices(start: GateStart) -> list[str]:
     if start.floor is None:
         margin = 100 * start.config.gate.min_effect
         notices.append(
-            f"There is no noise floor of this machine, so margins are {margin:g} % everywhere. "
+            "There is no noise floor of this machine, its software and these points, so margins "
+            f"are {margin:g} % everywhere. "
             "To measure one: python run.py +experiment=selftest_aa."
         )
     if start.config.gate.inject > 1:
@@ -134,7 +139,10 @@ DERIVED = ("status", "meaning", "answer", "points")  # of gate.json; the other e
 
 
 def rebuild(path: Path) -> str:
-    """Write everything that follows from the samples of a run again; return the answer."""
+    """Write everything that follows from the samples of a run again; return the answer.
+
+    A run without rules or records is left as it is, and its stored answer returned.
+    """
     saved, records = read_json(path, "gate.json"), read_records(path)
     rules = Rules.load(path)
     if rules is None or not records:

@@ -36,8 +36,8 @@ NoiseFloor = Mapping[str, Mapping[str, Any]]
 def measurement_key(config: Config) -> str:
     """Return a key of how pairs are measured; a noise floor applies to gates with the same key.
 
-    The committed floors of reports/noise are found by it: an entry that is added or renamed here
-    makes all of them unusable, until they are measured again.
+    The committed floors of reports/noise are found by it: an entry that is added or renamed here,
+    or a new field of CaseConfig or GatePoint, makes them unusable until they are measured again.
     """
     timing, device = config.timing, config.device
     return digest(
@@ -99,7 +99,10 @@ def noise_floor_content(
 def find_noise_floor(
     folder: Path, environment: Mapping[str, Any], config: Config
 ) -> NoiseFloor | None:
-    """Return the floor for this machine and way of measuring; None where there is none."""
+    """Return the floor for this machine, its software and this way of measuring.
+
+    None if `folder` has none, or one that cannot be read or is of another version.
+    """
     source = folder / floor_file(environment, config)
     try:
         saved = json.loads(source.read_text())
@@ -112,7 +115,7 @@ def find_noise_floor(
 
 
 def margin(floor: NoiseFloor, point: str, min_effect: float, pairs: int) -> float:
-    """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
+    """Return a point's margin for an effect over `pairs`; `min_effect` if the floor lacks it."""
     if point not in floor:
         return min_effect
     return statistics.gate_margin(min_effect, floor[point]["mad"], pairs)
@@ -126,11 +129,11 @@ class GateStart:
     device: torch.device
     points: list[Point]
     environment: dict[str, Any]  # content of environment.json
-    floor: NoiseFloor | None  # the noise of this machine, where it was measured
+    floor: NoiseFloor | None  # noise floor of this machine; None if it was not measured
 
     @property
     def rules(self) -> Rules:
-        """Return the numbers of pairs, and the margins of points that can be gated."""
+        """Return the numbers of pairs, and the margins of points that are not too noisy to gate."""
         gate, pairs = self.config.gate, self.config.timing.replicates
         floor = self.floor or {}
         margins = {p.name: margin(floor, p.name, gate.min_effect, pairs) for p in self.points}
@@ -149,7 +152,11 @@ class GateStart:
 
 
 def start_gate(config: Config, words: Sequence[str]) -> GateStart:
-    """Prepare a run; raise UsageError where it cannot run."""
+    """Examine the machine and check the configuration of a run.
+
+    Raises:
+        UsageError: the device, a point or gate.inject is impossible, or the machine unfit.
+    """
     device = device_of(config)
     points = points_of(config)
     if config.gate.inject < 1:
@@ -171,9 +178,9 @@ def write_info(
 
 
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
-    """Return the latest unfinished run of the same configuration and machine, locked, or None.
+    """Lock the latest unfinished run of the same configuration, code and machine.
 
-    Its records are returned too, and the new run continues after them.
+    Return it with its records, after which the new run continues; None if there is none.
     """
     folder = ROOT / start.config.report.folder / start.config.name
     config_text = OmegaConf.to_yaml(OmegaConf.structured(start.config))
@@ -191,7 +198,7 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
 
 
 def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> SideFolders:
-    """Return head as both sides; raise UsageError where it does not build.
+    """Return head as both sides; raise UsageError if it is unknown or does not build.
 
     A working tree is copied, so that later edits do not affect the comparison with itself.
     """

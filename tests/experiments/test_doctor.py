@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from experiments.doctor import CheckResult, State, run_check
 from experiments.machine import preflight
 from experiments.machine.cpu import Cpu, CpuTime, usable_cores
 from experiments.machine.telemetry import Nvml
+from experiments.paths import ROOT
 from tests.experiments import command_line
 from tests.experiments.fake_nvml import FakeNvml, healthy
 
@@ -27,6 +30,12 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 def named(found: Iterable[CheckResult], what: str) -> CheckResult:
     (one,) = [f for f in found if f.what == what]
     return one
+
+
+def test_every_package_of_the_harness_is_checked() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=]", text)[0] for text in extras["optional-dependencies"]["harness"]}
+    assert names <= {*doctor.NEEDED, *doctor.OPTIONAL}
 
 
 def test_this_machine_is_fit_to_run_the_harness(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,14 @@ def test_names_that_are_no_revision(repository: Path) -> None:
     assert revisions.default_base(empty, smoke=False) == "HEAD"  # there is no origin/main
 
 
+def test_a_machine_without_git_is_told_so(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(repository))
+    with pytest.raises(UsageError, match="the gate needs git"):
+        revisions.resolve("HEAD")
+
+
 def test_equal_native_sources_use_what_is_installed(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
