@@ -44,7 +44,7 @@ class TableDescription(Protocol):
 
     @property
     def data_type(self) -> torch.dtype:
-        """Return the dtype of the stored rows."""
+        """Return the dtype of the stored rows; quantised tables do not use it."""
 
     @property
     def rounding(self) -> StochasticRounding | None:
@@ -81,6 +81,9 @@ class TableSlice:
     The rows of a hash table are capacity for keys, not a range of keys; its keys are divided by
     hash: `shard` is the block of keys of this slice, None if the table is not sharded. A
     tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
+
+    Raises:
+        ValueError: a range is empty or outside of the table; or the storage refuses the slice.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item")
@@ -169,8 +172,9 @@ class TableModule(Protocol):
     ) -> Tensor:
         """Look up a batch: pooled bags, or one vector per id.
 
-        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None; the output is `[B,
-        columns]`, or `[L, dim]`.
+        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None for ones; the
+        output is `[B, columns]`, or `[L, dim]` without pooling. `batch_sizes` has the batch sizes
+        of each feature, by rank; offsets then are `[bags + 1]`, and pooled outputs are flat.
         """
 
     def train(self, mode: Any = True) -> Any:
@@ -180,7 +184,7 @@ class TableModule(Protocol):
         """Move the memory, as `nn.Module` does."""
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of `weights`, `optimizer_state` and other memory, by name."""
+        """Return the bytes of `weights`, `optimizer_state` and other memory it has, by name."""
 
 
 class TrainedModule(TableModule, Protocol):
@@ -188,7 +192,7 @@ class TrainedModule(TableModule, Protocol):
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer, float64 `[len(Hyper) or more]` on the device."""
+        """Return the optimizer's numbers, float64 on the device, see `Optimizer.hyperparams`."""
 
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams` with saved values."""
@@ -198,12 +202,12 @@ class TrainedModule(TableModule, Protocol):
 
 
 def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
-    """Return whether a table module has `hyperparams`, i.e. is trained."""
+    """Return whether a module has `hyperparams`: not quantised tables, nor hash tables on meta."""
     return hasattr(module, "hyperparams")
 
 
 def stored_as(table_slice: TableSlice) -> Precision:
-    """Return dtype and rounding of the stored rows; equal for all slices of one module."""
+    """Return dtype and rounding of the stored rows; equal for all slices of a trained module."""
     config = table_slice.config
     rounding = None if config.data_type is torch.float32 else config.rounding
     return Precision(weights=config.data_type, stochastic_rounding=rounding)
@@ -290,7 +294,8 @@ class Rates(Protocol):
 class Storage:
     """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
 
-    A subclass implements `make_module`, `make_handle`, `views` and `reset`. The other methods
+    A subclass sets `plan_name` and implements `make_module`, `make_handle`, `views` and `reset`;
+    `emblib.storage.register` makes it known to plans. The other methods
     default to a dense table whose parameter `weight` is `[rows, dim]` and can be cut anywhere; a
     subclass overrides those that differ. Modules are called with `(ids, offsets, weights,
     batch_sizes=...)`, like `TableBatchedEmbeddingBags`.
@@ -323,7 +328,7 @@ class Storage:
 
     @classmethod
     def from_plan(cls, values: Mapping[str, Any]) -> Self:
-        """Return the storage from its fields in a sharding plan's JSON; lists become tuples."""
+        """Return the storage of these fields, which are JSON values, with tuples for lists."""
         return cls(**values)
 
     def spec(self, rows: int, dim: int, name: str) -> Any:
@@ -334,7 +339,7 @@ class Storage:
         """Raise ValueError for a slice that this storage cannot store separately."""
 
     def can_divide(self, num_shards: int) -> bool:
-        """Return whether a table can have this number of shards by rows."""
+        """Return whether a table that `cut_units` allows to cut can have this number of shards."""
         return True
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> Any:
@@ -387,7 +392,7 @@ class Storage:
         raise NotImplementedError
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
-        """Return parameters and optimizer states of each table of a module, as views."""
+        """Return parameters (or packed rows) and optimizer states of each table, as views."""
         raise NotImplementedError
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
@@ -509,7 +514,7 @@ _registry: dict[str, type[Storage]] = {}
 
 
 def register(storage: Registered) -> Registered:
-    """Register a class of storage under its `plan_name`; usable as a decorator.
+    """Register a class of storage under its `plan_name`, and return it; usable as a decorator.
 
     Raises:
         ValueError: another kind has this name.
@@ -566,7 +571,10 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
 
 
 def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
-    """Return the nanoseconds to write and read the dense gradient of a slice; 0 if it has none."""
+    """Return the nanoseconds to write and read the dense gradient of a slice.
+
+    0 for an optimizer that gets no dense gradient. Without an optimizer the gradient is dense.
+    """
     if optimizer is not None and not _has_dense_gradient(optimizer):
         return 0.0
     gradient_bytes = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize

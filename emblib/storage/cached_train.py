@@ -70,7 +70,7 @@ def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Opt
 
 
 def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
-    """Return one `TTCache` for all tables of a module, with their numbers of rows as tuples."""
+    """Return one `TTCache` for all tables of a module, with their rows in the order of `slices`."""
     caches = [_cache_of(table_slice) for table_slice in slices]
     first_cache = caches[0]
     counted_rows = None
@@ -131,7 +131,10 @@ def _index_bytes(index: DynamicSpec, counts: DynamicSpec, device: str) -> int:
 
 
 class CachedTTModule(CachedTTEmbeddingBags):
-    """Cached tensor trains of a collection; initial cores are those of trains without a cache."""
+    """Cached tensor trains of a collection; initial cores are those of trains without a cache.
+
+    Arguments are those of `TTModule`; all slices are whole tables with a cache.
+    """
 
     def __init__(
         self,
@@ -197,7 +200,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self._rebuild_index()
 
     def lookup_counts(self, table: int) -> dict[str, Tensor]:
-        """Return a table's counted ids: `keys`, `stamps`, `scores` (uses), int64 `[n]` each."""
+        """Return `keys` (ids, ascending), `stamps` and `scores` (uses) of a table, int64 `[n]`."""
         rows = self._counted_ids(table)
         ids = rows.keys - self._first_key[table]
         order = ids.argsort()
@@ -218,18 +221,18 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self.counts.index.set_tick(tick)
 
     def statistics(self, table: int) -> dict[str, Tensor]:
-        """Return the statistics of a table by name, as views where possible.
+        """Return the statistics of a table by name.
 
-        `counters` int64 are the counts of `cache_stats`, `changes` float64 `[2]` squared norms of
-        what evicted rows had learned and of what their cores lost of it, `since` is the number of
-        training lookups since the last populate.
+        `counters`, an int64 view, are the counts of `cache_stats`. `changes`, a view of float64
+        `[2]`, are squared norms of what evicted rows had learned and of what their cores lost of
+        it. `since`, a new int64 scalar, is the number of training lookups since the last populate.
         """
         since = torch.tensor(self._since[table])
         values = (self.counters[table], self.changes[table], since)
         return dict(zip(_STATISTICS, values, strict=True))
 
     def set_statistics(self, table: int, statistics: Mapping[str, Tensor]) -> None:
-        """Set some of the `statistics` of a table."""
+        """Set those `statistics` of a table that are in `statistics`; other entries are ignored."""
         for name in ("counters", "changes"):
             if name in statistics:
                 getattr(self, name)[table] = statistics[name].to(self.counters.device)
@@ -311,7 +314,7 @@ class CachedTTPlaceholder(nn.Module):
         return self.trains.hyperparams
 
     def nbytes(self) -> dict[str, int]:
-        """Return nothing: there is no memory."""
+        """Return an empty dict: there is no memory."""
         return {}
 
 
@@ -335,9 +338,9 @@ class CachedTTHandle(TTHandle):
     """A tensor train with a cache of rows: `cores.0`, ..., and `cache.weight`, its stored rows.
 
     Its state dict also has `cache.keys` (the id of each stored row, -1 for free rows),
-    `cache.<state>` (optimizer states of stored rows) and `counts` (lookups per id). It loads into a
-    table with another number of stored rows, if the saved rows fit. A state dict with cores but
-    without `cache.keys` empties the cache.
+    `cache.<state>` (optimizer states of stored rows), statistics, and `counts` (lookups per id). It
+    loads into a table with another number of stored rows, if the saved rows fit. A state dict with
+    cores but without `cache.keys` empties the cache.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
@@ -439,7 +442,8 @@ class CachedTTHandle(TTHandle):
     def adopt(self, other: TTHandle) -> None:
         """Take over the parameters of another handle, and copy its cache unless one is on meta.
 
-        The ids of the stored rows, the counts of lookups and the statistics are copied.
+        Stored rows and their ids, the counts of lookups and the statistics are copied; optimizer
+        states are not.
         """
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
@@ -491,7 +495,7 @@ class StoredRowsHandle(DenseHandle):
         return self._attached[0]
 
     def adopt(self, other: DenseHandle) -> None:
-        """Take over the other handle's parameter, and copy its values unless they are on meta."""
+        """Take over the other handle's parameter and, unless on meta, copy its values."""
         if self.weight.is_meta:
             self._parameters["weight"] = other.get_parameter("weight")
         else:
@@ -611,7 +615,7 @@ class StoredRowsHandle(DenseHandle):
 
 
 class CountsHandle(nn.Module):
-    """Number of lookups per id of a cached train; the state dict has `keys` and `scores`."""
+    """Lookups per id of a cached train; the state dict has `keys`, `stamps`, `scores`, `tick`."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__()
@@ -631,7 +635,7 @@ class CountsHandle(nn.Module):
             destination[f"{prefix}tick"] = module.counts.index.clock.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace the counts of the table."""
+        """Replace the counts of the table if all entries are there; do nothing on meta."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return

@@ -1,11 +1,11 @@
 """Storage whose rows are composed of rows of smaller dense tables.
 
-A composed table stores one or two *components*: dense tables that together are smaller than it. An
-id maps to `count` rows of the components; its own row is their sum, concatenation or product. A
-subclass defines the mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows,
-`Narrow` stores fewer columns and appends zeros. The components of all tables of one kind, dtype and
-optimizer are in one `DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up
-in one call, and combines the `count` blocks of the output.
+A composed table stores one or two *components*: dense tables, usually smaller than it. An id maps
+to `count` rows of the components, which are combined to its row (`Combine`). A subclass defines the
+mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows, `Narrow` stores fewer
+columns and appends zeros. The components of all tables with one `group_key` are in one
+`DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up in one call, and
+combines the `count` blocks of the output.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ComposedStorage(Storage):
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
     def lookup_table(self, num_embeddings: int, dim: int) -> ComposedTable:
-        """Return what a lookup needs to know of a table."""
+        """Return the description of a table, or of some of its columns, for `ComposedLookup`."""
         return ComposedTable(
             num_embeddings,
             dim,
@@ -231,7 +231,7 @@ class ComposedStorage(Storage):
         return {state.name: view_name(parameter, state.name) for state in optimizer.states}
 
     def layout_entry(self, num_embeddings: int) -> Tensor:
-        """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
+        """Return a fingerprint of the mapping, int64 `[3 + n]`: equal if ids read the same rows."""
         kind = _fingerprint(self.plan_name, self.joining)
         numbers = [kind, num_embeddings, len(self.row_components), *self.mapping_numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")

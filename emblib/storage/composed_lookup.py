@@ -36,7 +36,7 @@ class Combine(Choice):
     """The first has the first half of the columns, the second the other."""
     MULTIPLY = "multiply"
     """1 plus the first, times the second. Without the 1, both start near zero, and so do their
-    gradients."""
+    gradients. `max_gradient` then bounds the gradients of the two rows, not of the output."""
 
 
 class Component(NamedTuple):
@@ -103,9 +103,8 @@ def component_pooling(joining: Combine, pooling: Pooling) -> Pooling:
 class ComposedLookup(nn.Module):
     """Base of modules that look up composed tables of one kind.
 
-    Bounds are checked once, before ids are mapped; `bounds_check` selects whether violations warn,
-    raise or are ignored. Id -1 is skipped; another invalid id, unless it raises, reads the rows of
-    id 0.
+    Bounds are checked once, before ids are mapped, as `bounds_check` selects. Id -1 is skipped;
+    another invalid id, unless it raises, reads the rows of id 0.
 
     Args:
         tables: the tables; they agree in `joining`, `row_components` and `rows_read`.
@@ -160,7 +159,7 @@ class ComposedLookup(nn.Module):
     ) -> Tensor:
         """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`.
 
-        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None.
+        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None for ones.
         """
         layout, _ = layout_of_bags(self.pooling, self._dims, offsets, batch_sizes, ids.device)
         offsets = check_bounds(self, ids, offsets, self.features, layout)

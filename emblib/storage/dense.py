@@ -128,7 +128,7 @@ class Dense(Storage):
         """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: tables in host memory or on disk need an optimizer of `emblib.optim`.
+            ValueError: `External` for tables with a placement other than DEVICE and HOST.
         """
         _check_optimizer(slices, optimizer)
         return DenseModule(slices, reads, optimizer, pooling, seeds, self.cache, device)
@@ -255,6 +255,7 @@ class DenseModule(TableBatchedEmbeddingBags):
     """Dense tables in one module.
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
+    Arguments are those of `Storage.make_module`; `cache` is that of the tables' storage.
     """
 
     has_parameter_per_table = True

@@ -1,7 +1,7 @@
 """Handles: one module per table of a collection, with the table's parameters and state dict.
 
 Several tables share one module, which stores them and makes their lookups. A handle shows one table
-to the user: its parameters are views of the module's memory, so optimizers, state dicts and
+to the user: its parameters are the module's memory or views of it, so optimizers, state dicts and
 `named_parameters` see one entry per table, whichever tables share a module.
 """
 
@@ -115,7 +115,7 @@ class TableHandle(nn.Module):
         return self._storage.views(self.module)[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return the rows as floats `[rows, dim]`; only where `Storage.has_dense_rows`."""
+        """Return the rows as floats `[rows, dim]`, possibly a view; only if `has_dense_rows`."""
         return self.views()["weight"]
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -129,7 +129,7 @@ class TableHandle(nn.Module):
         """Commit writes to the views, if the table is on disk; the cache must be empty."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name if a fused optimizer updates them, else nothing."""
+        """Return the parameters by name if a fused optimizer updates them, else an empty dict."""
         return dict(self.named_parameters()) if autograd.is_fused(self.module.optimizer) else {}
 
     def fused_modules(self) -> list[TrainedModule]:

@@ -273,7 +273,7 @@ class Hash(Storage):
         return [module.table_rows(t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Remove all keys; reset optimizer state, step and learning rate.
+        """Remove all keys, with their optimizer states, and set the step to 0.
 
         `seeds` are not used: an initial value follows from the key and the seed of the module. Does
         nothing on meta.
@@ -296,7 +296,7 @@ class Hash(Storage):
     # Sharding and checkpoints
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether the store of `target` has rows but `source`, the whole table, has none.
+        """Return whether the table `target` has a store and keys, and `source` has no keys.
 
         That is the case if an earlier process left the rows in the files of the store.
         """
@@ -334,11 +334,11 @@ class Hash(Storage):
         target.module.state.copy_times(target.index, source.module.state, source.index)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
-        """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
+        """Return an empty dict: checkpoints have the rows by key, see `HashHandle`."""
         return {}
 
     def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
-        """Return nothing: the states of a row are saved with its key."""
+        """Return an empty dict: the states of a row are saved with its key."""
         return {}
 
     # Planner
@@ -422,7 +422,7 @@ class MetaPlaceholder(nn.Module):
         _refuse_meta()
 
     def nbytes(self) -> dict[str, int]:
-        """Return nothing: there is no memory."""
+        """Return an empty dict: there is no memory."""
         return {}
 
 

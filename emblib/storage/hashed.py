@@ -37,8 +37,8 @@ class RowHash(Choice):
     MIXED = "mixed"
     """A hash of the id: which ids share a row is random."""
     REMAINDER = "remainder"
-    """`id % rows`: where ids are in order of frequency, the most frequent ones share no row with
-    each other."""
+    """`id % rows`: where ids are in order of frequency, the first rows of the `rows` most frequent
+    ones differ."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Hashed(ComposedStorage):
     """`rows` stored rows; the row of an id is the sum of those that its hash functions select.
 
     Args:
-        rows: number of stored rows.
-        functions: number of rows that are added per id; `hash` selects the first row, hash
+        rows: number of stored rows, at most `num_embeddings`.
+        functions: number of rows that are added per id, 1 to 64; `hash` selects the first row, hash
             functions with different seeds select the others.
         hash: function that selects the first row.
-        seed: seed of the hash functions.
+        seed: seed of the hash functions, 0 to 2^56.
 
     Example:
         >>> storage = emblib.storage.Hashed(rows=500, functions=2)

@@ -1,7 +1,8 @@
-"""Initial values of dense tables, which do not depend on how the table is sharded.
+"""Initial values of dense tables, which do not depend on how the table is sharded (see `draw`).
 
-The whole table is divided into blocks of about 4M elements. The seed of a block depends on the
-table's seed and the block's number; a slice draws the blocks that it overlaps and copies its part.
+The whole table is divided into blocks of rows with at most 4M elements, or of one row. The seed of
+a block depends on the table's seed and the block's number; a slice draws the blocks that it
+overlaps and copies its part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds 
 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
-    """Return a seed per table, drawn from torch's generator in the order of the tables."""
+    """Return a seed per table by name, drawn from torch's generator in the order of the tables."""
     return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in slices)}
 
 

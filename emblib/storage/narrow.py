@@ -38,7 +38,7 @@ class Narrow(ComposedStorage):
         object.__setattr__(self, "columns", check_count("columns", self.columns))
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for as many columns as the table has, or an `init_fn`."""
+        """Raise ValueError for `columns` that are not fewer than the dim, or an `init_fn`."""
         super().check_table(table)
         if self.columns >= table.embedding_dim:
             raise ValueError(

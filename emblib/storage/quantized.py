@@ -39,6 +39,9 @@ _BLOCK_ROWS = 1 << 16
 class Quantized(Storage):
     """Rows of 8, 4 or 2 bits per value, with a scale and an offset per row; they cannot be trained.
 
+    Args:
+        bits: bits per value: 8, 4 or 2.
+
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
         >>> served = bags.quantized(bits=4)
@@ -168,7 +171,7 @@ class QuantizedModule(QuantizedEmbeddingBags):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of all tables, unless on meta or in `skip_initial_values`."""
+        """Draw the initial values of all tables; nothing on meta or in `skip_initial_values`."""
         super().reset_parameters()
         if self.packed.is_meta or skips_initial_values():
             return

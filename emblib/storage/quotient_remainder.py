@@ -58,7 +58,7 @@ class QuotientRemainder(ComposedStorage):
             combine: combination of the two rows, see `QuotientRemainder`.
 
         Raises:
-            ValueError: `share` is not in (0, 1], or two parts need more rows, at least
+            ValueError: `share` is not in (0, 1], or the two components need more rows, at least
                 `2 * sqrt(num_embeddings)`.
 
         Example:
@@ -73,7 +73,8 @@ class QuotientRemainder(ComposedStorage):
         if half**2 < num_embeddings:
             raise ValueError(
                 f"{num_embeddings:,} ids need {2 * math.isqrt(num_embeddings):,} rows in two "
-                f"parts, which is more than {share:g} of them: raise share, or use another storage"
+                f"components, which is more than {share:g} of them: raise share, or use another "
+                "storage"
             )
         divisor = max(1, int(half + math.sqrt(half**2 - num_embeddings)))
         return cls(divisor, combine)

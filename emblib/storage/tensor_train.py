@@ -109,9 +109,8 @@ class TensorTrain(Storage):
         `cores.1` the matrix `[columns, dim]`.
 
         Args:
-            columns: number of stored columns per row, at most the dim.
-            init: initializer of both parts; the default keeps the length of the short rows in the
-                matrix.
+            columns: number of stored columns per row, at most the dim and the number of rows.
+            init: initializer of both cores; see `first_core` in `emblib.tt.initializers`.
 
         Example:
             >>> emblib.storage.TensorTrain.projected(columns=16).ranks
@@ -316,7 +315,7 @@ class TensorTrain(Storage):
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states.
 
-        A table with a cache, of which a slice is the whole table, is copied with its stored rows.
+        A slice of a table with a cache is the whole table; its stored rows are copied too.
         """
         views, targets = source.views(), target.views()
         if self.cache is not None:

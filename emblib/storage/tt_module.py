@@ -33,7 +33,7 @@ def core_views(module: Any, table: int) -> dict[str, Tensor]:
 
 
 class TTModule(TableBatchedTTEmbeddingBags):
-    """Module of tensor trains, or of slices of trains on several ranks.
+    """Module of whole tensor trains, or of one slice of a train that is cut.
 
     The initial values of a slice are a slice of those that the whole table has for the same seed.
     Each table has a `TTHandle`. Once all have one, the cores are read from the handles: torch may
@@ -159,7 +159,7 @@ class TTHandle(TableHandle):
         module.mark_cores()
 
     def dense_rows(self) -> Tensor:
-        """Compute all rows, `[rows, dim]`."""
+        """Compute all rows, float32 `[rows, dim]`."""
         rows: Tensor = self.module.to_dense(self.index)
         return rows
 
@@ -168,7 +168,7 @@ class TTHandle(TableHandle):
         yield from self.module.dense_blocks(self.index)
 
     def adopt(self, other: TTHandle) -> None:
-        """Take over the cores of another handle, and drop their gradients."""
+        """Take over the cores of another handle without gradients and optimizer states."""
         self.cores = other.cores
         self.module.replace_cores(self.index, other.cores)
 

@@ -371,7 +371,7 @@ def test_a_share_of_the_rows_is_what_two_parts_have(
         (lambda: Hashed(5, functions=65), "at most 64"),
         (lambda: Hashed(5, seed=2**57), "at most"),
         (lambda: QuotientRemainder(0), "divisor must be"),
-        (lambda: QuotientRemainder.for_share(100, 0.19), "100 ids need 20 rows in two parts"),
+        (lambda: QuotientRemainder.for_share(100, 0.19), "100 ids need 20 rows in two components"),
         (lambda: QuotientRemainder.for_share(100, 1.5), r"share must be in \(0, 1\]"),
         (lambda: QuotientRemainder.for_share(0, 0.5), "num_embeddings must be"),
         (lambda: EmbeddingBagConfig(4, 8, "t", storage=Narrow(8)), "fewer than the 8 of 't'"),
