@@ -1,8 +1,8 @@
 """The input_dist: send the ids of a batch to the ranks that store their rows.
 
-This is the first stage of a sharded lookup. `InputDist` sorts the ids of one collection by
-destination (rank, then unit), and the received ids by unit, then rank. `start_input_dists` in
-input_messages.py sends the batches of several collections.
+This is the first stage of a sharded lookup. `InputDist` sorts the ids of a batch by destination
+(rank, then unit), and the received ids by unit, then rank. `start_input_dists` in input_messages.py
+sends the batches of several collections.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,7 +87,7 @@ class LocalBatch(NamedTuple):
         return self.offsets[self.first_bags(range(len(self.bag_counts)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
-        """Return the first bag of each of these features, then the number of bags, int64."""
+        """Return the running sums of the numbers of bags of these features, from 0, int64."""
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(bounds_of([self.bag_counts[f] for f in features]), device=device)
@@ -105,7 +105,8 @@ class OutgoingBatch(NamedTuple):
             are sent, and once sent if rows are pooled.
         unit_starts: first id of each unit, then the number of ids.
         unit_bags: number of bags per unit. With `row_numbers`, bags without ids for the unit are
-            not sent, except for replicated tables and for units that nodes sum.
+            not sent, except for replicated tables and, without `skips_sums`, for units that nodes
+            sum.
         row_numbers: int32 `[U * B]`: unit u returns row `row_numbers[u * B + b]` of its rows for
             bag b, no row if it is -1; None where every bag is sent.
         num_bags: bags sent to each rank.
@@ -136,7 +137,7 @@ class IncomingBatch(NamedTuple):
     Attributes:
         inputs: the batch of this rank.
         sent: the batch that this rank sent; None if nothing was sent, on one rank.
-        ids: int32 or int64 `[L]`, the ids of all bags.
+        ids: int32 or int64 `[L]`, the ids of all bags; as in `inputs` if `sent` is None.
         offsets: int32 or int64, first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
         bag_counts: `bag_counts[u][r]` is the number of bags of unit u from rank r. Units of
@@ -222,6 +223,9 @@ class InputDist(nn.Module):
         ranks: the processes.
         scale: factor of the gradients of tables, 1 / ranks for the mean.
         pooled: whether rows are pooled; then bags without ids for a block of rows may be dropped.
+
+    Attributes:
+        is_whole: whether no table is divided by rows.
     """
 
     def __init__(
@@ -504,7 +508,7 @@ class InputDist(nn.Module):
     def positions(self, received: IncomingBatch) -> Tensor:
         """Return the position in the batch of each id sent, int64, in the order of sending.
 
-        Ids of replicated tables are left out. Pooled rows have no position per id: not for them.
+        Ids of replicated tables are left out. Not for pooled lookups.
         """
         sent, inputs = received.sent, received.inputs
         assert sent is not None
@@ -522,7 +526,7 @@ class InputDist(nn.Module):
     def expect(
         self, inputs: LocalBatch, batch: OutgoingBatch, headers: list[list[int]]
     ) -> _InFlight:
-        """Return the sizes of the messages of a batch, from the headers for this rank by rank.
+        """Return the sizes of the messages of a batch; `headers[r]` is that of rank r.
 
         Raises:
             RuntimeError: the batches of ranks are of different kinds, on every rank.

@@ -40,13 +40,13 @@ class _Common(IntEnum):
 class _State(IntEnum):
     """The kind of message that a rank sends."""
 
-    NOTHING = 0  # it stops the input_dist
+    NOTHING = 0  # it has no batch, so all ranks stop
     BATCHES = 1
     ERROR = 2  # its batch is wrong
 
 
 class InputRequest(NamedTuple):
-    """A batch to send with its `InputDist`; None for a rank that stops the input_dist."""
+    """A batch to send, and its `InputDist`; `inputs` is None on a rank that has no batch."""
 
     input_dist: InputDist
     inputs: LocalBatch | None
@@ -78,14 +78,15 @@ def start_input_dists(
     In host memory the call returns once all ranks have made it. The first `wait` receives the sizes
     and sends the ids; `wait` on each of its results receives the ids of a batch. All ranks must
     pass the batches of the same collections in the same order. If a rank passes a request without a
-    batch, the first `wait` returns None on all ranks, and nothing else is sent.
+    batch and no rank has an error, the first `wait` returns None on all ranks. Then, and after an
+    error, no ids are sent.
 
     A rank whose batch is wrong raises here, after it has told the others, whose first `wait` raises
     RuntimeError. So does that of all ranks if ids differ in dtype between them, or if only some
     batches have weights, counts or features of different batch sizes.
 
     Args:
-        requests: the batches.
+        requests: the batches; at least one.
         ranks: the ranks.
         error: error to raise, because the batch of this rank is wrong; None for a right batch.
     """

@@ -60,11 +60,11 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units.
+    """The shards on one rank, and its units; or all replicas, or the units of `NodeSums`.
 
     Attributes:
-        shards: the shards, in the order of tables; no replicas.
-        units: the units, sorted by the module that looks them up.
+        shards: the shards, in the order of tables; of a rank without replicas. Empty in `NodeSums`.
+        units: the units in the order of their rows, which for shards is that of `Arrange`.
         columns: sum of the columns of `units`.
         replicated_units: units of replicated tables whose ids are sent to every rank, see
             `CollectionLayout`; the same on all ranks. Empty if ids are not sent to replicas.

@@ -106,7 +106,10 @@ def is_checkpointed(module: ShardedModule) -> bool:
 
 
 def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
-    """Look up a batch that was sent ahead, but separately: a checkpointed region repeats it."""
+    """Look up a batch that was sent ahead, without the batches of other collections.
+
+    In a checkpointed region the batch is noted for the forward that backward repeats.
+    """
     running = running_forward(training=module.training)
     if running is not None:
         running.note(module, received)

@@ -59,10 +59,11 @@ class DistributedModelParallel(nn.Module):
             the plan.
         planner: a `Planner`, which runs on rank 0 if there is no plan; by default a planner for
             machines like this one and batches of `BATCH_SIZE` examples.
-        optimizer: optimizer of tables whose configuration has none, fused into the backward pass.
-        wrap: how the dense part is parallelized: "ddp", "fully_shard", "none", or `DDP(...)` or
-            `FullyShard(...)` with options.
-        comm_precision: the codecs of values sent between ranks.
+        optimizer: optimizer of tables whose configuration has none, fused into the backward pass;
+            None uses the optimizer of their collection.
+        wrap: how the dense part is parallelized: "ddp", "fully_shard", "none" or None, or
+            `DDP(...)` or `FullyShard(...)` with options.
+        comm_precision: the codecs of rows and gradients sent between ranks; None is float32.
         gradients: whether table gradients are the mean over ranks, like gradients of the dense
             part, or the sum.
         init_parameters: whether dense modules on the meta device are allocated and initialized. If
@@ -142,7 +143,8 @@ class DistributedModelParallel(nn.Module):
     def wrap_dense(self, wrap: str | Wrapping) -> None:
         """Wrap the dense part, where the model was made with `wrap="none"`; a collective.
 
-        It does nothing on one rank, or if no parameter of the dense part is trained.
+        It does nothing on one rank, for "none", or if no parameter of the dense part is trained.
+        The dense part must have equal values on all ranks if the caller allocated it; not checked.
 
         Raises:
             RuntimeError: the dense part is still on the meta device, or is wrapped already.
@@ -291,10 +293,13 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
-    """Move the dense part to the device of this rank, allocated there if `init_parameters`.
+    """Move the model to the device of this rank, and allocate it there if `init_parameters`.
+
+    Otherwise modules with tensors on the meta device stay there.
 
     Raises:
         ValueError: there are several ranks, and backward updates a table that is not sharded.
+        RuntimeError: see `materialise`.
     """
     if ranks.size > 1:
         _check_that_tables_are_sharded(module)
@@ -367,9 +372,10 @@ def _names_of_dense_tables(module: nn.Module) -> set[str]:
 def planned(
     module: nn.Module, planner: Planner | None, ranks: RankGroup, optimizer: Optimizer | None
 ) -> ShardingPlan:
-    """Return the plan of a planner, by default one of this machine; all ranks call this.
+    """Return the plan of a planner, None for one for this machine; all ranks call this.
 
-    `optimizer` is that of tables whose configuration has none.
+    `optimizer` is that of tables whose configuration has none. Raises PlanError, on all ranks, if
+    no plan fits into memory.
     """
     from emblib.sharding.planner import Planner, Topology, collective_plan
 

@@ -1,30 +1,31 @@
-"""The output_dist: pooled or single rows return to the ranks that own the bags, and gradients back.
+"""The output_dist: return pooled or unpooled rows to the ranks that own the bags; gradients back.
 
 This is the last stage of a sharded lookup. `start_output_dists` starts the `OutputStep`s of one or
 several collections together. Few rows return in one message per rank, many in one per rank and
-lookup; each step assembles its output from the received rows. In backward, one header announces the
-gradients of all outputs that the loss uses, and these are sent in the opposite direction.
+lookup; each step assembles its output from the received rows. In backward, gradients are sent in
+the opposite direction, after one header in host memory for all outputs that the loss uses.
 
 In autograd every lookup has two nodes. `_OutputNode`, made when the output is used, passes on the
 gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
 rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
-that takes part in a backward pass has run before the first `_RowsNode`: by then all ranks know
-which outputs the loss uses, and send nothing for other outputs. If all outputs are used, gradients
-are sent as soon as the last gradient is known.
+that takes part in a backward pass has run before the first `_RowsNode`: by then this rank knows
+which outputs its loss uses, and it sends nothing for other outputs. If all outputs are used,
+gradients are sent as soon as the last gradient is known.
 
 A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about an
 overflow while the gradients are in flight, so that all of them skip the step (`_Scaling`).
 
 A table whose rows are divided over the ranks of one node (`table_row_wise`, `grid`) has a partial
-sum per bag on each of them. `NodeSumDist` adds these up within the node before they are sent to
-other nodes. Rank k of a node adds up the partial sums for the bags of every rank that has number k
+sum per bag on each of them. These are added up within the node (`NodeSumDist`) before they are sent
+to other nodes. Rank k of a node adds up the partial sums for the bags of every rank with number k
 on its node: an all-to-all within the node, and a sum in float32 and in the order of ranks. Ranks
 with equal local numbers then exchange the sums between nodes. One row per bag and node crosses the
-network; without sums it would be one row per bag and rank. The result has the same bits, unless a
-codec encodes the rows. In backward, gradients are sent in the opposite direction: between ranks
-with equal local numbers, then to all ranks of the node, unchanged. The codecs of a `CommPrecision`
-apply between nodes; within a node values are float32. `NodeSums` of `emblib.sharding.layout` has
-the units that are summed; the batches of these units have all bags.
+network; without sums it would be one row per bag and rank. In backward, gradients are sent in the
+opposite direction: between ranks with equal local numbers, then to all ranks of the node. The
+codecs of a `CommPrecision` apply between nodes. Within a node rows are float32, and gradients are
+passed on as they arrived, in 16 bits or float32 (`start_values`). `NodeSums` of
+`emblib.sharding.layout` has the units that are summed. A batch of which a rank has dropped bags of
+these units is not summed in nodes (`IncomingBatch.skips_sums`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def start_output_dists(
     Args:
         steps: the lookups, in the same order on all ranks.
         ranks: the processes.
-        is_merged: whether the messages of all lookups travel in one collective.
+        is_merged: whether the messages of all lookups travel in one collective; the same on all
+            ranks.
 
     Lookups with `node_sums` wait here for the ranks of this node. Each output must be awaited once,
     on all ranks in the same order.
@@ -78,11 +80,12 @@ class OutputStep(ABC):
             backward, see `ReplicatedTables.gradient_sink`; None without such.
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
-        is_small: whether the rows may travel with rows of other lookups, see `IncomingBatch`.
-        node_sums: rows that the node sums before they are sent, or None. `rows` keeps them back
+        is_small: whether the rows may travel with rows of other lookups, see
+            `IncomingBatch.merges_rows`; the same on all ranks.
+        node_sums: sums of the lookup in nodes; None without. `rows` does not return the rows to sum
             (`NodeSumStep.pack`), and `assemble` gets the sums after the rows of single ranks.
         local_shape, replica_shape, sink_shape: shapes of `local`, `replica_rows` and
-            `gradient_sink`, which are set to None once in flight; None without such.
+            `gradient_sink`, which are set to None once in use; None without such.
     """
 
     node_sums: NodeSumStep | None = None
@@ -113,17 +116,18 @@ class OutputStep(ABC):
 
     @abstractmethod
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
-        """Return the output.
+        """Return the output, float32.
 
         `received` has the rows from all ranks, flat, in the order of ranks, this rank's own rows
-        possibly in `received.local`; then the sums of nodes, if there are any.
+        possibly in `received.local`; then the sums of nodes, if there are any. Their dtype is that
+        of a result of `start_values`.
         """
 
     @abstractmethod
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
-        The latter are None without such tables. `grad` has the shape of the output. With
+        The latter are None or empty without such tables. `grad` has the shape of the output. With
         `keeps_local`, gradients of this rank's own rows are not sent if possible; the next
         `local_gradient` uses them.
         """
@@ -136,7 +140,8 @@ class OutputStep(ABC):
     def local_gradient(self, received: Tensor) -> Tensor:
         """Return the gradient of `local` from the received gradients.
 
-        `received` is flat, in the order of ranks; the result has the shape of `local`.
+        `received` is flat, in the order of ranks, without gradients that `backward` did not send;
+        then those of sums of nodes. The result has the shape of `local`.
         """
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
@@ -180,7 +185,10 @@ class _RowsInFlight:
     def _start(
         self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
     ) -> list[Awaitable[Received]]:
-        """Start to send values to single ranks; steps for which no rank has any send nothing."""
+        """Start to send values to single ranks; return their awaitables, by step.
+
+        A step for which no rank has any sends nothing, and gets its own, empty values.
+        """
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
             start_values(
@@ -244,6 +252,10 @@ class _RowsInFlight:
 
         The first call of a backward sends gradients that are still to be sent, and lets the ranks
         agree about the scale of a `GradScaler`.
+
+        Raises:
+            RuntimeError: in host memory, the ranks' losses use other outputs or scales; see
+                `Headers.check` and `_Scaling.agree`.
         """
         if self._ready_gradients:
             self._headers = self._start_headers()
@@ -411,7 +423,7 @@ class _Packing(NamedTuple):
         local_numel: elements of the rows of this rank.
         numel: elements of all rows that are sent.
         num_direct: elements for single ranks.
-        local_sizes: elements that each rank of this node sums.
+        local_sizes: elements of the rows of this rank that each rank of this node sums.
         sent: elements of the sums of this rank that go to each node.
         row_size: number of elements of which the sizes of all messages of sums are multiples, so
             that sums can be computed as rows of this length; 0 if the node sums no rows.
@@ -428,9 +440,10 @@ class _Packing(NamedTuple):
 
 
 class NodeSumDist:
-    """Sums rows within the node of this rank and exchanges the sums between nodes.
+    """Computes how the rows of lookups are summed within the node of this rank.
 
-    All `ranks` must construct it together, and `sums_in_nodes(ranks)` must be true; not checked.
+    `start_sums` and `start_gradients_of_sums` send them. All `ranks` must construct it together,
+    and `sums_in_nodes(ranks)` must be true; not checked.
 
     Args:
         layout: the units of this rank.
@@ -469,7 +482,8 @@ class NodeSumDist:
         """Return the sums of one lookup.
 
         Args:
-            bags: `bags[u][r]` is the number of bags of unit u of this rank from rank r.
+            bags: `bags[u][r]` is the number of bags of unit u of this rank from rank r; units of
+                replicated tables may follow, and are ignored.
             received: elements of the sums that this rank gets from each node.
             comm_precision: the codecs between nodes.
             by_unit: whether rows lie unit after unit, see `IncomingBatch`.
@@ -571,14 +585,15 @@ def _positions(
 class NodeSumStep:
     """The sums within the node of one lookup's rows, and their gradients.
 
-    Forward calls `pack`, `local_rows`, `sums`; backward `take_gradients`, `gradients`, `unpack`.
-    The caller must call them in this order: each uses and frees tensors of the call before it.
+    Forward calls `pack`, then `local_rows` if it `has_sums`, then `sums`; backward
+    `take_gradients`, `gradients`, `unpack`. They must be called in this order and once each, since
+    tensors are freed in between.
 
     Attributes:
         groups: the ranks of this node, and those with this local rank.
         has_sums: whether the node sums any rows of this lookup.
         has_direct: whether any rank sends rows to single ranks.
-        local_sizes: elements that each rank of this node sums.
+        local_sizes: elements of the rows of this rank that each rank of this node sums.
     """
 
     def __init__(
@@ -597,7 +612,10 @@ class NodeSumStep:
         self._gradients: Tensor | None = None
 
     def pack(self, local: Tensor) -> Tensor:
-        """Take the rows of this rank, flat; keep the rows to sum, and return all other rows."""
+        """Take the rows of this rank, flat; store the rows to sum, and return all other rows.
+
+        If it `has_sums`, both are float32.
+        """
         packing = self._packing
         if not self.has_sums:
             self._rows = local[:0]
@@ -619,8 +637,8 @@ class NodeSumStep:
     def sums(self, received: Tensor) -> Values:
         """Add up the rows of the ranks of this node, in their order; return the sums to send.
 
-        `received` is flat, the rows of one rank after the other; the sums are float32 before
-        encoding.
+        `received` is flat, the rows of one rank after the other, and empty without `has_sums`. The
+        sums are float32 before encoding.
         """
         num_ranks = self.groups.local.size
         size, width = self.local_sizes[self.groups.local.rank], self._packing.row_size
@@ -647,7 +665,10 @@ class NodeSumStep:
         return Values(gradients, self._received, self._packing.sent, codec)
 
     def unpack(self, gradients: Tensor) -> Tensor:
-        """Return the gradient of the rows that `pack` took, flat."""
+        """Return the gradient of the rows that `pack` took, flat; float32 if it `has_sums`.
+
+        `gradients` are those of the rows that `pack` returned, then of the rows to sum, flat.
+        """
         packing = self._packing
         if not self.has_sums:
             return gradients
@@ -674,7 +695,7 @@ def start_sums(
         is_merged=is_merged,
     )
     received = {id(step): rows.wait().values for step, rows in zip(with_sums, local, strict=True)}
-    no_rows = torch.empty(0, device=groups.local.device)
+    no_rows = torch.empty(0, dtype=torch.float32, device=groups.local.device)
     sums = start_values(
         [step.sums(received.pop(id(step), no_rows)) for step in summed],
         groups.across,

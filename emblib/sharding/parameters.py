@@ -92,7 +92,7 @@ class ShardParameters(nn.Module):
 
 
 def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
-    """Mark the gradients of parameters outside sharded collections as equal on all ranks.
+    """Mark the gradients of parameters that have no mark as equal on all ranks.
 
     On a rank without any table shard, these marks show `clip_grad_norm_` that the model is
     distributed.
@@ -120,7 +120,7 @@ class _RankPeers:
         self._ranks = ranks
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, `[W, n]`."""
+        """Return the numbers of all ranks, `[W, n]`, on their device; n is equal on all ranks."""
         ranks = self._ranks
         sizes = [numbers.numel()] * ranks.size
         gathered = start_all_gather(numbers.to(ranks.device), sizes, ranks).wait()
@@ -140,7 +140,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm.
+    """Scale gradients in place so that their norm over all ranks is at most `max_norm`.
 
     `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank: in a model whose
     sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
@@ -154,7 +154,7 @@ def clip_grad_norm_(
     Args:
         parameters: a model that `DistributedModelParallel` or `shard` made, or parameters of one.
             Pass the model where the dense part was wrapped by hand after `shard`.
-        max_norm: the largest norm after clipping.
+        max_norm: the largest norm after clipping; `inf` only computes the norm.
         norm_type: the order of the norm; `inf` for the largest magnitude.
         error_if_nonfinite: whether to raise, on every rank, if the norm is infinite or NaN.
 

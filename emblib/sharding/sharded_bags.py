@@ -667,7 +667,7 @@ class _PooledStep(OutputStep):
         return out.view(self._shape)
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        no_values = torch.empty(0)
+        no_values = torch.empty(0, dtype=torch.float32)
         return self._gradients(no_values).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:

@@ -311,7 +311,9 @@ class _SequenceStep(OutputStep):
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         """Return the vectors of this rank's ids, `[L, dim]`, from received and local rows."""
         width, dim = self._tables.vector_format.width, self._tables.dim
-        out = torch.empty(self._route.num_ids, dim, device=received.values.device)
+        out = torch.empty(
+            self._route.num_ids, dim, dtype=torch.float32, device=received.values.device
+        )
         output_slices, slices = self._route.output_slices, out.view(-1, width)
         if received.local is not None:
             # This rank's own vectors, which were not sent.
@@ -326,7 +328,7 @@ class _SequenceStep(OutputStep):
         return out
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        return self._gradients(torch.empty(0)).nbytes()
+        return self._gradients(torch.empty(0, dtype=torch.float32)).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
         codec = self._tables.vector_format.comm_precision.backward

@@ -35,6 +35,7 @@ from tests.sharding.sharded_cases import (
     flat,
     make_sharded,
     make_source,
+    sequences,
     tables,
     train,
 )
@@ -296,3 +297,27 @@ def _where(ranks: RankGroup) -> list[bool]:
 def test_ranks_with_nodes() -> None:
     assert worlds.run(4, _where) == [[False, True, False]] * 4
     assert not sums_in_nodes(RankGroup.single())
+
+
+def outputs_by_default_dtype(ranks: RankGroup, case: Case) -> None:
+    """Look up and differentiate with another default dtype than float32."""
+    ranks = on_nodes(ranks)
+    model = make_sharded(case, ranks, make_source(case))
+    batch_of_rank = batch(case, ranks.rank, 3)
+    expected = flat(model(batch_of_rank))
+    torch.set_default_dtype(torch.float64)
+    try:
+        output = flat(model(batch_of_rank))
+        output.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+POOLED = case_of("one node", SUM)
+UNPOOLED = Case(sequences(tables(SUM)), PLANS["with others"], local_size=LOCAL)
+
+
+@pytest.mark.parametrize("case", [POOLED, UNPOOLED], ids=["pooled", "unpooled"])
+def test_default_dtype_does_not_matter(case: Case) -> None:
+    worlds.run(4, outputs_by_default_dtype, case)

@@ -38,19 +38,21 @@ class TrainPipelineBase:
         for batch in loader: optimizer.zero_grad(); loss, out = model(batch); loss.backward();
                              optimizer.step()
 
-    to the bit. A model in eval mode is only run forward. A pipeline and its model belong to one
-    thread of a process (docs/threads.md).
+    to the bit, while ranks have batches. A loss of several elements is summed. All ranks construct
+    the pipeline together. A pipeline and its model belong to one thread of a process
+    (docs/threads.md).
 
     Args:
         model: model that `forward` calls; its sharded collections may be anywhere in it.
         optimizer: anything with `zero_grad` and `step`; None for a model in eval mode.
         device: device to which batches are copied; None is the device of the ranks.
-        forward: function of a batch that returns (loss, output), or the loss alone; None is
-            `model`.
+        forward: function of a batch that returns (loss, output), or the loss, which is then the
+            output too; None is `model`.
         uneven_inputs: reaction to loaders of different lengths over the ranks: `DrainAll()`,
-            `StopAtShortest()` or `AssumeEqual()`.
-        on_progress: function that is called after every step.
-        ranks: ranks that train together; None uses the ranks of the model.
+            `StopAtShortest()` or `AssumeEqual()`; None is `DrainAll()`.
+        on_progress: function that is called with a `Progress` after every step.
+        ranks: ranks that train together; None uses the ranks of the model, or this process alone
+            if it has none.
 
     Raises:
         TypeError: an argument of another type.
@@ -119,8 +121,10 @@ class TrainPipelineBase:
             StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may pass
                 a new iterator.
             ValueError: the model is in training mode, and the pipeline has no optimizer.
-            TypeError: `batches` is no iterator, or `forward` returned no loss to train with.
+            TypeError: `batches` is no iterator or returned None, or `forward` returned no loss to
+                train with.
             RuntimeError: another rank could not read its batch; that rank raises its own error.
+                `AssumeEqual` does not tell other ranks.
         """
         if self.model.training and self.optimizer is None:
             raise ValueError(
@@ -378,7 +382,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
 
         Raises:
             ValueError: the model is in training mode.
-            StopIteration: as in training.
+            Exception: as in training, see `TrainPipelineBase.progress`.
         """
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() before evaluation")
@@ -391,10 +395,11 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     """A `TrainPipelineSparseDist` that also prefetches rows into caches one batch ahead.
 
-    While batch i is computed: the rows of batch i + 1 that are not in the cache of their table
-    (`Placement.MANAGED_CACHING`) are loaded into it, the ids of batch i + 2 are sent, and batch
-    i + 3 is copied. Rows in the cache are updated there, so prefetched rows are never stale.
-    Without cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
+    While batch i is computed: the rows of batch i + 1 that are not in the cache of their table,
+    e.g. with `Placement.MANAGED_CACHING`, are loaded into it, the ids of batch i + 2 are sent, and
+    batch i + 3 is copied. Updates write to the cache, so a prefetched row is looked up with all
+    earlier updates. Without cached tables use `TrainPipelineSparseDist`, which has one batch less
+    in memory.
 
     Example:
         >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)

@@ -117,9 +117,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def empty_batch(batch: Any) -> Any:
     """Return the batch without examples, for a rank that has no data left.
 
-    Tensors lose all of their first dimension, and jagged ones all bags; scalar tensors and values
-    that are no tensors stay. A batch whose examples lie along another dimension needs a function of
-    its own.
+    Tensors become views without any of their first dimension, and jagged ones lose all bags; scalar
+    tensors and values that are no tensors stay. A batch whose examples lie along another dimension
+    needs a function of its own.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(["item"], torch.tensor([3]), lengths=torch.tensor([1]))
@@ -230,10 +230,10 @@ class Staged(NamedTuple, Generic[T]):
 
 
 class Lane:
-    """Runs one stage of a pipeline in order, on a CUDA stream of its own.
+    """Runs one stage of a pipeline in order, on a CUDA stream of its own; on the CPU it just calls.
 
-    It waits only for its input, not for the current stream: otherwise it would run after the step
-    that it should overlap with.
+    The stream waits only for its input, not for the current stream: otherwise it would run after
+    the step that it should overlap with.
     """
 
     def __init__(self, device: torch.device) -> None:

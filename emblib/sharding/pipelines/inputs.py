@@ -213,9 +213,10 @@ class SentBatch:
         self._outputs: dict[int, Callable[[], Any]] = {}  # of joint calls, by number of the call
 
     def _send_sizes(self, error: Exception | None) -> Awaitable[Any]:
-        """Send the sizes; if the batch is wrong, tell the other ranks, and raise in `send_ids`.
+        """Send the sizes; if the batch is wrong, tell the other ranks.
 
-        They raise there, too. Here they would wait for this rank in the step before.
+        The error is raised by `send_ids`, as on the other ranks. Raised here, it would end an
+        earlier step on this rank alone, in which the others would wait for this rank.
         """
         try:
             return start_joint_input_dist(self._calls, error)
