@@ -1,10 +1,10 @@
 // The software cache in front of tables in slow memory: 32-way set-associative, with the same
 // results on CPU and GPU; emblib/reference/cache.py is the definition, emblib/ops/cache.py has the
-// shapes of the tensors. A batch takes three steps: (1) Every distinct row probes its set, and a
-// hit is stamped with the number of the batch. (2) The missing rows of a set, in the order of the
-// policy, take the ways of the set, in the order of way_order, as far as may_replace allows it.
-// (3) Rows that get no way stay in their tier (a *conflict*). No set depends on another, so sets
-// run in parallel in any order.
+// shapes of the tensors. A batch takes three steps: (1) Every distinct cacheable row probes its
+// set, and a hit is *stamped*: it gets a new usage word. (2) The missing rows of a set, in the
+// order of the policy, take the ways of the set, in the order of way_order, as far as may_replace
+// allows it. (3) Rows that get no way stay in their tier (a *conflict*). No set depends on another,
+// so sets run in parallel in any order.
 //
 // This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
 // function tables. A *row* is a linear row id; a row of a table with a cache is *cacheable*,

@@ -118,7 +118,7 @@ struct CacheTensor {
   };
 };
 
-// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag`, and the
+// Check the arguments that only `cache_prefetch_` has: the length of `cache`, `lag` >= 0, and the
 // arguments of a bounds check.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check_mode, const Tensor& violations) {

@@ -82,8 +82,9 @@ struct Move {
   int64_t slot;
 };
 
-// CacheMoveTable::move. Entries whose row or slot does not exist are skipped, as on a GPU, because
-// no caller checks the contents: such accesses would be outside the tensors.
+// CacheMoveTable::move: write back evicted[u], if that is a cacheable row, then fetch rows[u].
+// Entries whose row or slot does not exist are skipped, as on a GPU, because no caller checks the
+// contents: such accesses would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
@@ -113,7 +114,8 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
-// CacheMoveTable::flush.
+// CacheMoveTable::flush: write back the rows in slots [begin, end), but skip empty slots and tags
+// that are no cacheable row.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest

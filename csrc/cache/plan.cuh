@@ -255,9 +255,9 @@ EMB_DEVICE void count_row(const DevicePlanArgs& plan, int64_t u, int64_t row_bas
   sums[CacheCounter::kConflictMisses] += is_conflict ? lookups : 0;
 }
 
-// Count the rows of a plan and the rows that they evict. This is block `block` of the `blocks` that
-// count. Each warp takes a contiguous range of rows, 32 at a time. Since rows ascend, their table
-// seldom changes.
+// Count the cacheable rows of a plan and the rows that they evict. This is block `block` of the
+// `blocks` that count. Each warp takes a contiguous range of rows, 32 at a time. Since rows ascend,
+// their table seldom changes.
 EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned blocks) {
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,

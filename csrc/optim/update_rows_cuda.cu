@@ -15,7 +15,10 @@ template void launch_update_matrices(const CudaLauncher&, const MatrixStep*, int
 
 namespace {
 
-// As on the CPU, but it is not checked that the step in `hyper` has been counted.
+// Apply an optimizer, a number of Optimizers, to the rows of `weights`, [R, D] of float32, float16
+// or bfloat16, whose gradient is not zero throughout; in place in weights and states. `grads` is
+// float32 [R, D]. `first_row` is the id of row 0 in the random numbers of stochastic rounding. The
+// step in `hyper` must have been counted; not checked.
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";

@@ -61,10 +61,11 @@ bool check_tables(const char* op, const Tensor& features, const Tensor& packed,
     const int64_t format = format_of(formats, x);
     STD_TORCH_CHECK(formats.has(format), op, ": feature ", f, " has rows of format ", format,
                     ", which is not among those that the argument names");
-    // The 1 keeps the division below defined; a dim of 0 raises anyway.
-    const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, static_cast<int>(format)) : 1;
+    // The 1 keeps the division below defined; other dims raise.
+    const bool has_dim = x.dim > 0 && x.dim <= INT32_MAX;
+    const int64_t nbytes = has_dim ? row_bytes(x.dim, static_cast<int>(format)) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
-    STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 &&
+    STD_TORCH_CHECK(has_dim && x.rows >= 0 && x.weight_offset >= 0 &&
                         x.weight_offset % kWordBytes == 0 && x.weight_offset <= packed.numel() &&
                         x.rows <= (packed.numel() - x.weight_offset) / nbytes && column >= 0 &&
                         x.dim <= columns && column <= columns - x.dim,

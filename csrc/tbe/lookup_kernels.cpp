@@ -135,8 +135,9 @@ EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
     int64_t d = 0;
     for (; d + kLanes <= dim; d += kLanes)
       store_output<kStream>(out + d, load(row + d) * factor + Vec{});
-    const int rest = static_cast<int>(dim - d);
-    if (rest > 0) store_first(out + d, load_first(row + d, rest) * factor + Vec{}, rest);
+    const int remaining = static_cast<int>(dim - d);
+    if (remaining > 0)
+      store_first(out + d, load_first(row + d, remaining) * factor + Vec{}, remaining);
   }
 }
 
@@ -193,13 +194,13 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
     column += kLanes;
   }
   if (column == dim) return;
-  const int rest = static_cast<int>(dim - column);
+  const int remaining = static_cast<int>(dim - column);
   Vec total = {};
   for (int64_t i = begin; i < end; ++i) {
     const Vec weight = broadcast(weights != nullptr ? weights[i] : 1.0f);
-    total += weight * load_first(rows.at(i) + column, rest);
+    total += weight * load_first(rows.at(i) + column, remaining);
   }
-  store_first(out + column, total * broadcast(scale), rest);
+  store_first(out + column, total * broadcast(scale), remaining);
 }
 
 // Return whether every bag of [first_bag, last_bag) has exactly one lookup. Collects differing

@@ -275,8 +275,9 @@ def test_wrong_input_is_refused() -> None:
     data = Data(Case("wrong"))
     packed, features = pack(data, 8)
     before = packed.clone()
-    outside, unknown, odd = features.clone(), features.clone(), features.clone()
+    outside, unknown, odd, wide = (features.clone() for _ in range(4))
     outside[0, 2] = 10**6
+    wide[0, 3] = 2**59  # its bits in float32 overflow to 0
     unknown[1, 4] = data.columns
     odd[0, 0] += 2
     good = (packed, features, data.indices, data.repaired, None, None)
@@ -290,6 +291,7 @@ def test_wrong_input_is_refused() -> None:
         ((packed[2:], *good[1:], *rest), "packed must begin at a multiple of 4 bytes"),
         ((packed, outside, *good[2:], *rest), "feature 0 lies outside"),
         ((packed, unknown, *good[2:], *rest), "feature 1 lies outside"),
+        ((packed, wide, *good[2:], POOLING["sum"], 32, *rest[2:]), "feature 0 lies outside"),
         ((packed, odd, *good[2:], *rest), "feature 0 lies outside the packed rows, not at a word"),
         ((*good, POOLING["none"], 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
         ((*good, 3, *rest[1:]), "pooling must be one of .*, got 3"),
