@@ -29,6 +29,12 @@ from emblib.tables.recomputation import is_repeated
 _bounds_check_ = native(tbe.bounds_check_)
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError for a value that is no tensor; `name` is the argument, for the message."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 class ChecksBounds(Protocol):
     """Module whose batches `check_bounds` can check."""
 
@@ -40,8 +46,11 @@ class ChecksBounds(Protocol):
 def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
     """Append L to offsets `[bags]` in the form of `nn.EmbeddingBag`, which omits it.
 
-    `indices` is `[L]`; the result is `[bags + 1]` in the dtype of `offsets`.
+    `indices` is `[L]`; the result is `[bags + 1]` in the dtype of `offsets`. TypeError if one of
+    them is no tensor.
     """
+    check_tensor("indices", indices)
+    check_tensor("offsets", offsets)
     return torch.cat([offsets, offsets.new_full((1,), indices.numel())])
 
 
@@ -51,8 +60,11 @@ def bags_of_equal_length(
     """Return indices `[bags, N]` flat, with int64 offsets `[bags + 1]`, and the weights flat.
 
     Raises:
+        TypeError: weights that are no tensor.
         ValueError: `offsets` is not None.
     """
+    if per_sample_weights is not None:
+        check_tensor("per_sample_weights", per_sample_weights)
     if offsets is not None:
         raise ValueError(
             "2-dimensional indices are bags of equal length and take no offsets; flatten "
@@ -100,9 +112,8 @@ def check_bounds(
             would skip ids or a bag, also in compiled graphs, and negative lengths in a collection.
     """
     device = module.features.device
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_tensor("indices", indices)
+    check_tensor("offsets", offsets)
     if indices.device != device or offsets.device != device:
         raise RuntimeError(
             f"indices and offsets must be on the device of the table, {device}, "

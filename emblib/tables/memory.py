@@ -79,8 +79,8 @@ class TableLayout:
     """The locations of the tables of a module, and the sizes of the tiers.
 
     Attributes:
-        offsets: location of each table.
-        elements, rows: elements of weights and rows by tier, without the cache.
+        offsets: location of each table, in the order of the module.
+        elements, rows: elements of weights, and rows, of each of `STORED_TIERS`.
         total_rows: rows of all tables.
         first_cached_row, first_disk_row: linear row ids from which on tables are cached, or on
             disk.
@@ -99,11 +99,6 @@ class TableLayout:
     def cached_rows(self) -> int:
         """Return the number of rows of all cached tables."""
         return self.total_rows - self.first_cached_row
-
-    def by_row(self) -> list[tuple[int, ...]]:
-        """Return the tables as rows of `features`, by ascending linear row."""
-        ordered = sorted(self.offsets, key=lambda offset: (offset.row_base, offset.rows))
-        return [offset.feature(0) for offset in ordered]
 
 
 def cache_stride(max_dim: int) -> int:
@@ -179,8 +174,8 @@ class Memory:
         layout: location of each table.
 
     Raises:
-        ValueError: a placement that `device` does not have, or DISK tables without a directory;
-            `DiskStore` lists more errors of those.
+        ValueError: a placement that `device` does not have, or DISK tables without a directory.
+            `DiskStore` lists more errors of DISK tables.
     """
 
     def __init__(
@@ -265,7 +260,7 @@ class Memory:
         self._host_tier(device)
 
     def _host_tier(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors of the host tier for a module on `device`."""
+        """Return the tensors of the host tier for a module on `device`; pin and map for a GPU."""
         assert self._host is not None
         if device.type != "cuda":
             return self._host
@@ -326,7 +321,7 @@ class Memory:
         return views
 
     def verify(self) -> None:
-        """Verify all pages of the disk tier that have not been verified yet."""
+        """Verify the disk tier, as `DiskStore.check_all` does; without one, do nothing."""
         if self._disk is not None:
             self._disk.check_all()
 

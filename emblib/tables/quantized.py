@@ -73,11 +73,11 @@ Formats = RowFormat | str | Sequence[RowFormat | str]
 
 
 def formats_of(num_tables: int, bits: int | None, formats: Formats | None) -> tuple[RowFormat, ...]:
-    """Return the format of each table, for integers of `bits` bits or for `formats`.
+    """Return the format of each table: integers of `bits` bits, or `formats`; INT8 for neither.
 
     Raises:
         TypeError: `formats` is neither a format nor a sequence.
-        ValueError: both arguments, other bits, or not one format per table.
+        ValueError: both arguments, other bits or formats, or not one format per table.
     """
     if formats is None:
         bits = 8 if bits is None else bits
@@ -466,19 +466,21 @@ class QuantizedEmbeddingBags(nn.Module):
         Arguments are those of `TableBatchedEmbeddingBags`.
 
         Raises:
-            TypeError: indices or offsets that are no tensors.
+            TypeError: indices, offsets or weights that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling, or that require a gradient where gradients are enabled.
             ValueError: `batch_sizes` that do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
-        if per_sample_weights is not None and per_sample_weights.requires_grad:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "quantised tables give per_sample_weights no gradient: look up under "
-                    "torch.no_grad(), or give per_sample_weights.detach()"
-                )
-            per_sample_weights = per_sample_weights.detach()
+        if per_sample_weights is not None:
+            batches.check_tensor("per_sample_weights", per_sample_weights)
+            if per_sample_weights.requires_grad:
+                if torch.is_grad_enabled():
+                    raise RuntimeError(
+                        "quantised tables give per_sample_weights no gradient: look up under "
+                        "torch.no_grad(), or give per_sample_weights.detach()"
+                    )
+                per_sample_weights = per_sample_weights.detach()
         if not self.include_last_offset:
             offsets = batches.append_last_offset(indices, offsets)
         if batch_sizes is None and not torch.compiler.is_compiling():

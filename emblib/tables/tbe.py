@@ -238,10 +238,11 @@ class TableBatchedEmbeddingBags(FusedTables):
                 vector: rank by rank, feature by feature, bag by bag.
 
         Raises:
-            TypeError: indices or offsets that are no tensors, or `batch_sizes` that are no ints.
+            TypeError: indices, offsets or weights that are no tensors, `batch_sizes` that are no
+                ints.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling; batches are prefetched, and with gradients this one is not
-                the next of them.
+                weights without pooling; a batch that with gradients is not the next prefetched one,
+                or that was written to since its prefetch.
             ValueError: `batch_sizes` that do not fit.
         """
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets, module=self)
@@ -251,6 +252,8 @@ class TableBatchedEmbeddingBags(FusedTables):
             calls = self._current_calls()
             if calls.can_serve(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights)
+        if per_sample_weights is not None:
+            batches.check_tensor("per_sample_weights", per_sample_weights)
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         batch_id = BatchId(indices, offsets)

@@ -34,7 +34,12 @@ from emblib.specs import (
 )
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import FusedTables, SpecKind
-from emblib.tables.batches import append_last_offset, bags_of_equal_length, check_bounds
+from emblib.tables.batches import (
+    append_last_offset,
+    bags_of_equal_length,
+    check_bounds,
+    check_tensor,
+)
 from emblib.tables.tt_calls import ShortTTCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
@@ -359,7 +364,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
                 `TableBatchedEmbeddingBags`; the output is one vector then.
 
         Raises:
-            TypeError: indices or offsets that are no tensors.
+            TypeError: indices, offsets or weights that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling; only some cores of a table frozen.
             ValueError: `batch_sizes` that do not fit.
@@ -383,6 +388,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             if calls.can_serve(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights, batch_sizes)
         self._check_frozen()
+        if per_sample_weights is not None:
+            check_tensor("per_sample_weights", per_sample_weights)
         batch = self._batch(indices, offsets, batch_sizes)
         wants_sample_grad = per_sample_weights is not None and per_sample_weights.requires_grad
         if not torch.is_grad_enabled():
@@ -704,10 +711,12 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
                 if it requires one.
 
         Raises:
+            TypeError: indices, offsets or weights that are no tensors.
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
                 weights without pooling; only some cores frozen.
             ValueError: no offsets for 1-dimensional indices, or offsets for 2-dimensional ones.
         """
+        check_tensor("indices", indices)
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(
                 indices, offsets, per_sample_weights

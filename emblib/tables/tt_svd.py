@@ -244,7 +244,7 @@ class _TTSVD:
         return projected
 
     def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """Return factors `[rows, rank]` and `[rank, columns]` of a matrix."""
+        """Return float32 factors `[rows, rank]` and `[rank, columns]` that approximate a matrix."""
         if matrix.size(0) <= matrix.size(1):
             basis = self._basis(_gram(matrix), limit).float()
             return basis, basis.T @ matrix
@@ -428,7 +428,11 @@ def _with_errors(
 
 
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
-    """Multiply these last cores for all their digits: `[R, rows, columns]`."""
+    """Multiply the last cores of a train for all combinations of their digits.
+
+    Returns:
+        float32 `[R, product of their p, product of their q]`, with R the rank before them.
+    """
     full_ranks, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
     product = torch.ones(1, 1, 1, dtype=torch.float32, device=cores[0].device)
     for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):

@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import emblib
 from emblib import (
     BoundsCheck,
     Placement,
@@ -446,6 +448,33 @@ def test_batches_of_wrong_types_are_refused() -> None:
     cached = TableBatchedEmbeddingBags([spec], optim.SGD(0.1))
     with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
         cached.prefetch(indices, offsets.tolist())
+
+
+TRAIN = emblib.TTSpec(40, 8, (2, 2))
+MODULES: dict[str, Callable[..., torch.nn.Module]] = {
+    "fused": lambda **o: TableBatchedEmbeddingBags([TableSpec(9, 4)], optim.SGD(0.1), **o),
+    "dense gradients": lambda **o: TableBatchedEmbeddingBags([TableSpec(9, 4)], **o),
+    "train": lambda **o: emblib.TTEmbeddingBag(TRAIN, optim.SGD(0.1), **o),
+    "trains": lambda **o: emblib.TableBatchedTTEmbeddingBags([TRAIN], **o),
+    "quantised": lambda **o: emblib.QuantizedEmbeddingBags([TableSpec(9, 4)], **o),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("include_last_offset", [True, False])
+@pytest.mark.parametrize("name", ["indices", "offsets", "per_sample_weights"])
+def test_arguments_that_are_no_tensors_are_named(
+    kind: str, name: str, include_last_offset: bool
+) -> None:
+    batch = {
+        "indices": torch.tensor([1, 2]),
+        "offsets": torch.tensor([0, 2] if include_last_offset else [0]),
+        "per_sample_weights": torch.ones(2),
+    }
+    table = MODULES[kind](include_last_offset=include_last_offset)
+    table(**batch)
+    with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+        table(**{**batch, name: batch[name].tolist()})
 
 
 @pytest.mark.parametrize("sizes", [None, SIZES])
