@@ -54,15 +54,23 @@ def _report(directory: Path) -> dict[str, Any]:
     }
 
 
-def page_path(experiment: str, directory: Path) -> str:
-    """Return the path of a report's page in the gallery; raise ValueError for an unsafe name."""
-    try:
-        folder_name(experiment)  # a run.json may be from anywhere
-    except UsageError as error:
-        raise ValueError(f"{directory}: {error}") from error
-    name, device = directory.name, directory.resolve().parent.name
-    # A reference is stored as <device>/<experiment>.
-    return f"{experiment}/{device if name == experiment else name}/index.html"
+def page_paths(runs: pd.DataFrame) -> list[str]:
+    """Return the path of each report's page in the gallery; raise ValueError for an unsafe name."""
+    folders: list[str] = []
+    for experiment, directory in zip(runs["experiment"], runs["directory"], strict=True):
+        try:
+            folder_name(experiment)  # a run.json may be from anywhere
+        except UsageError as error:
+            raise ValueError(f"{directory}: {error}") from error
+        name, device = directory.name, directory.resolve().parent.name
+        # A reference is stored as <device>/<experiment>.
+        folder = base = f"{experiment}/{device if name == experiment else name}"
+        number = 1
+        while folder in folders:  # runs of several machines may have one name
+            number += 1
+            folder = f"{base}-{number}"
+        folders.append(folder)
+    return [f"{folder}/index.html" for folder in folders]
 
 
 def write(runs: pd.DataFrame, out: Path) -> None:
@@ -77,7 +85,7 @@ def write(runs: pd.DataFrame, out: Path) -> None:
     """
     if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
-    links = [page_path(row.experiment, row.directory) for row in runs.itertuples()]
+    links = page_paths(runs)
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")

@@ -117,24 +117,24 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
 
 def _state(machines: Sequence[Machine]) -> list[Difference]:
     """Return faults of single runs, and a remark if all runs are of one machine."""
-    remarks = []
+    differences = []
     dirty = [m.label for m in machines if (m.run.environment.get("git") or {}).get("dirty")]
     if dirty:
         text = f"uncommitted changes on {', '.join(dirty)}: what ran is no commit"
-        remarks.append(Difference(Weight.confounder, "emblib", text))
+        differences.append(Difference(Weight.confounder, "emblib", text))
     for machine in machines:
         run, label = machine.run, machine.label
         flags = (run.environment.get("preflight") or {}).get("flags")
         if run.smoke:
             text = f"{label} has capped sizes; its times mean nothing"
-            remarks.append(Difference(Weight.confounder, "smoke run", text))
+            differences.append(Difference(Weight.confounder, "smoke run", text))
         if run.info.get("status") not in (None, "finished"):
             text = f"{label}: {run.info['status']}"
-            remarks.append(Difference(Weight.remark, "run did not end", text))
+            differences.append(Difference(Weight.remark, "run did not end", text))
         if flags:
             text = f"{label}: {', '.join(flags)}"
-            remarks.append(Difference(Weight.remark, "state of the machine", text))
+            differences.append(Difference(Weight.remark, "state of the machine", text))
     if len({m.run.environment.get("hardware_id") or m.name for m in machines}) == 1:
         text = "all runs are of one machine: what differs is its state, or the software"
-        remarks.append(Difference(Weight.remark, "hardware", text))
-    return remarks
+        differences.append(Difference(Weight.remark, "hardware", text))
+    return differences

@@ -38,9 +38,10 @@ HOW_TO_READ = (
     "instead of reading them stays low, however well it runs.",
     "Measured bandwidth is of the same run on the same threads: bytes read plus bytes written by "
     "a copy, and by gathers of random rows of 64 to 1,024 bytes, of which the next size at or "
-    "above the work's is taken. Theoretical bandwidth is what conf/hardware has, with its source.",
-    "Published numbers were measured by others on other machines. They are shown with ours and "
-    "never divided by them, unless both are of one device.",
+    "above the work's is taken, else the largest. Theoretical bandwidth is what conf/hardware has, "
+    "with its source.",
+    "Published numbers were measured by others. Here they are only shown; reports/published "
+    "compares them with ours.",
 )
 
 
@@ -51,6 +52,9 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
         runs: directories of runs.
         folder: folder of the page; None for reports/compare/<experiment>.
         command: command that repeats the comparison.
+
+    Raises:
+        NotComparable: `Comparison.read` refuses the runs.
     """
     comparison = Comparison.read(runs)
     target = folder or FOLDER / folder_name(comparison.machines[0].run.config.name)
@@ -110,7 +114,10 @@ def page(comparison: Comparison, command: str) -> Page:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """Return the answer: each machine against the first, then subject against baseline."""
+    """Return the answer: each machine against the first, then subject against baseline.
+
+    The last sentence is absent if the headline has no baseline.
+    """
     points, base = comparison.points, comparison.machines[0]
     points = points[(points["role"] == comparison.headline) & (points["phase"] == "step")]
     arms, subject, baseline = points["arm"].unique(), base.run.subject.key, base.run.baseline

@@ -82,7 +82,7 @@ class Contender(ABC):
     def forward(self, prepared: Any) -> Tensor:
         """Return the pooled rows, float32 [B, sum D], without recording gradients.
 
-        Tables are in the order of the task, unless `expect` has the same other order.
+        Columns are in the order of the task's tables, or in another one that `expect` uses too.
         """
 
     @abstractmethod

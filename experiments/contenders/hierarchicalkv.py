@@ -22,7 +22,9 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def library() -> Any:
-    """Load the user's library and declare its functions; those on keys return 0 unless they fail.
+    """Load the user's library and declare its functions.
+
+    All but hkv_create, hkv_destroy and hkv_error return 0 unless they fail.
 
     Raises:
         KeyError: EMBLIB_HIERARCHICALKV is not set.

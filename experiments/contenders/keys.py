@@ -23,7 +23,7 @@ class KeyTask:
     """The size and device that a hash table is built for.
 
     Attributes:
-        slots: maximum number of keys.
+        slots: maximum number of keys of a table that evicts or rejects some.
         dim: float32 columns of a value.
         device: device of the table.
         resident: number of keys to fill the table with, at most `slots`.
@@ -87,7 +87,7 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
-        """Return the slots of keys; insert absent keys, unless a full table cannot evict."""
+        """Return the slots of keys; insert absent keys that the table admits, at once or later."""
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
@@ -122,7 +122,7 @@ class KeyTable(ABC):
 
 
 class EmblibHashTable(KeyTable):
-    """emblib.HashTable with `task.slots` slots from the beginning, which evicts by `eviction`."""
+    """emblib.HashTable of capacity `task.slots` from the beginning, which evicts by `eviction`."""
 
     operations = tuple(OPERATIONS)
     erases = True

@@ -70,7 +70,7 @@ class Entry:
         alone: True if it is measured in worlds of one rank only.
         cuda_only: True if it needs a GPU.
         requires: pip requirements "package==version", alternatives separated by " | ".
-        install: command that installs `requires`, where it is more than `pip install`.
+        install: how to install `requires` or build the user's library; "" for `pip install`.
         variable: environment variable with the path of a library that the user has built.
         module: importable module that serves in place of `variable`.
         of_torch: release of torch that the versions in `requires` belong to; "" for any.
@@ -132,7 +132,7 @@ class Entry:
 
         Raises:
             Missing: a package of `requires` or the user's library is not installed or not loadable.
-            ImportError, OSError: the file itself cannot be imported, and requires nothing.
+            ImportError, OSError: the file cannot be imported, and the entry requires nothing.
         """
         if reason := self.missing():
             raise Missing(reason)

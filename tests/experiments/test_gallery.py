@@ -46,6 +46,16 @@ def test_every_report_is_listed_with_its_answer(
     assert "http" not in page  # it loads nothing
 
 
+def test_runs_of_one_name_have_a_page_each(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for machine in ("cpu", "gpu"):
+        run(tmp_path / "runs" / machine, "a", "1")
+        (tmp_path / "runs" / machine / "a" / "1" / "index.html").write_text(machine)
+    assert main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+    pages = [out / "a" / name / "index.html" for name in ("1", "1-2")]
+    assert sorted(page.read_text() for page in pages) == ["cpu", "gpu"]
+
+
 def test_the_name_of_an_experiment_is_no_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

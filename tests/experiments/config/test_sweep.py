@@ -110,6 +110,7 @@ def test_arms_have_ranks_for_tensor_trains_and_sizes_for_caches_only() -> None:
 def test_conditions_compute_and_nothing_else() -> None:
     assert compile_rule("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
     assert not compile_rule("1 < L < 10")({"L": 20})
+    assert compile_rule("rank / (L - 1) > 1")({"rank": 8, "L": 5})
     for text in ("D.__class__", "open('x')", "D if B else L", "lambda: 1", "unknown > 1", "D >"):
         with pytest.raises(UsageError, match="where, exclude: cannot read"):
             compile_rule(text)
