@@ -4,14 +4,14 @@
 `first_byte + r * width` on, and -1 is no row. Pages have `page_bytes` bytes and are numbered from
 byte 0. Marks are uint8 by page, 0 or 1.
 
-- `page_crc32(data, pages, page_bytes)` returns the CRC-32 of pages of `data`, uint8 `[N]`, as zlib
-  computes it: uint8 `[n, 4]`, each the bytes of an unsigned number of the machine. The last page of
-  `data` may be short
+- `page_crc32(data, pages, page_bytes)` returns the CRC-32 of the pages of `data`, uint8 `[N]`, with
+  the numbers `pages`, int64 `[n]`, as zlib computes it: uint8 `[n, 4]`, each the bytes of an
+  unsigned number of the machine. The last page of `data` may be short
 - `pages_without_mark(marks, rows, width, first_byte, page_bytes)` returns the pages of rows whose
   mark is 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages past
   the end of `marks` are left out
 - `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows in
-  each of the list `marks`
+  each of the list `marks`, which must not end before these pages
 - `file_slots(slots, file_slots, is_hidden)` returns the entry of `file_slots` for each slot, int64
   `[n]`: -1 for slot -1, and for entries that `is_hidden`, uint8 by entry, marks; it may be None
 - `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory

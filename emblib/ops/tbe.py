@@ -95,8 +95,9 @@ def group(
 ) -> Groups:
     """Group lookups by linear row id `row_base + index`, in ascending order of ids.
 
-    Arguments are as at the top of this file. `total_rows` must exceed every linear row id. With
-    `repaired`, `check_bounds` has returned the offsets, so a GPU does not check them again.
+    Arguments are as at the top of this file. `total_rows` must exceed every linear row id. Lookups
+    of index -1 are in no group. With `repaired`, `check_bounds` has returned the offsets, so a GPU
+    does not check them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

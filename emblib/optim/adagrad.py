@@ -281,10 +281,14 @@ class RowwiseAdagrad(Optimizer):
 
     Args:
         eps: constant that is added to the root.
-        counter: dependence of steps and decay on the count of a row, or None.
+        counter: a `Counter` or `CowClip`, with which updates depend on the count of a row; or None.
         max_norm: maximum norm to which rows are scaled after their step; 0 does not scale.
         global_decay: decay of all rows at every step, or None; with it `weight_decay` and `counter`
             must be None, and `deferred` False.
+
+    Raises:
+        TypeError: `counter` or `global_decay` of another type.
+        ValueError: a number or combination that is not allowed; `AdagradW` without a `Counter`.
 
     Example:
         >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)

@@ -188,7 +188,7 @@ class Optimizer:
         )
 
     def with_hyperparams(self, numbers: Sequence[float]) -> Self:
-        """Return this optimizer with the numbers of `hyperparams`, except for the learning rate.
+        """Return this optimizer with other `hyperparams`; learning rate, step and seed are not used.
 
         Raises:
             ValueError: a number out of range.
@@ -267,6 +267,10 @@ class LARS(Optimizer):
     `a = lr * eta * |w| / (|g| + rate * |w|); m = momentum * m + a * (g + rate * w); w -= m`, with
     the rate of `weight_decay=L2(rate)`. A row of zeros, which has no ratio, takes `a = lr`.
 
+    Args:
+        momentum: weight of the old `m`, in [0, 1).
+        eta: factor of the learning rate (>= 0), see `a`.
+
     Example:
         >>> emblib.optim.LARS(lr=0.1, momentum=0.9).states
         (State(name='momentum_buffer', per_row=False),)
@@ -303,7 +307,7 @@ class FTRL(Optimizer):
 
     `s = sqrt(sum + g*g) - sqrt(sum); linear += g - s / lr * w; sum += g*g`, then `w` is 0 where
     `|linear| <= l1`, else `-(linear - sign(linear) * l1) / ((beta + sqrt(sum)) / lr + l2)`. An
-    element whose gradient is 0 does not change. The weight decay is `l2`.
+    element whose gradient is 0 does not change, and none at `lr` 0. The weight decay is `l2`.
 
     Args:
         beta: constant that is added to the root: the smaller, the larger the first steps. If it,

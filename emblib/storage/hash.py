@@ -163,7 +163,7 @@ class Hash(Storage):
         return self.fallback_rows % num_shards == 0
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
-        """Return the spec of a table that has only this slice, with the whole table's bounds."""
+        """Return the spec of a table of this slice; default bounds are those of the whole table."""
         spec = self.spec(table_slice.num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec

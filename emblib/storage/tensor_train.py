@@ -248,9 +248,9 @@ class TensorTrain(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module.
 
-        Whole tables share one if optimizer, dtype, `matmul` and cache rule are equal, and without
-        pooling the dims. A shard has a module of its own: it sums gradients of cores with other
-        shards, which may be on the same rank.
+        Whole tables share one if optimizer, dtype, rounding, `matmul` and cache rule are equal, and
+        without pooling the dims. A shard has a module of its own: it sums gradients of cores with
+        other shards, which may be on the same rank.
         """
         if not table_slice.is_whole:
             return ("tensor_train", number)
