@@ -82,6 +82,11 @@ WRONG: dict[str, Callable[[], object]] = {
         0.1, weight_decay=optim.L2(0.1), global_decay=optim.GlobalDecay(0.1)
     ),
     "momentum must": lambda: optim.LARS(0.1, momentum=1.0),
+    "momentum must be in .*, got '0.9'": lambda: optim.LARS(0.1, momentum="0.9"),  # type: ignore[arg-type]
+    "betas must be .*None": lambda: optim.Adam(0.1, betas=(0.9, None)),  # type: ignore[arg-type]
+    "start must be a finite": lambda: optim.EnsembleRowwiseAdagrad(0.1, start=None),  # type: ignore[arg-type]
+    "start must be .*'soon'": lambda: optim.GlobalDecay(0.1, start="soon"),  # type: ignore[arg-type]
+    "bound must be": lambda: optim.Counter(bound=10**400),
     "swap_every must": lambda: optim.EnsembleRowwiseAdagrad(0.1, swap_every=0),
     "keep must": lambda: optim.EnsembleRowwiseAdagrad(0.1, keep=1.5),
     "learning rate must be a finite number >= 0, got None": lambda: optim.SGD(None),  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, SupportsFloat
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from emblib.optim.base import (
     State,
     WeightDecay,
     check_number,
+    number_or_nan,
 )
 from emblib.specs import Choice, check_count
 
@@ -95,7 +96,7 @@ class RelativeThreshold:
 
 
 def _check_finite(name: str, value: Any) -> None:
-    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+    if not math.isfinite(number_or_nan(value)):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
@@ -221,6 +222,7 @@ class GlobalDecay:
 
     def __post_init__(self) -> None:
         check_number("rate", self.rate)
+        _check_finite("start", self.start)
         check_number("lower_bound", self.lower_bound)
         if self.lower_bound > 1.0:
             raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
@@ -436,6 +438,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         object.__setattr__(self, "slow", EmaReset(self.slow))
         for name in ("average_every", "swap_every"):
             check_count(name, getattr(self, name))
+        _check_finite("start", self.start)
         _check_finite("keep", self.keep)
         if not 0.0 <= self.keep <= 1.0:
             raise ValueError(f"keep must be in [0, 1], got {self.keep}")

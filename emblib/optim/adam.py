@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from emblib.optim.base import Decoupled, Optimizer, State, check_number
+from emblib.optim.base import Decoupled, Optimizer, State, check_number, number_or_nan
 
 _ELEMENTWISE_STATES = (State("exp_avg"), State("exp_avg_sq"))
 _ROWWISE_STATES = (State("exp_avg"), State("exp_avg_sq", per_row=True))
@@ -115,5 +115,5 @@ class PartialRowwiseLAMB(LAMB):
 def _check_betas(betas: tuple[float, float]) -> None:
     """Raise ValueError unless `betas` is a tuple of two numbers in [0, 1)."""
     pair = isinstance(betas, tuple) and len(betas) == 2
-    if not pair or not all(0.0 <= beta < 1.0 for beta in betas):
+    if not pair or not all(0.0 <= number_or_nan(beta) < 1.0 for beta in betas):
         raise ValueError(f"betas must be a tuple of two numbers in [0, 1), got {betas}")

@@ -188,7 +188,7 @@ class Optimizer:
         )
 
     def with_hyperparams(self, numbers: Sequence[float]) -> Self:
-        """Return this optimizer with other `hyperparams`; learning rate, step and seed are not used.
+        """Return this optimizer with other `hyperparams`, except for learning rate, step and seed.
 
         Raises:
             ValueError: a number out of range.
@@ -218,16 +218,20 @@ class Optimizer:
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
+def number_or_nan(value: Any) -> float:
+    """Return a value as a float; NaN for a string, no number, or one that is beyond floats."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def check_number(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a number >= 0 that is finite in float32.
 
     The kernels compute in float32, in which 1e300 would be infinite.
     """
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0.0 <= number <= _MAX_FLOAT32:  # false for NaN
+    if not 0.0 <= number_or_nan(value) <= _MAX_FLOAT32:  # false for NaN
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")
 
 
@@ -286,8 +290,8 @@ class LARS(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("eta", self.eta)
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        if not 0.0 <= number_or_nan(self.momentum) < 1.0:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}")
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(momentum, eta, rate of the weight decay)`."""
