@@ -134,25 +134,25 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
 // their rows, and have one stride, at least their dim.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
-  const Feature* table = feature_array(tables);
+  const Feature* all_tables = feature_array(tables);
   const int num_tables = static_cast<int>(tables.size(0));
   int64_t stride = 0, end = -1;
   for (int t = 0; t < num_tables; ++t) {
-    const Feature& x = table[t];
-    STD_TORCH_CHECK(x.rows >= 0 && x.row_base >= 0 && x.dim > 0 && x.row_base <= kUnlimited &&
-                        x.rows <= kUnlimited - x.row_base,
+    const Feature& table = all_tables[t];
+    STD_TORCH_CHECK(table.rows >= 0 && table.row_base >= 0 && table.dim > 0 &&
+                        table.row_base <= kUnlimited && table.rows <= kUnlimited - table.row_base,
                     op, ": tables must have dim >= 1, and rows in [0, 2^62]; table ", t,
                     " does not");
-    STD_TORCH_CHECK(t == 0 || x.row_base >= table[t - 1].row_base + table[t - 1].rows, op,
-                    ": tables must ascend by row_base and not overlap; table ", t, " does not");
-    if (x.cache_stride == 0 && stride == 0) continue;
-    STD_TORCH_CHECK(x.cache_stride >= x.dim && x.cache_stride <= INT32_MAX &&
-                        (stride == 0 || x.cache_stride == stride) && (end < 0 || x.row_base == end),
-                    op, ": the cached tables must be the last ones, follow each other without a ",
-                    "gap and have one cache_stride, at least their dim and below 2^31; table ", t,
-                    " does not");
-    stride = x.cache_stride;
-    end = x.row_base + x.rows;
+    STD_TORCH_CHECK(t == 0 || table.row_base >= all_tables[t - 1].row_base + all_tables[t - 1].rows,
+                    op, ": tables must ascend by row_base and not overlap; table ", t, " does not");
+    if (table.cache_stride == 0 && stride == 0) continue;
+    STD_TORCH_CHECK(
+        table.cache_stride >= table.dim && table.cache_stride <= INT32_MAX &&
+            (stride == 0 || table.cache_stride == stride) && (end < 0 || table.row_base == end),
+        op, ": the cached tables must be the last ones, follow each other without a ",
+        "gap and have one cache_stride, at least their dim and below 2^31; table ", t, " does not");
+    stride = table.cache_stride;
+    end = table.row_base + table.rows;
   }
 }
 

@@ -15,9 +15,9 @@ namespace emb {
 // stamped hits and, for LFU, added lookups, but has changed no tag.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call);
 
-// Check weights, states, hyper and tables as cache_memory does, and also, with check_tables, their
-// order and that every cached table lies inside its tier. Devices are not checked. Return the
-// memory in which rows are moved; it points into the tensors.
+// Check weights, states, hyper and tables as cache_memory does, and also the tables with
+// check_tables, and that every cached table lies inside its tier. Devices are not checked. Return
+// the memory in which rows are moved; it points into the tensors.
 CacheMemory host_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                         const Tensor& hyper, const Tensor& tables);
 

@@ -23,21 +23,22 @@ constexpr int64_t kMoveGrain = 512;  // grain of parallel_balanced, in rows or s
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
                      const std::vector<Tensor>& states) {
   for (int t = 0; t < memory.num_tables; ++t) {
-    const Feature& x = memory.tables[t];
-    if (x.cache_stride == 0) continue;
-    STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.weight_offset >= 0 && x.state_base >= 0,
+    const Feature& table = memory.tables[t];
+    if (table.cache_stride == 0) continue;
+    STD_TORCH_CHECK(table.tier >= 0 && table.tier < kCacheTier && table.weight_offset >= 0 &&
+                        table.state_base >= 0,
                     op, ": table ", t, " must have a tier of 0 to 2, and a weight_offset and a ",
-                    "state_base of 0 or more, got ", x.tier, ", ", x.weight_offset, " and ",
-                    x.state_base);
+                    "state_base of 0 or more, got ", table.tier, ", ", table.weight_offset, " and ",
+                    table.state_base);
     for (int k = 0; k < memory.num_tensors; ++k) {
       const Tensor& tensor =
-          k == 0 ? weights[x.tier] : states[x.tier * (memory.num_tensors - 1) + k - 1];
+          k == 0 ? weights[table.tier] : states[table.tier * (memory.num_tensors - 1) + k - 1];
       const bool is_by_row = memory.is_by_row(k);
-      const int64_t first = is_by_row ? x.state_base : x.weight_offset;
-      STD_TORCH_CHECK(
-          first <= tensor.numel() && x.rows <= (tensor.numel() - first) / (is_by_row ? 1 : x.dim),
-          op, ": table ", t, " lies outside the ", k == 0 ? "weights" : "states", " of tier ",
-          x.tier, "; tables must come from the module that owns them");
+      const int64_t first = is_by_row ? table.state_base : table.weight_offset;
+      STD_TORCH_CHECK(first <= tensor.numel() &&
+                          table.rows <= (tensor.numel() - first) / (is_by_row ? 1 : table.dim),
+                      op, ": table ", t, " lies outside the ", k == 0 ? "weights" : "states",
+                      " of tier ", table.tier, "; tables must come from the module that owns them");
     }
   }
 }

@@ -18,18 +18,18 @@ constexpr int64_t kMaxHashBits = 47;  // so that 2^hash_bits entries do not over
 // Throws unless every search stays inside `index`, whatever the contents of `index` are. An element
 // of `index` holds two rows of an array, or half an entry of a hash table.
 void check_index(const char* op, const Tensor& index, const Tensor& tables) {
-  const auto* table = static_cast<const IndexTable*>(tables.const_data_ptr());
+  const auto* all_tables = static_cast<const IndexTable*>(tables.const_data_ptr());
   for (int64_t f = 0; f < tables.size(0); ++f) {
-    const IndexTable& x = table[f];
-    const bool is_array = x.kind == static_cast<int>(IndexKind::kArray);
-    const bool is_hash = x.kind == static_cast<int>(IndexKind::kHash);
-    const int64_t elements = index.numel() - x.begin;  // from x.begin on
-    const bool fits = x.begin >= 0 && elements >= 0 && x.entries >= 0 &&
-                      x.entries <= (is_array ? elements * 2 : elements / 2);
-    const bool searches_fit = is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
-                                       : x.hash_bits >= 0 && x.hash_bits <= kMaxHashBits &&
-                                             x.entries >= int64_t{1} << x.hash_bits;
-    STD_TORCH_CHECK(x.kind == static_cast<int>(IndexKind::kNone) ||
+    const IndexTable& table = all_tables[f];
+    const bool is_array = table.kind == static_cast<int>(IndexKind::kArray);
+    const bool is_hash = table.kind == static_cast<int>(IndexKind::kHash);
+    const int64_t elements = index.numel() - table.begin;  // from table.begin on
+    const bool fits = table.begin >= 0 && elements >= 0 && table.entries >= 0 &&
+                      table.entries <= (is_array ? elements * 2 : elements / 2);
+    const bool searches_fit = is_array ? table.num_ids >= 0 && table.num_ids <= table.entries
+                                       : table.hash_bits >= 0 && table.hash_bits <= kMaxHashBits &&
+                                             table.entries >= int64_t{1} << table.hash_bits;
+    STD_TORCH_CHECK(table.kind == static_cast<int>(IndexKind::kNone) ||
                         ((is_array || is_hash) && fits && searches_fit),
                     op, ": feature ", f,
                     " has an index outside the memory of `index`; tables must ",

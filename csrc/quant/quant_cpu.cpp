@@ -53,29 +53,31 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
 // each once.
 bool check_tables(const char* op, const Tensor& features, const Tensor& packed,
                   const RowFormats& formats, Pooling pooling, int64_t columns) {
-  const Feature* feature = feature_array(features);
+  const Feature* all_features = feature_array(features);
   int64_t end = 0;  // of the columns of the features before
   bool follows = true;
   for (int64_t f = 0; f < features.size(0); ++f) {
-    const Feature& x = feature[f];
-    const int64_t format = format_of(formats, x);
+    const Feature& feature = all_features[f];
+    const int64_t format = format_of(formats, feature);
     STD_TORCH_CHECK(formats.has(format), op, ": feature ", f, " has rows of format ", format,
                     ", which is not among those that the argument names");
     // The 1 keeps the division below defined; other dims raise.
-    const bool has_dim = x.dim > 0 && x.dim <= INT32_MAX;
-    const int64_t nbytes = has_dim ? row_bytes(x.dim, static_cast<int>(format)) : 1;
-    const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
-    STD_TORCH_CHECK(has_dim && x.rows >= 0 && x.weight_offset >= 0 &&
-                        x.weight_offset % kWordBytes == 0 && x.weight_offset <= packed.numel() &&
-                        x.rows <= (packed.numel() - x.weight_offset) / nbytes && column >= 0 &&
-                        x.dim <= columns && column <= columns - x.dim,
+    const bool has_dim = feature.dim > 0 && feature.dim <= INT32_MAX;
+    const int64_t nbytes = has_dim ? row_bytes(feature.dim, static_cast<int>(format)) : 1;
+    const int64_t column = pooling == Pooling::kNone ? 0 : feature.column;
+    STD_TORCH_CHECK(has_dim && feature.rows >= 0 && feature.weight_offset >= 0 &&
+                        feature.weight_offset % kWordBytes == 0 &&
+                        feature.weight_offset <= packed.numel() &&
+                        feature.rows <= (packed.numel() - feature.weight_offset) / nbytes &&
+                        column >= 0 && feature.dim <= columns && column <= columns - feature.dim,
                     op, ": feature ", f, " lies outside the packed rows, not at a word of ",
                     "them, or outside the columns of the output; features must come from the ",
                     "module that owns them");
-    STD_TORCH_CHECK(pooling != Pooling::kNone || x.dim == columns, op,
-                    ": pooling none needs one dim for all features, got ", x.dim, " and ", columns);
+    STD_TORCH_CHECK(pooling != Pooling::kNone || feature.dim == columns, op,
+                    ": pooling none needs one dim for all features, got ", feature.dim, " and ",
+                    columns);
     follows = follows && column == end;
-    end += x.dim;
+    end += feature.dim;
   }
   return follows && end == columns;
 }
@@ -93,21 +95,22 @@ Tensor look_up(const char* op, const QuantCall& call, const FeatureBags& feature
   const bool is_complete = bags.num_bags > 0 && (is_pooled ? covers : bags.begin(0) == 0);
   if (!is_complete) torch::stable::zero_(out);
   if (bags.num_bags == 0) return out;
-  const Feature* feature = feature_array(call.features);
+  const Feature* all_features = feature_array(call.features);
   const auto* rows = static_cast<const uint8_t*>(call.packed.const_data_ptr());
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const IndexArray indices = index_array(call.indices);
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
-    const Feature& x = feature[f];
-    const int64_t base_element = BagItems::base_element(call.map, call.pooling, begin, x.column);
-    const QuantLookupArgs args{rows + x.weight_offset,
-                               x.rows,
-                               x.dim,
+    const Feature& feature = all_features[f];
+    const int64_t base_element =
+        BagItems::base_element(call.map, call.pooling, begin, feature.column);
+    const QuantLookupArgs args{rows + feature.weight_offset,
+                               feature.rows,
+                               feature.dim,
                                indices.data,
                                {bags, call.pooling, call.map.layout, call.columns},
                                call.weights(),
                                output + base_element * out.element_size()};
-    const int format = format_index(format_of(call.formats, x));
+    const int format = format_index(format_of(call.formats, feature));
     const auto& kernels = lookup_table().kernels[format][static_cast<int>(call.output_type)];
     kernels[indices.is_int64](args, begin, end);
   });
