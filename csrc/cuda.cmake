@@ -43,7 +43,7 @@ endif()
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS "*/*_cuda.cu")
-# The longest first, so that no job is alone with one at the end.
+# The files that take longest to compile come first, so that none of them is compiled alone at the end.
 foreach(long group/group tbe/lookup hash/hash tt/forward_backward tbe/update)
   list(REMOVE_ITEM cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
   list(PREPEND cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")

@@ -23,7 +23,7 @@ assert tuple(map(int, version("torch").split(".")[:2])) >= (2, 10)
 
 
 def _torch_requirement() -> list[str]:
-    """Return the requirement for torch, or nothing if a torch that satisfies it is installed."""
+    """Return [TORCH], or [] if a torch that satisfies it is installed."""
     for options in ([], ["-E"]):
         if not subprocess.run(
             [sys.executable, *options, "-c", _FIND], capture_output=True

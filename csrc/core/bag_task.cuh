@@ -3,8 +3,8 @@
 // has the members
 //   features, num_features  the features, [num_features], at least one, in device memory
 //   bags, map               the lookups and the output row of every bag (Bags, BagMap)
-//   columns                 in a fixed batch or without pooling the columns of an output row, in a
-//                           variable batch the elements of the whole output
+//   columns                 elements of the whole output in a variable batch with pooling; else
+//                           columns of an output row
 //   pooling                 Pooling
 #pragma once
 
@@ -69,8 +69,9 @@ struct BagTask {
   }
 };
 
-// Return the mean number of columns of a bag's output, rounded up. The host uses it to size grids,
-// since the dim of each feature is known on the device only.
+// Return the mean number of columns of an item's output, rounded up; `columns` for a variable batch
+// without bags. The host uses it to size grids, since the dim of each feature is known on the
+// device only.
 template <class Args>
 int64_t mean_width(const Args& args) {
   // `columns` is the sum of the columns of these parts: features of a fixed batch, bags of a

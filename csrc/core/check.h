@@ -21,7 +21,7 @@ namespace emb {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Return the name of a dtype in torch, for messages.
+// Return the name of a dtype in torch, for messages; "another dtype" if it is not in this list.
 inline const char* dtype_name(ScalarType type) {
   switch (type) {
     case ScalarType::Double:
@@ -44,8 +44,8 @@ inline const char* dtype_name(ScalarType type) {
 }
 
 // The check functions below throw unless an argument has the property in their name. `op` and
-// `name` are the names of the op and of its argument, for the message. They look at dtype, shape
-// and device of tensors on any device. Only check_layout reads contents.
+// `name` are the names of the op and of its argument, for the message. They look at dtype, shape,
+// strides and device of tensors on any device. Only check_layout reads contents.
 
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
@@ -111,7 +111,7 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
-// A size that stands for "no limit" in checks. The sum of two does not overflow.
+// A size that stands for "no limit" in checks.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 // The weights of a module: the addresses of one tensor per memory tier, in the order of `Tier`.
@@ -119,11 +119,11 @@ inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 struct TierWeights {
   const void* data[kTiers] = {};     // null for tiers that are not in the list
   int64_t elements[kTiers] = {};     // 0 for unused tiers
-  Dtype type = Dtype::kFloat;        // dtype of the tables of all tiers
+  Dtype type = Dtype::kFloat;        // dtype of the tables; of the first tensor without tables
   Dtype cache_type = Dtype::kFloat;  // dtype of the cache; `type` without a cache
 
-  // `weights` are 1 to 4 contiguous float tensors; unused tiers are empty, and trailing ones may be
-  // omitted. Throws if the tables of two tiers differ in dtype. Devices are not checked.
+  // Throws unless `weights` are 1 to 4 contiguous float tensors of which the tables have one dtype.
+  // Unused tiers are empty, and trailing ones may be omitted. Devices are not checked.
   TierWeights(const char* op, const std::vector<Tensor>& weights) {
     STD_TORCH_CHECK(!weights.empty() && weights.size() <= kTiers, op,
                     ": weights must be a list of 1 to ", kTiers,
@@ -163,9 +163,10 @@ struct TierSizes {
 
 // Check the contents of `features`, which must be in host memory: every feature must lie inside the
 // weights of its tier (`sizes`), inside the linear row ids [0, total_rows), and inside the
-// `num_columns` columns of the output or gradient. Kernels rely on this, so that no caller can make
-// them access other memory. Without pooling all features begin at column 0. For a variable batch
-// pass kUnlimited columns; FeatureBags checks its output rows.
+// `num_columns` columns of the output or gradient, and must have a valid tier and cache_stride.
+// Kernels on the CPU rely on this, so that no caller can make them access other memory. Of
+// `state_base` only the sign and a limit are checked. Without pooling all features begin at column
+// 0. For a variable batch with pooling pass kUnlimited columns; FeatureBags checks its output rows.
 inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
                          int64_t num_columns, int64_t total_rows, Pooling pooling) {
   const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
@@ -221,7 +222,8 @@ inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& of
 }
 
 // Check that `indices` and `offsets` are vectors of int32 or int64 (not necessarily the same) on
-// one device, with at most kMaxLookups entries, and that there is a bag if there are indices.
+// one device, with at most kMaxLookups entries each, and that there is a bag if there are indices.
+// Without indices, `offsets` may be empty.
 inline void check_lookups(const char* op, const Tensor& indices, const Tensor& offsets) {
   check_index_vector(op, "indices", indices);
   check_index_vector(op, "offsets", offsets);
@@ -235,7 +237,8 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
 
 // Return the BagMap of a batch. If `bag_layout` is passed, it is the map of a variable batch and
 // points into that tensor. `columns` is the number of columns of the pooled output of a fixed
-// batch. Throws unless the checks of check_bag_layout, or of batch_size, pass.
+// batch; a variable batch ignores it. Throws unless the checks of check_bag_layout, or of
+// batch_size, pass.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
                       const std::optional<Tensor>& bag_layout, int64_t columns) {
   if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};

@@ -10,8 +10,8 @@ namespace emb {
 enum class Pooling : int { kSum, kMean, kNone };
 inline constexpr const char* kPoolings[] = {"sum", "mean", "none"};
 
-// The reaction of `bounds_check` to violations: raise (on a GPU: trap), warn, or only repair. The
-// op itself only counts for a warning, but on the CPU throws where a repair would lose data
+// The reaction of `bounds_check` to violations: raise (on a GPU: trap), warn, or only repair. For a
+// warning the op counts the violations, and on the CPU it throws where a repair would lose data
 // (tbe/check.h). There is no code for BoundsCheck.NONE, for which the caller skips the op.
 enum class BoundsMode : int { kFatal, kWarning, kIgnore };
 inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
@@ -53,7 +53,7 @@ struct Hyper {
   enum Column : int {
     kLearningRate = 0,
     kStep = 1,   // number of the current step, from 1
-    kL2 = 2,     // rate of the coupled L2 penalty: g += l2 * w before anything else
+    kL2 = 2,     // rate of the coupled L2 penalty: g += l2 * w
     kDecay = 3,  // rate of the decoupled decay: w *= 1 - lr * decay
     // Seed of stochastic rounding, an integer below 2^53, which float64 has exactly; negative to
     // round to nearest.

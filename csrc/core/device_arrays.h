@@ -16,8 +16,8 @@ namespace emb::cuda {
 
 class DeviceArrays {
  public:
-  // Reserve an array of n elements, aligned to 256 bytes. `allocate` writes its device address to
-  // `*address`, which must exist until then. The array is uninitialised.
+  // Reserve an array of n elements, aligned to 256 bytes; n may be 0. `allocate` writes its device
+  // address to `*address`, which must exist until then. The array is uninitialised.
   template <class T>
   void add(T** address, int64_t n) {
     constexpr int64_t kAlignment = 256;

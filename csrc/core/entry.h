@@ -38,9 +38,9 @@ struct AllocationError : std::runtime_error {
 
 // Return a contiguous, uninitialised tensor of at most 4 dimensions on the device of `like`, of
 // dtype `type`, or of the dtype of `like` without a `type`. Throws AllocationError, with the reason
-// if torch gives one. On a GPU the memory may be reused for work that is enqueued later on torch's
-// current stream. torch's `new_empty` is not used because it looks the operator up by name at every
-// call.
+// if torch gives one. On a GPU, work that is enqueued on torch's current stream after the tensor
+// was freed may reuse its memory. torch's `new_empty` is not used because it looks the operator up
+// by name at every call.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -113,7 +113,8 @@ template <class Value>
 void check_storage(const char*, int, const Value&) {}
 
 // Entry<function, Name>::call is `function` with the checks and errors of the wrapper: it throws
-// std::runtime_error, or what `function` throws. Name::get() returns the op's name.
+// std::runtime_error, or what `function` or check_storage throws. Name::get() returns the op's
+// name.
 template <auto function, class Name>
 struct Entry;
 

@@ -24,11 +24,12 @@ struct FeatureBags {
   BagMap map;
 
   // `features` [F, 8] must have been checked (check_features). `offsets` has one entry more than
-  // there are bags; its contents are not read. With a `bag_layout` the batch is variable. `columns`
-  // is the number of columns of the output of a fixed batch, or of elements of the output of a
-  // variable batch. Throws if the number of bags does not fit a fixed batch. For a variable batch,
-  // throws if the features of `bag_layout` do not ascend or are out of range, or if the output row
-  // of a bag does not lie inside `columns` (not checked without pooling).
+  // there are bags; its contents are not read. With a `bag_layout` the batch is variable, and
+  // `features` must be in host memory. `columns` is the number of columns of the output of a fixed
+  // batch, or of elements of the output of a variable batch. Throws if the number of bags does not
+  // fit a fixed batch. For a variable batch, throws if the features of `bag_layout` decrease or are
+  // out of range, or if the output row of a bag does not lie inside `columns` (not checked without
+  // pooling).
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
       : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
@@ -64,10 +65,10 @@ struct FeatureBags {
   }
 };
 
-// Call `body(feature, first_bag, last_bag)` for ranges [first_bag, last_bag) that together are all
-// bags; each is a non-empty range of bags of one feature. If offsets decrease, a bag may be in
-// several ranges. Several threads call `body` at once; see parallel.h for what happens if it
-// throws.
+// Call `body(feature, first_bag, last_bag)` for disjoint ranges [first_bag, last_bag) that together
+// are all bags; each is a non-empty range of bags of one feature. `bags` and `features` must be of
+// one batch. Offsets that decrease only make the costs of ranges unequal. Several threads call
+// `body` at once; see parallel.h for what happens if it throws.
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {

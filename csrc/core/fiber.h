@@ -1,7 +1,7 @@
 // Fibers: threads of execution with a stack each that take turns on one system thread, for the CUDA
 // emulation. A fiber is a stack and a saved state: on x86-64 the stack pointer, with which a switch
-// takes a few nanoseconds; on other processors a ucontext. Every switch is announced to
-// AddressSanitizer, so that it knows the current stack.
+// takes a few nanoseconds; on other processors a ucontext. In a build with AddressSanitizer every
+// switch is announced to it, so that it knows the current stack.
 //
 // All fibers of a process must run on one system thread; not checked. No exception may leave the
 // `entry` of a fiber. On x86-64 a switch saves the callee-saved registers, but not the modes of the
@@ -41,9 +41,9 @@ __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
       "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
 }
 
-// A saved state of execution. `start` prepares one that runs `entry` on a stack of `bytes` bytes,
-// which begins at a multiple of 16, as `bytes` is one; `swap` saves the current state here and
-// continues with `to`.
+// A saved state of execution. `start` prepares one that runs `entry` on the stack of `bytes` bytes
+// that begins at `stack`; address and size are multiples of 16. `swap` saves the current state in
+// this object and continues with `to`.
 class Context {
  public:
   void start(char* stack, size_t bytes, void (*entry)()) {

@@ -1,7 +1,7 @@
 // Advises the operating system to back memory with pages of 2 MiB. With pages of 4 KiB, random
 // reads of rows of a large table miss the TLB at almost every lookup; huge pages made bare gathers
-// 1.1 to 1.6 times as fast (measured on Zen 4; reports/LOG.md has no entry of it). The advice must
-// precede the first access to the memory, and the system may ignore it.
+// 1.1 to 1.6 times as fast (measured on Zen 4; reports/LOG.md has no entry of it). The advice
+// should precede the first access to the memory. The system may ignore it; errors are ignored too.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,8 @@ inline Isa detect_isa() {
 #endif
 }
 
-// Return detect_isa() of the first call: later changes of the environment have no effect.
+// Return detect_isa() of the first call that does not throw: later changes of the environment have
+// no effect.
 inline Isa cpu_isa() {
   static const Isa isa = detect_isa();
   return isa;

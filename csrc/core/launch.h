@@ -84,7 +84,8 @@ inline unsigned max_cluster_of(int device) {
   return device_attribute<cudaDevAttrComputeCapabilityMajor>(device) >= 9 ? 8 : 1;
 }
 
-// Bytes of dynamic shared memory per block that a kernel may have without a request.
+// Bytes of shared memory per block, static and dynamic together, that a kernel may have without a
+// request.
 inline constexpr size_t kDefaultSharedBytes = 48 * 1024;
 
 // Starts kernels on the device of tensor `on`, on the stream that is torch's current stream of that
@@ -131,7 +132,8 @@ class CudaLauncher {
     with_shared(kernel, grid, block, 0, arguments...);
   }
 
-  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block.
+  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. A kernel that
+  // exceeds kDefaultSharedBytes only with its static memory is not supported: this throws.
   template <class... Parameters, class... Arguments>
   void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    const Arguments&... arguments) const {
@@ -150,7 +152,7 @@ class CudaLauncher {
   }
 
   // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster(kernel) blocks. With
-  // more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else the launch fails.
+  // more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else this throws.
   template <class... Parameters, class... Arguments>
   void cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block, size_t shared_bytes,
                const Arguments&... arguments) const {

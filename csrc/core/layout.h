@@ -13,7 +13,8 @@
 namespace emb {
 
 // The maximum number of lookups, and of bags, groups and the like, per call. Kernels number them
-// with int32 counters, which exceed the last one by less than 4,096 before a loop ends.
+// with int32 counters; the distance to 2^31 is for counters that pass the last one before a loop
+// ends.
 inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 4096;
 
 // The table of a feature and its output columns: a row of the tensor `features`, int64 [F, 8].
@@ -25,7 +26,7 @@ struct Feature {
                           // and caches identify rows by it
   int64_t rows;           // rows of the table
   int64_t dim;            // columns of a row
-  int64_t column;         // the pooled row goes to output columns [column, column + dim)
+  int64_t column;         // with pooling in a fixed batch: the first output column of the row
   int64_t tier;           // memory tier of the table, a Tier below kCacheTier
   int64_t state_base;     // row-wise states of row r are entry state_base + r of the tier's states
   int64_t cache_stride;   // elements between rows of the cache; 0 if the table is not cached
@@ -36,8 +37,9 @@ static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
 // The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < num_bags. Offsets need
 // not be checked: they are clamped when they are read, so that every bag is a range inside [0,
-// num_lookups]. (Bags of decreasing offsets may overlap; a repair prevents that.) The last bag ends
-// at num_lookups, whatever the last offset is. Lookups before the first offset belong to no bag.
+// num_lookups]. (Bags of decreasing offsets may overlap; bounds_check repairs such offsets.) The
+// last bag ends at num_lookups, whatever the last offset is. Lookups before the first offset belong
+// to no bag.
 struct Bags {
   IndexArray offsets;  // [num_bags + 1], the first lookup of each bag
   int64_t num_bags = 0;
@@ -164,7 +166,8 @@ struct BagItems {
   Bags bags;  // of all features
   Pooling pooling;
   const BagLayout* layout;  // [bags] of a variable batch; null for a fixed batch
-  int64_t stride;           // elements between the rows of a fixed batch, or of lookups
+  int64_t stride;           // elements between output rows; not read for a variable batch with
+                            // pooling
 
   // Return the output element of the base for a range that begins at first_bag; `column` is the
   // first output column of the feature.

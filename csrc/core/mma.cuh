@@ -1,6 +1,7 @@
 // Products of small matrices on tensor cores: sum += a b, where a is [16, 8], b is [8, 8] and sum
-// is [16, 8], all of float32. The matrices are distributed over the registers of the 32 lanes of a
-// warp in the layout of the instruction `mma.sync.m16n8k8`. All lanes call `multiply_add` together.
+// is [16, 8]. Callers pass float32; the products are in TF32 or BF16. The matrices are distributed
+// over the registers of the 32 lanes of a warp in the layout of the instruction `mma.sync.m16n8k8`.
+// All lanes call `multiply_add` together.
 //
 // A lane with row = lane / 4 and column = lane % 4 holds these elements, in this order:
 //   a[4]:   (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
@@ -66,10 +67,10 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 
 #else
 
-// The emulation rounds operands to the same bits as a GPU. It computes the products of a call
-// exactly and truncates their sum to float32. A GPU may add them in another order and with fewer
-// bits, which PTX leaves open, so the last bits of sums can differ between GPU models and from the
-// host. On one GPU the same operands always give the same bits.
+// The emulation rounds operands to the same bits as a GPU. It adds the products of a call to the
+// sum in float64 and truncates the result to float32. A GPU may add them in another order and with
+// fewer bits, which PTX leaves open, so the last bits of sums can differ between GPU models and
+// from the host. On one GPU the same operands give the same bits.
 
 // The operands of one lane in the emulation, on the stack of its fiber.
 struct MmaLane {
@@ -150,17 +151,17 @@ inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b
 // B takes this lane's elements of the matrix in the order at the top of this file.
 //   * Tf32x3 is nearly as exact as float32. Each operand x is split into two TF32 values: `big` is
 //     x rounded to 11 significant bits, and `small` is x - big truncated to 11 bits. The product
-//     is big big + big small + small big. Its relative error is at most 2^-21: 2^-23 for the
-//     truncated last bit of each operand, and 2^-22 for the product small small, which is omitted.
-//     The tensor core truncates its sums, and in a long sum these errors would add up. So it adds
-//     up the products of one call only, and the sums of calls are added in float32, rounded to
-//     nearest. A single product then has the error of a few float32 roundings, and a sum of eight
-//     products or more is as exact as one in float32 (tests/simt/test_mma.py).
+//     is big big + big small + small big. Unless an operand, its `small` or a product is subnormal,
+//     the relative error is at most 2^-21: 2^-23 for the truncated last bit of each operand, and
+//     2^-22 for the product small small, which is omitted. The tensor core truncates its sums, and
+//     in a long sum these errors would add up. So it adds up the products of one call only, and the
+//     sums of calls are added in float32, rounded to nearest. In tests/simt/test_mma.py a sum of
+//     eight products or more has at most twice the error of one in float32, plus 2^-22.
 //   * Tf32 rounds operands to 11 significant bits, ties away from zero: a relative error of up to
 //     2^-11 per operand.
 //   * Bf16 rounds operands to 8 significant bits, ties to even: up to 2^-8 per operand.
-// An operand that is infinite or rounds to infinity (|x| >= 2^128 - 2^116 in TF32) gives infinity
-// or NaN; a NaN gives NaN.
+// The relative errors of operands are those of normal numbers. An operand that is infinite or
+// rounds to infinity (|x| >= 2^128 - 2^116 in TF32) gives infinity or NaN; a NaN gives NaN.
 
 struct Tf32x3 {
   template <int kWords>

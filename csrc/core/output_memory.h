@@ -1,8 +1,9 @@
-// Memory for the outputs of CPU ops. When such a tensor is destroyed, its memory is kept for the
-// next step. Otherwise glibc would return blocks of this size to the system, which clears each page
-// again before its first use. A step of 26 tables of D 64 with a batch of 2,048 had some 3,800 page
-// faults after `malloc_trim`, and has 1 with these blocks (reports/LOG.md, "Kernels and a host path
-// for GPUs, counted but not timed; page faults and row-wise Adagrad on the CPU").
+// Memory for the outputs of CPU ops. When a large output is destroyed, its memory is kept for later
+// outputs of the process, up to kMaxFreeOutputBytes in all. Otherwise glibc would return it to the
+// system, which clears each page again before its first use. A step of 26 tables of D 64 with a
+// batch of 2,048 had some 3,800 page faults after `malloc_trim`, and has 1 with these blocks
+// (reports/LOG.md, "Kernels and a host path for GPUs, counted but not timed; page faults and
+// row-wise Adagrad on the CPU").
 //
 // The blocks belong to the process, because a tensor may be destroyed in another thread than the
 // one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
@@ -25,8 +26,8 @@
 
 namespace emb {
 
-// The size in bytes from which outputs use these blocks. glibc keeps the memory of smaller tensors:
-// this is the minimum of its mmap and trim thresholds.
+// The size in bytes from which outputs use these blocks. glibc keeps the memory of most smaller
+// tensors: this is the initial value of its mmap and trim thresholds.
 inline constexpr int64_t kMinOutputBlockBytes = int64_t{128} << 10;
 
 // The maximum number of bytes of all unused blocks together. A larger block is returned to the
@@ -96,7 +97,8 @@ using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* siz
                                     int64_t opaque_size, void (*deleter)(void* data, void* context),
                                     void* context);
 
-// Return that function, or null if outputs must use torch's memory: see the top of this file.
+// Return that function, or null if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the first call
+// or torch does not have it.
 inline FromBlob from_blob_with_deleter() {
   static const FromBlob function = [] {
     const char* const keep = std::getenv("EMBLIB_KEEP_OUTPUTS");
@@ -127,7 +129,8 @@ constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
 }
 
 // Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is uint8, int32,
-// int64 or a float type of 16 or 32 bits, and `like` any CPU tensor. Throws AllocationError.
+// int64 or a float type of 16 or 32 bits, and `like` any CPU tensor. `sizes` has at most 4 entries.
+// Throws AllocationError.
 inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              const std::vector<int64_t>& sizes,
                                              torch::headeronly::ScalarType type) {

@@ -1,8 +1,8 @@
 // Parallel loops on torch's intra-op threads. Work is divided by cost, not by the number of items,
 // and no result may depend on where it is divided. The functions return when all calls have
-// returned. Several threads call a `task` or `body` at once. It should not throw: a call that
-// throws does not stop the others, and the loop then throws the exception of one call, or, if it
-// had several tasks, torch's std::runtime_error in its place.
+// returned. Several threads may call a `task` or `body` at once. It should not throw: a call that
+// throws skips only the calls that its thread would have made later, and the loop then throws the
+// exception of one call, or, if it had several tasks, torch's std::runtime_error in its place.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,7 +14,8 @@ namespace emb {
 // Return the number of threads that a loop may use, at least 1.
 inline int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Call `task(i)` for every i in [0, count). Each call may run on a thread of its own.
+// Call `task(i)` for every i in [0, count). The calls may run on different threads. A thread that
+// is in a parallel loop already makes all calls itself.
 template <class Task>
 void parallel_tasks(int64_t count, const Task& task) {
   if (count == 1) return task(int64_t{0});
@@ -24,7 +25,8 @@ void parallel_tasks(int64_t count, const Task& task) {
 }
 
 // Return where part `part` of `parts` of [0, n) begins: the first i with a cost(i) of at least
-// part/parts of cost(n). `cost(i)` is the cost of [0, i) and must not decrease.
+// part/parts of cost(n). `cost(i)`, the cost of [0, i), should not decrease; if it does, parts are
+// still disjoint and complete, but not balanced.
 template <class Cost>
 int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   if (part == 0) return 0;

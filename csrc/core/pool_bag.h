@@ -17,7 +17,8 @@ namespace emb::EMB_ISA {
 //   at(i)                   address of the first column of row i, null if the row is skipped
 //   values(address, i)      the columns to be added for that row, as an object with
 //                             vector(v)   Vec of columns [v * kLanes, (v + 1) * kLanes)
-//                             first(n)    Vec whose first n lanes are the first n < kLanes columns
+//                             first(n)    Vec whose first n lanes are the first n < kLanes columns;
+//                                         the other lanes are ignored
 //   prefetch(i, n)          prefetch the first n columns of row i; i may be beyond the last row
 //   distance()              number of rows between a prefetch and the use of the row
 //
@@ -83,8 +84,9 @@ EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish&
 }
 
 // Write the output rows of bags [first_bag, last_bag), at least one, of one feature; without
-// pooling, the output rows of their lookups. Row i of `rows` is the row of lookup i. `out` is the
-// base element of the output, see BagItems.
+// pooling, the output rows of their lookups. Row i of `rows` is the row of lookup i. A mean divides
+// by the lookups of the bag, skipped ones included. `out` is the base element of the output, see
+// BagItems.
 template <class Rows, class O>
 EMB_HD void pool_bags(const BagItems& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {

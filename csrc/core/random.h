@@ -16,9 +16,8 @@ EMB_HD uint64_t finalise(uint64_t x) {
 
 // Return the same hash after an addition, so that 0 is not a fixed point. Applied twice to a key it
 // selects the block of rows, and so the rank, that stores the key (block_of_key). Applied to a key
-// combined with a random number it selects the key's buckets in a table (HashTable::hash) or its
-// cell in a scratch table; without that number an adversary could choose keys that fill one bucket.
-// It also distributes slots over threads (hash_write_rows_).
+// combined with a random number it selects the key's buckets in a table (HashTable::hash); without
+// that number an adversary could choose keys that fill one bucket. Scratch tables use it too.
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",

@@ -97,8 +97,9 @@ EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
 }
 
 // Write `dim` values, at most 2^30, to `row`, rounded stochastically to fp16 or bf16 (floats are
-// copied). `rounding.stochastic` is not read: the caller decides. Seed and step of `rounding`, the
-// linear row id `id` and `tensor`, a RoundedTensor, select the random words.
+// copied). The arrays must not overlap. `rounding.stochastic` is not read: the caller decides. Seed
+// and step of `rounding`, the linear row id `id` and `tensor`, a RoundedTensor, select the random
+// words.
 template <class To, class From>
 inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
                       int64_t id, uint32_t tensor, To* __restrict row) {

@@ -1,7 +1,8 @@
-// Stochastic rounding from float to 16 bits. A value is rounded up or down at random, such that its
-// mean is exact (to 2^-37 where half is subnormal): updates far below one unit in the last place
-// still count on average. The random words come from the seed and a counter made of row, columns,
-// step and tensor, so they are the same on any number of threads and on any device.
+// Stochastic rounding from float to 16 bits. A value up to the largest finite number of the type is
+// rounded up or down at random, such that its mean is exact (to 2^-37 where half is subnormal):
+// updates far below one unit in the last place still count on average. The random words come from
+// the seed and a counter made of row, columns, step and tensor, so they are the same on any number
+// of threads and on any device.
 #pragma once
 
 #include <cmath>
@@ -49,11 +50,12 @@ struct Rounding {
   }
 };
 
-// Return `x` rounded to one of its two neighbours in T. `word` is a uniform random word. Let p be
-// the distance of x from the neighbour towards zero, divided by the distance of the neighbours: x
-// is rounded away from zero with the probability p. A finite value becomes infinite only if
-// rounding to nearest makes it infinite; NaN stays NaN. For half, p is truncated to a multiple of
-// 2^-13. That is exact except for numbers below 2^-14, whose mean magnitude is too small by less
+// Return `x` rounded to one of its two neighbours in T; for float, `x` itself. `word` is a uniform
+// random word. Let p be the distance of x from the neighbour towards zero, divided by the distance
+// of the neighbours: x is rounded away from zero with the probability p. Above the largest finite
+// number of T this does not hold: a finite value becomes infinite only if rounding to nearest makes
+// it infinite. Infinity stays infinite, and NaN stays NaN. For half, p is truncated to a multiple
+// of 2^-13. That is exact except for numbers below 2^-14, whose mean magnitude is too small by less
 // than 2^-37. The functions have no branches, so that loops over them vectorise.
 template <class T>
 EMB_HD T round_randomly(float x, uint32_t word);
@@ -75,8 +77,9 @@ EMB_HD bfloat16 round_randomly<bfloat16>(float x, uint32_t word) {
 }
 
 // Return the bits of |x| * 2^-112, truncated. The factor moves the exponent bias from 127 to 15, so
-// the result is the bits of a half followed by 13 more bits. This also holds for numbers below
-// 2^-14, whose spacing is 2^-24 in half and 2^-37 here.
+// below 2^16 the result is the bits of a half followed by 13 more bits. This also holds for numbers
+// below 2^-14, whose spacing is 2^-24 in half and 2^-37 here. For |x| >= 2^16, infinity and NaN the
+// result is at least 0x7c00 << 13, and differs between host and device for infinity and NaN.
 EMB_HD uint32_t half_bits_and_13_more(float x) {
 #if defined(__CUDA_ARCH__)
   return float_bits(__fmul_rz(fabsf(x), 0x1p-112f));
@@ -99,7 +102,8 @@ EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
 }
 
-// Round four numbers as round_randomly does, and pack two to a word. Numbers that are too large for
+// Round four numbers as round_randomly does, and pack two to a word, the first in the lower half. T
+// is half16 or bfloat16. Numbers that are too large for
 // an addition and a shift are rare and take a branch, which rounds all four again. The usual case
 // has few instructions, because they bound a fused update of 16-bit rows.
 template <class T>

@@ -1,8 +1,7 @@
 // Slices of rows, and groups of lanes that share a row. A slice is N neighbouring columns of a row
-// of T (float, half16 or bfloat16) that one lane owns. The lane moves them in one access of
-// N * sizeof(T) bytes if the address is aligned to that size, otherwise element by element. A slice
-// in registers keeps the format of memory until it is used, so that several rows in flight need few
-// registers.
+// of T (float, half16 or bfloat16) that one lane owns. The lane moves them in accesses of 8 or 16
+// bytes if the address is aligned, otherwise element by element. A RowSlice keeps the format of
+// memory in registers until it is used, so that several rows in flight need few registers.
 //
 // In this file `valid` is the number of columns from an address to the end of the row: columns
 // from `valid` on are neither read nor written. It may be 0 or negative.
@@ -87,9 +86,10 @@ EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Read the first `valid` of N columns as floats; the others become 0. If the address is aligned, 16
-// bytes are read at once. Unlike RowSlice::load it does not use the read-only path, so the same
-// kernel may write the memory.
+// Read the first `valid` of N columns as floats; the others become 0. If all are valid and the
+// address is aligned, 16 bytes are read at once, or all if N columns have fewer; their size is a
+// power of two. Unlike RowSlice::load it does not use the read-only path, so the same kernel may
+// write the memory.
 template <class T, int N>
 EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -106,8 +106,7 @@ EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   }
 }
 
-// Write the first `valid` of N columns, rounded to nearest; 16 bytes at once if the address is
-// aligned.
+// Write the first `valid` of N columns, rounded to nearest; 16 bytes at once as read_columns does.
 template <class T, int N>
 EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -152,7 +151,8 @@ EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   }
 }
 
-// Write the first `valid` columns of an output row at any address.
+// Write the first `valid` columns of an output row at any address, rounded to nearest. All N go
+// through stream_vector if the address allows it.
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -230,8 +230,8 @@ struct LaneGroup {
   EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
 };
 
-// Return the minimum number of lanes of a group that covers a row of `dim` columns at once, with
-// `columns_of_lane` columns per lane; at most 32.
+// Return the minimum number of lanes, a power of two from 4 to 32, of a group that covers a row of
+// `dim` columns at once, with `columns_of_lane` columns per lane; 32 if no group covers it.
 inline int lanes_for(int64_t dim, int columns_of_lane) {
   int lanes = 4;
   while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
@@ -241,10 +241,11 @@ inline int lanes_for(int64_t dim, int columns_of_lane) {
 // The maximum number of blocks of a grid among which the columns of a row are divided.
 inline constexpr int64_t kMaxStripes = 64;
 
-// The maximum number of blocks that a multiprocessor holds at once; their threads or registers may
-// limit it further. Grids with grid-stride loops have at most a multiple of it per multiprocessor.
-// The multiple is greater than 1 where items differ in length, so that new blocks replace blocks
-// that end early, and a fraction for short kernels, whose blocks have little to do.
+// The maximum number of blocks that a multiprocessor of an A100 or H100 holds at once; their
+// threads or registers may limit it further. Many grids with grid-stride loops have at most a
+// multiple of it per multiprocessor. The multiple is greater than 1 where items differ in length,
+// so that new blocks replace blocks that end early, and a fraction for short kernels, whose blocks
+// have little to do.
 inline constexpr int kResidentBlocksPerSm = 32;
 // The maximum number of threads that a multiprocessor of an A100 or H100 holds at once. Grids of
 // kResidentThreads / block size blocks per multiprocessor fill it, and each block begins at once if

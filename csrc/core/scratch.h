@@ -1,8 +1,8 @@
-// Scratch memory of the CPU ops. Every thread keeps the blocks that it frees and reuses them in its
-// next call. Without this, glibc would return blocks of a megabyte to the system, which clears
-// every page again before its first use. That took a fifth of the time of a training step of tensor
-// trains (reports/LOG.md, "Tensor trains: one op per pass, and memory that stays").
-// `output_memory.h` keeps the memory of outputs in the same way.
+// Scratch memory of the CPU ops. A thread keeps the blocks that it freed last, up to
+// kMaxFreeScratchBytes, and reuses them for later scratch. Without this, glibc would return blocks
+// of a megabyte to the system, which clears every page again before its first use. That took a
+// fifth of the time of a training step of tensor trains (reports/LOG.md, "Tensor trains: one op per
+// pass, and memory that stays"). `output_memory.h` keeps blocks of outputs, one store per process.
 #pragma once
 
 #include <cstdint>
@@ -98,13 +98,13 @@ struct ReturnScratch {
   void operator()(void* data) const { FreeBlocks::of_this_thread().give(data, bytes); }
 };
 
-// Memory that ReturnScratch gives to a thread's store when this object is destroyed.
+// Memory that is given to the store of the thread that destroys this object.
 template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;
 
-// Return uninitialised memory for n values, aligned to a cache line; n may be 0. Throws
-// std::bad_alloc. No destructors run.
+// Return uninitialised memory for n values, aligned to a cache line; n may be 0. No constructors
+// and no destructors run. Throws std::bad_alloc.
 template <class T>
 Scratch<T> new_scratch(int64_t n) {
   static_assert(std::is_trivially_destructible_v<T>);

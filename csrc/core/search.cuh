@@ -1,9 +1,9 @@
 // Finds the interval that contains an element, given where the intervals start: for example the bag
 // of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
 // Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
-// at a time. Then each thread searches for its elements between these two intervals only. The tiles
-// of a kernel have equally many elements, so a long interval does not unbalance the work. Kernels
-// also use warp_search alone, for one element per warp.
+// at a time. Then each thread searches for its elements between these two intervals only. All tiles
+// of a kernel but the last have equally many elements, so a long interval does not unbalance the
+// work. Kernels also use warp_search alone, for one element per warp.
 #pragma once
 
 #include "core/simt.cuh"

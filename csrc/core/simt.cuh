@@ -4,7 +4,7 @@
 // only torch-free headers. Under nvcc the names below are CUDA's own or wrap them. Under a host
 // compiler CUDA's names come from core/simt_host.h, an emulation in which the threads of a block
 // are fibers that meet at barriers and warp collectives, and blocks (or clusters) run one after
-// another. So tests run every kernel without a GPU (tests/simt).
+// another. So tests run the kernels without a GPU (tests/simt).
 //
 // Host code starts kernels through a launcher object: CudaLauncher (core/launch.h), or
 // simt::HostLauncher in the emulation. Both have the same functions, except `stream`, which only

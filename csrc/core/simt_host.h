@@ -53,10 +53,10 @@ struct WarpValues {
 // The host calls `run`, always on one system thread and not from a kernel. The fiber of the current
 // thread of the kernel calls the other functions. `where` is the source line of the call in the
 // kernel: threads meet only at the same line. `run` throws std::runtime_error for a wrong size of
-// the launch, and for a violation of core/simt.cuh that the emulation detects; then it drops the
-// stacks of the threads without running destructors. Reads of dynamic shared memory too early or
-// too late are not detected, except that `map_shared` refuses another block's memory before the
-// first cluster barrier.
+// the launch, without memory for stacks, and for a violation of core/simt.cuh that the emulation
+// detects; after a violation it drops the stacks of the threads without running destructors. Reads
+// of dynamic shared memory too early or too late are not detected, except that `map_shared` refuses
+// another block's memory before the first cluster barrier.
 class Machine {
  public:
   static Machine& get() {
@@ -195,14 +195,15 @@ class Machine {
   }
 
   // Start a copy of `words` words of 4 bytes, or of zeros if not `is_inside`; `from` is not read
-  // then. The copy happens when this thread waits for it, and never if it does not; until then all
-  // bits of the target are set (NaN).
+  // then. The copy happens when this thread waits for its group, and never if it does not; until
+  // then all bits of the target are set (NaN).
   void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool is_inside) {
     std::fill_n(to, words, 0xffffffffu);
     Thread& self = threads_[current_];
     self.copies.push_back({to, from, words, is_inside, self.copy_groups});
   }
 
+  // Put the copies that this thread started since its last call into one group.
   void commit_copies() { ++threads_[current_].copy_groups; }
 
   // Complete the committed groups of copies of this thread except the latest `groups_in_flight`.
@@ -525,7 +526,8 @@ auto collective(const char* name, unsigned mask, uint64_t value, Where where, co
   return pick(machine.lane(), values);
 }
 
-// Return the value of lane `source_of_lane`, the source of this lane.
+// Return the value that lane `source_of_lane` passed. Fails unless that lane, in [0, 32), is in
+// `mask`.
 template <class T>
 T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_lane) {
   return collective(name, mask, to_word(value), where, [&](unsigned, const WarpValues& values) {

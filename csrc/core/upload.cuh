@@ -27,9 +27,9 @@ struct UploadWords {
 };
 
 // Extra work of an upload before a backward pass or an update step; all pointers are to device
-// memory. It fills a gradient with zeros and counts the step. If the gradient of the batch is not
-// finite, the step is skipped: it is not counted, and the uploaded words from `first_of_step` on,
-// the arguments of the update, are written as 0. The gradient is filled with zeros in any case.
+// memory. It fills `zeros` and counts the step. If the gradient of the batch is not finite, the
+// step is skipped: it is not counted, and the uploaded words from `first_of_step` on, the arguments
+// of the update, are written as 0. `zeros` is filled in any case.
 struct BeginStep {
   float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
   int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill
@@ -70,8 +70,8 @@ void upload_words(const Launcher& launcher, const uint64_t* from, int num_words,
 // words of device memory, then `start` the copy.
 class Upload {
  public:
-  // Append a copy of an array, whose elements are whole words of 8 bytes. Return its position in
-  // the device memory, in words.
+  // Append a copy of an array, which may be empty; its elements are whole words of 8 bytes. Return
+  // its position in the device memory, in words.
   template <class T>
   int64_t add(const std::vector<T>& items) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);

@@ -152,7 +152,7 @@ EMB_HD void store_first(T* p, Vec v, int n) {
   copy_first(buffer, n, p);
 }
 
-// Convert `count` elements of a row to the dtype of `to`, rounded to nearest. The rows may not
+// Convert `count` elements of a row to the dtype of `to`, rounded to nearest. The rows must not
 // overlap.
 template <class To, class From>
 EMB_HD void convert_row(const From* __restrict from, int64_t count, To* __restrict to) {

@@ -1,6 +1,6 @@
-// Sorting and grouping on the GPU, for the entries of all ops that sort keys, and scratch memory
-// for ops of several kernels. An op that computes its own keys allocates SortBuffers, writes `keys`
-// and `positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
+// Sorting and grouping on the GPU, for the entries of ops that sort keys, and scratch memory for
+// ops of several kernels. An op that computes its own keys allocates SortBuffers, writes `keys` and
+// `positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,8 +14,8 @@
 
 namespace emb::cuda {
 
-// Return the bytes of scratch that CUB needs to sort n pairs with keys up to `limit`, at least 1.
-// `Key` is uint32_t or uint64_t.
+// Return the bytes of scratch that CUB needs on the current device to sort n pairs with keys up to
+// `limit`, at least 1. `Key` is uint32_t or uint64_t.
 template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key limit);
 
@@ -29,9 +29,10 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 // `buffers.keys`, at most `buffers.limit` each, and `buffers.positions`, 0 to n - 1 in this order;
 // neither is checked. Keys equal to the limit belong to no group. The sorted positions are written
 // to `buffers.sorted_positions`; the contents of `buffers.sorted_keys` are unspecified. The sort
-// and the groups take one launch, which ignores `out.bag_of`, if Key is uint32_t, the limit is
-// below 2^31 and the batch is small (group/small_group.cuh). Otherwise CUB sorts, with scratch
-// allocated on the device of `like`.
+// and the groups take one launch if Key is uint32_t, the limit is below 2^31 and the batch is small
+// (group/small_group.cuh). Otherwise CUB sorts, with scratch allocated on the device of `like`.
+// `out.sorted_bags` must be null, because the one launch would not write bags. Throws
+// AllocationError.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& buffers, const DeviceGroupOutput& out);
@@ -61,7 +62,8 @@ class DeviceWork {
 
   const CudaLauncher& launcher() const { return launcher_; }
 
-  // Return uninitialised device memory for n values of T. Throws AllocationError.
+  // Return uninitialised device memory for n values of T, which this object owns. Throws
+  // AllocationError.
   template <class T>
   T* scratch(int64_t n) {
     scratch_tensors_.push_back(allocate(like_, {n * static_cast<int64_t>(sizeof(T))},

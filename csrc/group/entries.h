@@ -11,10 +11,10 @@ namespace emb {
 //   segments     [n + 1], group g has the sorted positions [segments[g], segments[g + 1])
 //   permutation  [n], permutation[j] is the position whose key is number j in sorted order
 //   count        [1], the number of groups
-// Throws if dtypes or sizes are wrong, if `count` is not in [0, n], if segments[0 ... count] do not
-// ascend from 0 to at most n, or if entries of `permutation` are not in [0, n). It is not
-// checked that `permutation` has every position once: otherwise the result is unspecified for the
-// positions that are missing or repeated. Uses several threads.
+// Throws if a tensor is not such a tensor, if `count` is not in [0, n], if segments[0 ... count]
+// decrease or do not begin with 0 and end with at most n, or if entries of `permutation` are not in
+// [0, n). It is not checked that `permutation` has every position once: otherwise the result is
+// unspecified for the positions that are missing or repeated. Uses several threads.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count);
 
 }  // namespace emb

@@ -150,8 +150,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {unique, segments, permutation, count};
 }
 
-// The op `group_inverse`, see entries.h. The contents of the arguments, which must come from one
-// call of `group` or `tbe_group`, are on the device and are not checked.
+// The op `group_inverse`, see entries.h, for tensors on one GPU. Their contents, which must come
+// from one call of `group` or `tbe_group`, are not checked.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
   const char* op = "group_inverse";
   for (const Tensor* tensor : {&segments, &permutation, &count}) {

@@ -1,8 +1,8 @@
-// The kernels of `group` before and after its sort: one writes the keys of the sort, the others
-// write the groups. Ops that compute keys themselves, such as `tbe_group`, use the later kernels
-// only. The sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys and their
-// positions. A key that belongs to no group must be `limit`, which is greater than all other keys,
-// so such keys come last.
+// The kernels of `group` before and after its sort, and of `group_inverse`: one writes the keys of
+// the sort, the others write the groups. Ops that compute keys themselves, such as `tbe_group`, use
+// the later kernels only. The sort (CUB on a GPU, std::stable_sort in tests) writes the sorted keys
+// and their positions. A key that belongs to no group must be `limit`, which is greater than all
+// other keys, so such keys come last.
 //
 // The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
 // the groups that begin in each range. In a second kernel every block adds up the counts of the
@@ -49,7 +49,8 @@ struct StepCount {
 };
 
 // Increment count.step unless the step is skipped or the counter is null. Return the number of
-// groups to update: num_groups, or 0 if the step is skipped. One thread of the grid must call this.
+// groups to update: num_groups, or 0 if the step is skipped. Exactly one thread of the grid must
+// call this.
 EMB_DEVICE int count_update_step(const StepCount& count, int num_groups) {
   if (count.is_finite != nullptr && !*count.is_finite) return 0;
   if (count.step != nullptr) *count.step += 1.0;
@@ -63,9 +64,10 @@ struct DeviceGroupOutput {
   bool unique_is_int64;
   int32_t* segments;    // [n + 1]: group g has the sorted keys [segments[g], segments[g + 1]);
                         // entries after the last group repeat the number of keys in groups
-  int32_t* num_groups;  // [1]
+  int32_t* num_groups;  // [1], 0 if the step is skipped
   // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
-  // except for `tbe_group`. small_group.cuh finds the bags itself and does not read bag_of.
+  // except for groupings of lookups. small_group.cuh finds the bags itself and does not read
+  // bag_of.
   const int32_t* bag_of = nullptr;
   int32_t* sorted_bags = nullptr;
   StepCount step_count = {};
@@ -243,7 +245,7 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   }
 }
 
-// Write args.inverse.
+// The kernel of launch_inverse.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(InverseArgs args) {
   __shared__ int range[2];
@@ -269,7 +271,7 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& buffers,
   launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, buffers, out);
 }
 
-// Write the group of every position. n may be 0.
+// Write the group of every position to args.inverse, which must not be null. n may be 0.
 template <class Launcher>
 void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
   if (args.n == 0) return;

@@ -345,9 +345,9 @@ struct SmallGroupSort {
   }
 
   // For each item, which `sort` has sorted, write to `heads` a mask of the lanes of the warp whose
-  // key begins a group.
-  // Return the number of groups that begin before this warp's items. Add to the tallies kGroups and
-  // kGroupedKeys; the cluster_sync after that completes all tallies of every block.
+  // key begins a group. Return the number of groups that begin before this warp's items. Add to the
+  // tallies kGroups and kGroupedKeys; the cluster_sync after that completes all tallies of every
+  // block.
   EMB_DEVICE uint32_t find_groups(uint32_t (&heads)[kItems]) {
     uint32_t warp_groups = 0;  // groups that begin in the warp
     uint32_t num_grouped = 0;  // keys of this thread that belong to groups

@@ -159,8 +159,8 @@ EMB_HD int64_t max_choosers(int64_t buckets, int round) {
 // this limit they would fill some buckets while others stay empty.
 EMB_HD int slots_per_round(int usable) { return (usable + 1) / 2; }
 
-// Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
-// `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad.
+// Return how many buckets a table with `buckets` <= `max_buckets` buckets should have for `keys`
+// keys: at least `buckets`, at most `max_buckets`. `load` is HashTableColumn::kMaxLoad.
 //
 // A bucket that is not split yet receives twice as many keys as a split bucket. If buckets were
 // added at the rate of keys, the unsplit buckets would be full long before the table is. So tables
@@ -320,16 +320,16 @@ struct HashInsertKernels {
   void (*choose)(const HashInsertion&, bool is_shared, const int64_t* pending, int64_t n,
                  Choice* choices);
   // Execute, in their order, the choices whose bucket is in [begin, end): write tags, entries and
-  // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`
-  // are those of `choose`. A miss keeps kNoSlot and the status kMiss if its choice is kRefused, if
-  // the bucket has already assigned slots_per_round slots, or if it has no entry left to evict.
-  // Several threads may work on different buckets.
+  // queues of the table, and slots, status and evicted of the insertion. `pending` and `choices`,
+  // [n], are those of `choose`. A miss keeps kNoSlot and the status kMiss if its choice is
+  // kRefused, if the bucket has already assigned slots_per_round slots, or if it has no entry left
+  // to evict. Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
                  int64_t begin, int64_t end);
   // Split the old buckets whose first new bucket is in [begin, end), of a table that has grown from
   // `old` buckets: move entries, and their rows in the `num_buffers` row buffers, to new buckets,
-  // also of other ranges. New buckets are empty before. Several threads
-  // may work on different ranges.
+  // also of other ranges. New buckets are empty before. Several threads may work on different
+  // ranges.
   void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,
                 int64_t begin, int64_t end);
 };

@@ -11,8 +11,8 @@
 // keys.
 //
 // hash_insert_batch_ leaves the index and the rows as hash_touch_, hash_insert_ and
-// hash_initial_rows_ would. The ops *serve* only some batches, and change nothing for others: see
-// hash_insert_batch_.
+// hash_initial_rows_ would. For batches that the ops do not *serve* they change nothing and return
+// an empty list: see hash_insert_batch_.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -141,8 +141,8 @@ struct TableSegments {
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads can take whole tables: the other threads do not wait long for the thread
-  // of the largest table.
+  // Return whether threads can take whole tables: the largest table has at most kMaxImbalance times
+  // the positions per thread, so that the other threads do not wait long for its thread.
   bool are_balanced() const {
     int64_t largest = 0;
     for (size_t t = 0; t + 1 < positions_before.size(); ++t) {
@@ -499,8 +499,8 @@ struct BatchStores {
     }
   }
 
-  // Return whether every table has an overflow row for each key of the batch, so that every key
-  // gets a row.
+  // Return whether every table has an overflow row for each distinct key of the batch, so that
+  // every key gets a row.
   bool have_rows_for(const DistinctKeys& distinct) const {
     for (size_t t = 0; t < stores.size(); ++t) {
       const int64_t keys = distinct.first_keys[t + 1] - distinct.first_keys[t];
@@ -683,8 +683,8 @@ void copy_to(const std::vector<T>& values, Tensor tensor) {
 
 // Insert a batch into tables with stores in host memory. The stores are not changed. The batch is
 // not served if hash_insert_batch_ would not serve it, or if a table has fewer overflow rows than
-// the batch has keys of it: then return an empty list and change nothing. Otherwise return the
-// first eight results of hash_insert_batch_ and, if keys were missing, these:
+// the batch has distinct keys of it: then return an empty list and change nothing. Otherwise return
+// the first eight results of hash_insert_batch_ and, if keys were missing, these:
 //   - by miss: first position, uses (with those of the store, if the order counts uses) and slot,
 //     int64, and status, uint8; the last two as TableMoves::swap leaves them
 //   - the miss of each position, int32 [n], and the misses of each table, int64 [T + 1]

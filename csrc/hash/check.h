@@ -2,8 +2,7 @@
 // which both their CPU and their CUDA entry construct. Its constructor checks what the host knows
 // of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
 // reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
-// are trusted. Constructors and checks throw an error that states the rule and, where it is one
-// number, the offending value.
+// are trusted. Constructors and checks throw an error that states the rule.
 //
 // The structs hold pointers into the tensors of the caller and are used within one call. Their
 // arrays are named after the arguments of the ops, which emblib/ops/hash.py describes, except
@@ -105,7 +104,8 @@ struct HashIndex {
 
   // Check that the buckets of every table lie inside the memory of the index, so that an op cannot
   // access other memory, whatever `tables` contains. Also check that kMaxLoad is in [1, kLoadUnits]
-  // and that the buckets in use have kSize slots. It is not checked that tables do not overlap.
+  // and that kSize is at most the slots of the buckets in use. It is not checked that tables do not
+  // overlap.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, HashTableColumn::kFirstBucket),
@@ -127,7 +127,7 @@ struct HashIndex {
 };
 
 // Return the order with the number `code`. Throws if there is none, or if it needs scores and
-// entries have fewer than three `words`.
+// entries do not have three `words`.
 inline HashOrder parse_order(const char* op, int64_t code, int64_t words) {
   const auto order = parse_choice<HashOrder>(op, "order", code, kHashOrders);
   STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kHashOrders[code],

@@ -50,8 +50,9 @@ struct DeviceIndex {
 
 // A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
 // `starts` must ascend from 0 to n, and `tables` must be existing tables; not checked. Otherwise
-// kernels still stay inside their memory: positions before starts[0] belong to no table, those from
-// the last start on to the last segment, and positions of tables that do not exist get no slot.
+// loops with for_each_key still stay inside their memory: positions before starts[0] belong to no
+// table, those from the last start on to the last segment, and positions of tables that do not
+// exist get no table.
 struct KeyBatch {
   const int64_t *ids, *starts, *tables;  // [n], [segments + 1], [segments]
   int64_t n;                             // positions
@@ -123,8 +124,9 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
 }
 
 // Return the sum of `value` over the threads of the block before this one, and write the sum over
-// all threads to `*total`. `shared` is shared memory, [kBlockWarps], which may be used again when
-// this returns. All threads of the block must call this; it contains barriers.
+// all threads to `*total`. `shared` is shared memory, [kBlockWarps], which no thread may still use
+// at the call, and which may be used again when this returns. All threads of the block must call
+// this; it contains barriers.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
   int64_t sum = value;
@@ -195,8 +197,9 @@ EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int*
   for_each_of(GridSlice{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
-// Call `body(position, table)` for every position of a batch, as for_each_of does. The table is -1
-// if the position is before the first segment or beyond n, or if the index has no such table.
+// Call `body(position, table)` for every position of a batch, as the whole grid divides them in
+// for_each_of. The table is -1 if the position is before the first segment or at least n, or if the
+// index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
