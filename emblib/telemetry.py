@@ -325,7 +325,8 @@ def append_csv(
     Raises:
         OSError: the file cannot be written; then it stays as it was.
         TypeError: a label is neither a string nor an int.
-        ValueError: the file has other columns, or a label is none that Prometheus accepts.
+        ValueError: the file has other columns, a label is none that Prometheus accepts, or its
+            value contains ";".
     """
     path, columns = Path(path), csv_columns()
     text = io.StringIO()
@@ -342,9 +343,11 @@ def append_csv(
     else:
         writer.writerow(columns)
     now = time.time() if time_s is None else float(time_s)
-    label_text = ";".join(f"{name}={value}" for name, value in _check_labels(labels).items())
+    label_texts = [f"{name}={value}" for name, value in _check_labels(labels).items()]
+    if any(";" in text for text in label_texts):
+        raise ValueError(f"';' separates the labels of a series, so none may contain it: {labels}")
     for (module, table), statistics in local_statistics(model).items():
-        writer.writerow([now, label_text, module, table, *_csv_numbers(statistics)])
+        writer.writerow([now, ";".join(label_texts), module, table, *_csv_numbers(statistics)])
     try:
         with path.open("a", newline="", encoding="utf-8") as file:
             file.write(text.getvalue())

@@ -251,6 +251,8 @@ def test_labels_are_strings_or_integers(tmp_path: Path) -> None:
             telemetry.prometheus_text(bags, labels)  # type: ignore[arg-type]
         with pytest.raises(error, match="label"):
             telemetry.append_csv(bags, path, labels)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="separates the labels"):
+        telemetry.append_csv(bags, path, {"host": "a;b"})
     assert not path.exists()
 
 

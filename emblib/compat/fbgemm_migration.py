@@ -163,7 +163,7 @@ def _options(old: Any, names: Any) -> dict[str, Any]:
     return options
 
 
-def _step(module: Any) -> int:
+def step_of(module: Any) -> int:
     """Return the steps of either module; FBGEMM's two counters may differ after loading."""
     return max(int(module.iter), int(module.iter_cpu))
 
@@ -190,7 +190,7 @@ def _copy_values(
         for new, old in table:
             values = old if rows is None else old[rows[number].to(old.device)]
             new.copy_(values.view_as(new))
-    step = _step(source)
+    step = step_of(source)
     if isinstance(target, fbgemm.SplitTableBatchedEmbeddingBagsCodegen):
         target.set_optimizer_step(step)
     else:

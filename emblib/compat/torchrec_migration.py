@@ -25,7 +25,7 @@ from emblib import (
     KeyedTensor,
     optim,
 )
-from emblib.compat.fbgemm_migration import ReplacedSplitTBE
+from emblib.compat.fbgemm_migration import ReplacedSplitTBE, step_of
 from emblib.compat.fbgemm_tables import STATE_ORDER
 from emblib.migration import (
     Bags,
@@ -336,7 +336,7 @@ class ReplacedFusedCollection(ReplacedCollection):
             table.rows.copy_(module.split_embedding_weights()[number])
             for new, old in _pairs(table, module, number):
                 new.copy_(old.view_as(new))
-            table.module.set_step(int(module.iter))
+            table.module.set_step(step_of(module))
 
     def carry_back(self) -> None:
         """Copy rows, states and steps back."""
