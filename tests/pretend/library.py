@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 
 from tests import compile_cache
-from tests.compile_cache import ROOT, Source, files_of
+from tests.compile_cache import ROOT, Source
 
 HERE = Path(__file__).parent
 FOLDER = ROOT / "build" / "pretend"
 TORCH = Path(torch.__file__).parent
-ENTRIES = sorted((ROOT / "csrc").glob("*/*_cuda.cu"))
-# The only file that includes torch's headers, and the files that it consists of.
-TORCH_SIDE = HERE / "torch_side.cpp"
-DEVICES = sorted({*HERE.glob("*.cpp")} - {*files_of(TORCH_SIDE, [HERE])})
+# Translation units of several files: compiling takes longest for the headers that files share.
+TORCH_SIDE, DEVICES = HERE / "torch_side.cpp", HERE / "devices.cpp"
+ENTRIES = sorted((HERE / "entries").glob("*.cpp"))
 
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-unknown-pragmas"]
 FOLDERS = [HERE / "include", ROOT / "csrc", HERE]
@@ -26,8 +25,8 @@ TORCH_HEADERS = ["-isystem", str(TORCH / "include")]
 TORCH_HEADERS += ["-isystem", str(TORCH / "include/torch/csrc/api/include")]
 # torch's headers take most of the time: no optimisation for code that waits for ATen anyway.
 TORCH_FLAGS = [*FLAGS, "-O0"]
-ENTRY_FLAGS = [*FLAGS, "-x", "c++"]
-ENTRY_FLAGS += ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-DPRETEND_ENTRIES"]
+ENTRY_FLAGS = [*FLAGS, "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA"]
+ENTRY_FLAGS += ["-DPRETEND_ENTRIES"]
 ENTRY_FLAGS += ["-include", "tests/pretend/include/count_entries.h"]
 # Every load and store calls the race detector (accesses.cpp); libtsan is not linked.
 ENTRY_FLAGS += ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
@@ -52,8 +51,10 @@ def build() -> Libraries:
 
 def objects() -> tuple[list[Path], list[Path]]:
     """Compile what is not in the cache; return the objects of the devices and of the entries."""
-    torch_side = Source(TORCH_SIDE, TORCH_FLAGS, FOLDERS, TORCH_HEADERS)  # takes the longest
-    devices = [torch_side, *(Source(path, FLAGS, FOLDERS) for path in DEVICES)]
+    devices = [
+        Source(TORCH_SIDE, TORCH_FLAGS, FOLDERS, TORCH_HEADERS),  # takes the longest
+        Source(DEVICES, FLAGS, FOLDERS),
+    ]
     entries = [Source(path, ENTRY_FLAGS, FOLDERS, TORCH_HEADERS) for path in ENTRIES]
     built = compile_cache.build("pretend", [*devices, *entries])
     return built[: len(devices)], built[len(devices) :]

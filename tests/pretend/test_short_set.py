@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.compile_cache import ROOT
-from tests.pretend.library import objects
+from tests.compile_cache import ROOT, files_of
+from tests.pretend.library import ENTRIES, FOLDERS, objects
 from tests.pretend.session import MATRIX, SCHEDULES, WIDE, count_outcomes, run_short
 from tests.pretend.torch_cuda import Settings
 
@@ -37,6 +37,11 @@ def test_every_kernel_is_compiled_once() -> None:
         kernels.update(set(KERNEL.findall(symbols)))
     assert not [name for name, files in kernels.items() if files > 1]
     assert 100 < len(kernels) <= MAX_KERNELS
+
+
+def test_every_file_of_entries_is_compiled() -> None:
+    included = {path for unit in ENTRIES for path in files_of(unit, FOLDERS)}
+    assert included >= {*(ROOT / "csrc").glob("*/*_cuda.cu")}
 
 
 def test_the_matrix_names_settings(monkeypatch: pytest.MonkeyPatch) -> None:
