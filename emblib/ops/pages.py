@@ -15,11 +15,11 @@ byte 0. Marks are uint8 by page, 0 or 1.
 - `file_slots(slots, file_slots, is_hidden)` returns the entry of `file_slots` for each slot, int64
   `[n]`: -1 for slot -1, and for entries that `is_hidden`, uint8 by entry, marks; it may be None
 - `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory
-  if a probe of some of them finds one that is not there; the last row may end after `data`. Returns
-  the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per range
-  of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A page cannot be read
-  if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`. Linux
-  before 5.14 cannot tell it, and systems other than Linux read pages at their use
+  if a probe of some of them finds one that is not in memory; the last row may end after `data`.
+  Returns the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per
+  range of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A page cannot be
+  read if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`.
+  Linux before 5.14 cannot tell it, and systems other than Linux read pages at their use
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 

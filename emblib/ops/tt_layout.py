@@ -226,14 +226,17 @@ def is_chunked(batch: TTLookup, sample_weights: Tensor | None) -> bool:
 
     Only on the CPU, where offsets can be read, and not in compiled graphs.
     """
-    # First, because the size of a batch in a compiled graph may be known to no one yet.
+    # First, because the size of a batch in a compiled graph may not be a number yet.
     if torch.compiler.is_compiling() or batch.indices.device.type != "cpu":
         return False
     return batch.indices.numel() > _chunk_lookups(batch.layout, _column_bytes(sample_weights))
 
 
 def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]:
-    """Cut a batch into chunks of whole bags of one feature; a longer bag into several chunks."""
+    """Yield chunks of whole bags of one feature; a bag of more lookups than fit is several chunks.
+
+    Offsets are repaired first, see `BoundsCheck.IGNORE`.
+    """
     ignore = codes.BOUNDS_CHECK["ignore"]
     repaired, _ = tbe.check_bounds(
         batch.indices, batch.offsets, batch.key_features(), batch.bag_layout, ignore

@@ -315,8 +315,8 @@ class RowwiseAdagrad(Optimizer):
         for name, kinds in (("counter", (Counter, CowClip)), ("global_decay", (GlobalDecay,))):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
-                known = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
-                raise TypeError(f"{name} must be None or {known}, got {value!r}")
+                choices = " or ".join(f"{kind.__name__}(...)" for kind in kinds)
+                raise TypeError(f"{name} must be None or {choices}, got {value!r}")
         if isinstance(self.weight_decay, AdagradW) and not isinstance(self.counter, Counter):
             raise ValueError(
                 "weight_decay AdagradW counts how often rows are seen: give counter=Counter() too, "

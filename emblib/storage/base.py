@@ -295,7 +295,7 @@ class Storage:
     """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
 
     A subclass sets `plan_name` and implements `make_module`, `make_handle`, `views` and `reset`;
-    `emblib.storage.register` makes it known to plans. The other methods
+    `emblib.storage.register` makes it known to plans and files. The other methods
     default to a dense table whose parameter `weight` is `[rows, dim]` and can be cut anywhere; a
     subclass overrides those that differ. Modules are called with `(ids, offsets, weights,
     batch_sizes=...)`, like `TableBatchedEmbeddingBags`.

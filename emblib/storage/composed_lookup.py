@@ -1,4 +1,4 @@
-"""Lookup of composed tables: map ids to rows of components, look these up, combine what they are.
+"""Lookup of composed tables: map ids to rows of components, look these up, and combine them.
 
 `ComposedLookup` is the base of the module that trains the components and of the one that serves
 them read-only. It maps ids and combines rows; a subclass has the rows of the components.

@@ -4,7 +4,7 @@ Tables of one dtype, rounding, cache and optimizer share a `DenseModule`, a
 `TableBatchedEmbeddingBags` whose flat `weights` has those on the device. They also have one dim if
 they are not pooled, or leave sparse gradients. A `DenseHandle` shows one table as
 the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer that is not
-deferred, backward updates the memory in place; otherwise gradients arrive at the parameters.
+deferred, backward updates the memory in place; otherwise the parameters get gradients.
 """
 
 from __future__ import annotations

@@ -218,8 +218,8 @@ def is_marked_by_torch(parameter: nn.Parameter) -> bool:
 class TableHandles(nn.ModuleDict):
     """Hold the handles of the tables of a collection by name; refuse to replace or remove one.
 
-    Lookups go through the kernels of `groups`, so a module in the place of a handle would have no
-    effect on them, and state dicts would have its rows.
+    Lookups do not call the handles, so another module in the place of one would have no effect on
+    them, but state dicts would have its rows.
     """
 
     def __init__(self, handles: Mapping[str, TableHandle]) -> None:

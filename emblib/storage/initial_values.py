@@ -107,7 +107,7 @@ def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
 
 
 def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
-    """Write the slice's part of a block; `init_fn` always fills a whole block."""
+    """Write the slice's part of a block; `init_fn` fills whole blocks."""
     begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
     target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
     if len(target) == len(rows) and table_slice.dim == table_slice.config.embedding_dim:
@@ -125,7 +125,7 @@ def _draw_block(table_slice: TableSlice, weight: Tensor, rows: range, seed: int)
     low, high = table_slice.config.bounds
     all_columns = table_slice.dim == table_slice.config.embedding_dim
     if all_columns and begin == rows.start and target.is_contiguous():
-        # A value depends on its offset in the block, so only a whole block is filled in place.
+        # A value depends on its offset in the block: these rows begin with the first one.
         primitives.fill_uniform_(target, low, high, seed)
         return
     block = target.new_empty(end - rows.start, table_slice.config.embedding_dim)
