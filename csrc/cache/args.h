@@ -185,7 +185,7 @@ struct MissGroups {
 // The functions of the kernels for one instruction set. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
   // Write row_slots of rows [begin, end), which must be cacheable: -1 for misses. Unless `misses`
-  // is null, list the misses there. It must have room for end - begin misses; entries after the
+  // is null, list the misses in it. It must have room for end - begin misses; entries after the
   // last miss may be overwritten. Return the number of misses, 0 if `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Do what `locate` does; also set `evicted` to kNoMove and stamp the hits. For LFU also add the
@@ -217,7 +217,7 @@ struct CacheMemory {
   TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
   int64_t cache_elements;                        // elements of the weights in the cache tier
-  int64_t cache_rows;  // entries of the shortest row-wise state there; INT64_MAX without one
+  int64_t cache_rows;  // of the shortest row-wise state in the cache tier; INT64_MAX without one
   // The vector Hyper of the optimizer, read for stochastic rounding. Null, only for moves on a GPU:
   // nothing is rounded stochastically.
   const double* hyper;

@@ -137,10 +137,10 @@ EMB_DEVICE int count_higher(int64_t priority, int64_t of_lane, int num_lanes) {
   return higher;
 }
 
-// Write to `leaders`, [kWays], the priorities of the first kWays misses of the group [begin, end),
-// in order. If there are fewer, the other entries are kNoMiss. Each count of lookups is read once;
-// 32 misses at a time are ranked against the leaders so far. `leaders` is shared memory of this
-// warp. Called by the whole warp.
+// Write to `leaders`, [kWays], the kWays highest priorities of the misses of the group [begin,
+// end), the highest first. If there are fewer, the other entries are kNoMiss. Each count of lookups
+// is read once; 32 misses at a time are ranked against the leaders so far. `leaders` is shared
+// memory of this warp. Called by the whole warp.
 EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGroups& groups,
                                 int64_t first_row, int32_t begin, int32_t end, int64_t* leaders) {
   int64_t leader = kNoMiss;  // of the leaders so far, the one whose rank is this lane's number

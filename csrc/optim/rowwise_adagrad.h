@@ -234,10 +234,10 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
   }
 };
 
-// Row-wise Adagrad whose weight decay and learning rate depend on how often a row occurred. A
-// coupled decay (L2 penalty) enters the sum of squares and, weighted by frequency, the weights.
-// With kAdagradW and a half-life of -1 the step grows with the root of the count; with -2, with the
-// count itself, up to kBound.
+// Row-wise Adagrad whose weight decay and learning rate depend, after kFirstStep, on how often a
+// row occurred. A coupled decay (L2 penalty) enters the sum of squares at every step and, weighted
+// by frequency, the weights after kFirstStep. With kAdagradW and a half-life of -1 the step grows
+// with the root of the count; with -2, with the count itself, up to kBound.
 struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay

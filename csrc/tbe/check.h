@@ -149,8 +149,8 @@ struct LookupInputs {
   // Throws unless everything holds that a kernel relies on: shapes, dtypes, that each feature lies
   // within its tier of the weights, and that the output rows lie within `columns`. That is the
   // number of columns of a row of the output or its gradient; in a variable batch it is the number
-  // of elements of all rows together. Indices, offsets and slots are not checked: kernels repair
-  // them as they read them.
+  // of elements of all rows together. The contents of indices, offsets and slots are not checked:
+  // kernels repair them as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,
@@ -169,7 +169,8 @@ struct LookupInputs {
                  variable ? Pooling::kNone : pooling);
   }
 
-  // Return the rows that `feature`, one of `features`, reads; valid as long as this object.
+  // Return the rows that `feature`, one of `features`, reads; valid as long as this object and the
+  // weights.
   TableRows rows_of(const Feature& feature) const {
     const auto* table = static_cast<const char*>(weights.data[feature.tier]);
     TableRows rows{table + feature.weight_offset * size_of(weights.type), feature.rows, feature.dim,
