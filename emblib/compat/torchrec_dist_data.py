@@ -123,6 +123,9 @@ class KJTAllToAll(nn.Module):
     def forward(self, input: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Start to send a batch: the first `wait` sends the ids, the second receives them.
 
+        The first `wait` raises RuntimeError, on all ranks, if dtypes of ids or weights differ in
+        their size, or if only some batches have weights.
+
         Raises:
             ValueError: features with different batch sizes, or other features than `splits` say;
                 the other ranks then wait.
@@ -136,12 +139,16 @@ class KJTAllToAll(nn.Module):
         num_features = self._splits[ranks.rank]
         stride = batch.stride()
         parts = batch.split(self._splits)
-        header = [number for part in parts for number in (stride, *part.length_per_key())]
+        weights = batch.weights_or_none()
+        item_nbytes = batch.values().itemsize, 0 if weights is None else weights.itemsize
+        header = [
+            number for part in parts for number in (*item_nbytes, stride, *part.length_per_key())
+        ]
         sent = torch.tensor(header, device=batch.device())
         pending = start_all_to_all(
             sent,
-            [1 + n for n in self._splits],
-            [1 + num_features] * ranks.size,
+            [3 + n for n in self._splits],
+            [3 + num_features] * ranks.size,
             ranks,
             content=Content.SIZES,
         )
@@ -155,7 +162,9 @@ class KJTAllToAll(nn.Module):
         A message to a rank is the lengths, then the ids, of its features, in the dtype of the ids.
         """
         ranks, num_features = self._ranks, self._splits[self._ranks.rank]
-        received = pending.wait().view(ranks.size, 1 + num_features).tolist()
+        numbers = pending.wait().view(ranks.size, 3 + num_features).tolist()
+        _check_item_nbytes([row[:2] for row in numbers])
+        received = [row[2:] for row in numbers]
         strides = [row[0] for row in received]
         ids = [sum(row[1:]) for row in received]
         message = [t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())]
@@ -176,6 +185,20 @@ class KJTAllToAll(nn.Module):
         first = sum(self._splits[: ranks.rank])
         keys = batch.keys()[first : first + num_features]
         return DeferredAwaitable(partial(_feature_major, keys, received, values, weights))
+
+
+def _check_item_nbytes(by_rank: Sequence[Sequence[int]]) -> None:
+    """Raise RuntimeError unless all ranks have the same bytes per id and per weight."""
+    if any(item_nbytes != by_rank[0] for item_nbytes in by_rank):
+        texts = [
+            f"rank {rank}: ids of {8 * id_nbytes} bits, "
+            + (f"weights of {8 * weight_nbytes} bits" if weight_nbytes else "no weights")
+            for rank, (id_nbytes, weight_nbytes) in enumerate(by_rank)
+        ]
+        raise RuntimeError(
+            "ids and weights must have the same dtypes on all ranks, and weights must be on all or "
+            f"none; got {'; '.join(texts)}"
+        )
 
 
 def _feature_major(

@@ -92,8 +92,8 @@ def start_all_to_all(
             collective uses the process group. Then no rank waits for the others here.
 
     Raises:
-        RuntimeError: another thread has, or in an earlier call had, a collective over this process
-            group in flight in host memory at the same time, or the compared headers differ.
+        RuntimeError: the compared headers differ; or two threads have had collectives over this
+            process group in flight in host memory at the same time, now or earlier.
     """
     sent = sent.contiguous()
     if received is None:
@@ -161,7 +161,7 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     is `values` itself, which the caller must not use before it has awaited the result.
 
     Raises:
-        RuntimeError: two threads use this process group, see `start_all_to_all`.
+        RuntimeError: two threads used this process group, see `start_all_to_all`.
     """
     if ranks.size == 1:
         return ReadyAwaitable(values)
@@ -209,7 +209,7 @@ def start_all_to_alls(
             small messages. All ranks must pass the same value.
 
     Raises:
-        RuntimeError: two threads use this process group, see `start_all_to_all`.
+        RuntimeError: two threads used this process group, see `start_all_to_all`.
     """
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [

@@ -106,9 +106,9 @@ class LazyAwaitable(Awaitable[T]):
     """An awaitable that can be used in place of its result: the first use waits.
 
     Reads of attributes and items, iteration, arithmetic, comparisons, `len`, `in`, `bool`, `int`,
-    `float` and torch functions wait and then act on the result. Anything else acts on the
-    awaitable: `isinstance`, `hash`, `repr`, assignment of attributes, the methods of `Awaitable`,
-    and attributes with a leading underscore. `lazy += x` binds the name to a new object.
+    `float` and torch functions wait and then act on the result. Other uses see the awaitable, such
+    as `isinstance`, `hash`, `repr`, assignments, the methods of `Awaitable`, and attributes with a
+    leading underscore. `lazy += x` binds the name to a new object.
     """
 
     # Declared here so that type checkers do not resolve them by __getattr__, which waits.

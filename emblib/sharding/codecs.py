@@ -17,11 +17,11 @@ the float32 operations of a codec, and those of INT8 and FP8 rows whose values a
 | FP8, E4M3 | 1 + 4 / row_dim | 2^-4 abs(x), or m 2^-10 / 448 where that is more            |
 | FP8, E5M2 | 1 + 4 / row_dim | 2^-3 abs(x), or m 2^-17 / 57344 where that is more          |
 
-FP16 ends at 65504 / loss_scale, BF16 at 3.39e38: larger values decode to infinity. A row is
-`row_dim` neighbouring values of one split, with one float32 scale; the last row of a split is
-padded with zeros. A value that is not finite decodes to one that is not finite, so that a diverging
-training stays visible; INT8 and FP8 then decode its whole row to NaN. Values are rounded to
-nearest, so that equal values give equal bytes on every rank.
+FP16 ends at 65504 / loss_scale, BF16 at 3.39e38: values that round to more decode to infinity. A
+row is `row_dim` neighbouring values of one split, with one float32 scale; the last row of a split
+is padded with zeros. A value that is not finite decodes to one that is not finite, so that a
+diverging training stays visible; INT8 and FP8 then decode its whole row to NaN. Values are rounded
+to nearest, so that equal splits give equal bytes on every rank.
 """
 
 from __future__ import annotations

@@ -261,6 +261,24 @@ def _all_to_all(ranks: RankGroup) -> KeyedJaggedTensor:
     return found.validate()
 
 
+def _unequal_batches(ranks: RankGroup, kinds: list[tuple[torch.dtype, bool]]) -> None:
+    dtype, is_weighted = kinds[ranks.rank]
+    weights = torch.ones(2) if is_weighted else None
+    features = KeyedJaggedTensor(
+        ["a", "b"], torch.tensor([1, 2], dtype=dtype), weights, lengths=torch.tensor([1, 1])
+    )
+    sent = torchrec.KJTAllToAll(ranks.group, splits=[1, 1])(features)
+    with pytest.raises(RuntimeError, match=r"the same dtypes on all ranks.*rank 0: ids of 64 bits"):
+        sent.wait()
+
+
+@pytest.mark.parametrize(
+    "second", [(torch.int32, True), (torch.int64, False)], ids=["dtype", "weights"]
+)
+def test_batches_of_other_kinds_are_refused(second: tuple[torch.dtype, bool]) -> None:
+    worlds.run(2, _unequal_batches, [(torch.int64, True), second])
+
+
 def test_batches_are_sent_by_feature() -> None:
     zero, one = worlds.run(2, _all_to_all)
     assert (zero.keys(), one.keys()) == (["a", "b"], ["c"])

@@ -226,7 +226,8 @@ def read(state: dict[str, Any], reader: Reader, ranks: RankGroup) -> None:
     """Fill a flat state dict in place; a collective over `ranks`.
 
     Raises:
-        CheckpointError: a file is damaged, or a value names classes that are not admitted.
+        CheckpointError: a file is damaged, a value names classes that are not admitted, or `state`
+            has an entry that the checkpoint lacks or of another size.
     """
     with _ignore_single_process_warning(), _errors_of_ranks():
         dcp.load(

@@ -24,7 +24,8 @@ class ShardedTable(Tensor):
 
     It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
     overwritten by a tensor with the same shards, saved with `torch.distributed.checkpoint`, and
-    gathered by `full_tensor`. Other torch operations raise NotImplementedError, pickle a TypeError.
+    gathered by `full_tensor`. Other operations on its values raise NotImplementedError, `tolist`
+    and `numpy` RuntimeError, and pickling raises TypeError.
 
     Args:
         size: size of the full tensor.

@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
 def leaves(tree: MutableMapping[Any, Any], prefix: str = "") -> Iterator[Leaf]:
     """Yield all values within dicts, and within lists that hold tensors or dicts.
 
-    A list without tensors and dicts is one value.
+    A list without tensors and dicts is one value, and so is a tuple.
     """
     for key, value in list(tree.items()):
         yield from _leaves_of(f"{prefix}{key}", value, tree, key)
