@@ -87,9 +87,9 @@ class DiskStore:
     """Weights and optimizer states of tables, mapped from the files of a directory.
 
     Opening restores, bit for bit, the state of the last completed `commit`, no matter when or how
-    the previous process ended, or raises. A page that the disk has changed since raises when it is
-    verified (`verify`). The caller must call `protect` before it writes rows, or write inside
-    `writing_everything`; not checked. The next opening undoes writes without a commit after them.
+    the previous process ended, or raises. The caller must call `protect` before it writes rows, or
+    write inside `writing_everything`; not checked. Without another commit, the next opening undoes
+    the writes to protected rows. A page that changed otherwise raises when it is verified.
 
     Calls must come from one thread at a time; not checked. In a forked process the store is closed:
     only its tensors can be read there.

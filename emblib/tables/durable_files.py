@@ -1,8 +1,8 @@
 """File operations of stores: writes, syncs, renames, locks, and manifests with checksums.
 
-All stores in files write through these functions, so a test can record the calls and replay what a
-power failure may leave on the disk. Writes through a memory mapping need no call; `sync_map` and
-`sync_file` order them with the others.
+Stores and dumps in emblib's own formats write through these functions, so a test can record the
+calls and replay what a power failure may leave on the disk. Writes through a memory mapping need no
+call; `sync_map` and `sync_file` order them with the others.
 """
 
 import contextlib

@@ -58,7 +58,10 @@ def check_upgrade(directory: Path, verify: Verify) -> None:
 
 @contextlib.contextmanager
 def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
-    """Context for verifying a store at opening: errors mention a restart of the machine."""
+    """Context for verifying a store at opening: if `interrupted`, ChecksumErrors mention a restart.
+
+    `interrupted` is that of the store's `Journal`.
+    """
     try:
         yield
     except ChecksumError as error:

@@ -4,8 +4,9 @@ For small batches the time of a call is dominated by Python between ops, and on 
 `ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
 checks the batch and looks it up, and backward one op, which groups the lookups, counts the step and
 updates the rows. Tables with a row cache (`CachedCalls`) need one more op, which checks and groups
-the batch and fetches its rows; backward reuses its groups. The kernels are the same as those of
-`emblib.ops.autograd`, which serves all other calls, so results have the same bits.
+the batch and fetches its rows; backward reuses its groups. An invalid batch on the CPU needs more
+ops. The kernels are the same as those of `emblib.ops.autograd`, which serves all other calls, so
+results have the same bits.
 """
 
 from __future__ import annotations

@@ -621,7 +621,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
 
         The cache is flushed and emptied first, and prefetched batches are forgotten. After the next
-        batch, views of cached tables may have old values, and writes to them may be lost.
+        batch, views of cached tables may have old values, and writes to them may be lost. Call
+        `flush` after writes to DISK tables: the end of the process before that damages them.
         """
         with self._lock:
             self.settle()
