@@ -1,6 +1,6 @@
-"""The call that breaks a compiled graph; importing it loads torch's compiler, see `run_uncompiled`.
+"""The call that breaks a compiled graph, for `emblib.tables.graph_break.run_uncompiled`.
 
-A file of its own, since the decorator runs at import.
+It has a file of its own, since its decorator loads torch's compiler when the file is imported.
 """
 
 from __future__ import annotations

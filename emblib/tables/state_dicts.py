@@ -36,7 +36,7 @@ def refuses(
     state_dict: MutableMapping[str, Any],
     prefix: str,
     errors: list[str],
-    problems_found: Iterable[str] = (),
+    known_problems: Iterable[str] = (),
 ) -> bool:
     """Return whether a module must load nothing; to be called first in `_load_from_state_dict`.
 
@@ -45,14 +45,14 @@ def refuses(
     place, descendants that check their entries get a mark, which makes this function return True,
     and others the values that they have, which loading does not change.
 
-    Non-empty `problems_found` are reported instead, and the entries are not checked.
+    Non-empty `known_problems` are reported instead, and the entries are not checked.
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
-    problems_found = list(problems_found) or list(problems(module, state_dict, prefix))
-    if not problems_found:
+    known_problems = list(known_problems) or list(problems(module, state_dict, prefix))
+    if not known_problems:
         return False
-    errors.extend(problems_found)
+    errors.extend(known_problems)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         del state_dict[key]
     for path, submodule in _modules_by_prefix(module, prefix):

@@ -71,9 +71,9 @@ class TableBatchedEmbeddingBags(FusedTables):
             `torch.optim`, as `optim.External(gradient=Gradient.DENSE)` does.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all tables).
         feature_tables: the table of each feature; by default feature i reads table i.
-        precision: dtypes of weights, output and optimizer state, and how updates are rounded.
+        precision: dtypes of weights, output and states, and rounding; None is `Precision()`.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
-        cache: cache of the MANAGED_CACHING and DISK tables; unused without such tables.
+        cache: cache of the MANAGED_CACHING and DISK tables, if any; None is `CacheConfig()`.
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
@@ -102,7 +102,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     spec_kind = SpecKind(
         TableSpec, "TableSpec(rows=1000, dim=64)", "for a TTSpec use TTEmbeddingBag"
     )
-    has_parameter_per_table = False
+    has_parameter_per_table = False  # as opposed to modules of collections
     num_distinct_rows: int | None = None
     """Number of distinct rows of each following batch; None counts them, which for sparse gradients
     reads the device. A wrong number raises ValueError on the CPU; on a GPU it is not checked."""

@@ -101,8 +101,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             "saw_tooth" and "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to
             compare runs. `emblib.tt.initializers` describes them.
         precision: dtypes of cores (`weights`), output and optimizer state, rounding of updates of
-            cores, and precision of products on a GPU (`matmul`). Rows and sums are float32 in any
-            case, and on the CPU products too; another `matmul` is logged there.
+            cores, and precision of products on a GPU (`matmul`); None is `Precision()`. Rows and
+            sums are float32 in any case, and on the CPU products too; another `matmul` is logged.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
         device: device of the cores; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
