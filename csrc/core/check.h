@@ -111,7 +111,7 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
-// A size that stands for "no limit" in checks.
+// A size that stands for "no limit" in checks. Twice this size overflows.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 // The weights of a module: the addresses of one tensor per memory tier, in the order of `Tier`.

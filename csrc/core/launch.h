@@ -132,8 +132,8 @@ class CudaLauncher {
     with_shared(kernel, grid, block, 0, arguments...);
   }
 
-  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. A kernel that
-  // exceeds kDefaultSharedBytes only with its static memory is not supported: this throws.
+  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. If these are
+  // at most kDefaultSharedBytes, they and the static memory together must be, else this throws.
   template <class... Parameters, class... Arguments>
   void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    const Arguments&... arguments) const {

@@ -15,7 +15,7 @@ namespace emb {
 inline int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
 // Call `task(i)` for every i in [0, count). The calls may run on different threads. A thread that
-// is in a parallel loop already makes all calls itself.
+// is already in a parallel loop makes all calls itself.
 template <class Task>
 void parallel_tasks(int64_t count, const Task& task) {
   if (count == 1) return task(int64_t{0});

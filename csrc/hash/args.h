@@ -267,7 +267,7 @@ struct HashInsertion {
   // Output, three words each: key, stamp and score of the evicted entry, written if the status is
   // kEvicting. Null if not wanted.
   int64_t* evicted;
-  EvictionQueue* queues;  // by bucket of the table
+  EvictionQueue* queues;  // by bucket of the table; never null
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first_positions[miss]]; }
   // Return the score of the new entry of a miss.

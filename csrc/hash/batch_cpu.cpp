@@ -51,7 +51,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 // tensors of the caller.
 //   tensors         the index, see HashIndex
 //   row_buffers, layout, rules  as in hash_initial_rows_
-//   features        int64 [F, 8], see Feature
+//   features        int64 [F, 8], see Feature; those of one table have the same row_base
 //   ids             int64 [n], the key of each lookup
 //   offsets         int32 or int64 [F * B + 1], the bags of the lookups
 //   tables          int64 [F], the table of each feature
