@@ -49,10 +49,11 @@ class Insertion(NamedTuple):
 
     Attributes:
         slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no slot.
-        status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another was evicted) or
+        status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another key was evicted) or
             `REFUSED`.
-        evicted: the evicted rows, if requested.
-        num_evicted: int64 `[1]`, number of evicted rows, if requested; `evicted` may be padded.
+        evicted: the evicted rows; None except from `insert_and_evict`.
+        num_evicted: int64 `[1]`, number of evicted rows; the rows of `evicted` behind them are
+            padding. None except from `insert_and_evict`.
     """
 
     slots: Tensor
@@ -69,13 +70,13 @@ class Insertion(NamedTuple):
 
 
 class HashTable(SentAsCopy, nn.Module):
-    """Vectors by key, which is any 64 bits; a full table evicts by its spec.
+    """Store vectors by key, any 64 bits; a key whose buckets are full evicts one or is refused.
 
     Batches may repeat keys: of the values of a key that is assigned the last is stored. `scores`
     depend on `spec.eviction`: for LFU and LRU_LFU they are numbers of uses, which are added up
     (None: 1 each); for CUSTOM the score itself, of which a key's last one is stored. LRU and NONE
     take none; STEP scores with the number of the batch. Only CUSTOM takes scores below 0, which a
-    device assert checks on a GPU. Threads may share a table: every method but `export` is atomic
+    device assert checks on a GPU. Threads may share a table: methods are atomic, except `export`
     (docs/threads.md).
 
     Keys are int64, uint64 or int32 `[n]` on the table's device; values `[n, dim]` are converted to
@@ -85,14 +86,14 @@ class HashTable(SentAsCopy, nn.Module):
     numbers, and RuntimeError for keys on another device, before they change anything.
 
     Args:
-        spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
-            no values are given. `admission`, `ttl` and `fallback_rows` are not used.
+        spec: capacity, dim, growth, eviction, `insert_policy`, `default_value`, and the initializer
+            of rows for which no values are given. Its other fields are not used.
         dtype: dtype of the values.
-        seed: seed of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
+        seed: seed of new rows and of the hash of keys; None as in `DynamicEmbeddingBags`.
         device: device of the table, not meta; None is torch's default device.
 
     Raises:
-        TypeError: no `DynamicSpec`.
+        TypeError: no `DynamicSpec`, or a seed that is no int.
         ValueError: a dtype that is not float32, float16 or bfloat16, a seed out of range, or the
             device meta.
 
@@ -127,7 +128,7 @@ class HashTable(SentAsCopy, nn.Module):
         self._lock = CompletingLock()
         self.spec, self.dtype = spec, dtype
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
-        # Given scores rank like counts followed by stamps; that order takes a score by key.
+        # Both rank by score, then stamp, as LRU_LFU does, which takes a score per key (its uses).
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
         spec_fields = {
             **vars(spec),
@@ -196,7 +197,7 @@ class HashTable(SentAsCopy, nn.Module):
         return None if scores is None else self._by_position("scores", keys, scores)
 
     def _by_position(self, name: str, keys: Keys, values: Tensor | int) -> Tensor:
-        """Return scores or stamps per position, int64 `[n]`; raise ValueError for unfit ones."""
+        """Return scores or stamps per position, int64 `[n]`; see the class for the errors."""
         values = as_scores(values)
         if values.dim() and values.shape != keys.ids.shape:
             raise ValueError(
@@ -225,7 +226,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def slots(self, keys: Tensor) -> Tensor:
-        """Return rows in `values`, int64 `[n]`, -1 for missing keys; valid until an insertion.
+        """Return rows in `values`, int64 `[n]`, -1 for missing keys; valid until the keys change.
 
         Writing to these rows of `values` changes the table.
         """
@@ -241,7 +242,7 @@ class HashTable(SentAsCopy, nn.Module):
     def insert_or_assign(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
     ) -> Insertion:
-        """Write the values of keys, inserting new ones; `evicted` is None in the result."""
+        """Write the values of keys, inserting new ones; values of refused keys are dropped."""
         return self._insert_values(keys, values, scores)
 
     @without_gradients
@@ -254,7 +255,7 @@ class HashTable(SentAsCopy, nn.Module):
         *,
         padded: bool = False,
     ) -> Insertion:
-        """Call `insert_or_assign` and return the evicted rows in the order of the keys.
+        """Insert as `insert_or_assign`, and return the evicted rows in the order of the new keys.
 
         Args:
             keys: keys `[n]`.
@@ -331,18 +332,19 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def find_slots(self, keys: Keys) -> Tensor:
-        """Return the slots of a batch in segments of table 0, as `slots` does.
+        """Return the slots of a batch in segments of table 0, int64 `[L]`, -1 for missing keys.
 
-        Segments cover all keys; on a GPU keys may be outside of them, which have no slot.
+        Segments cover all keys; on a GPU keys may be outside of them, which have no slot. The batch
+        is not checked as keys of other methods are.
         """
         return self.index.find(keys)
 
     @without_gradients
     @atomic
     def count(self, keys: Keys) -> None:
-        """Count a batch in segments of table 0: insert or touch its keys, without writing new rows.
+        """Count a batch as in `find_slots`, one use per position, in a table that counts uses.
 
-        Segments are those of `find_slots`; keys outside of them are not counted.
+        This inserts or touches the keys, without writing new rows.
         """
         effects = Effects()
         self._lock.complete(
@@ -439,7 +441,10 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
+        """Return scores, int64 `[n]`, and which keys are in the table, bool `[n]`.
+
+        Scores of missing keys, and in tables without scores, are 0.
+        """
         slots = self.slots(keys)
         is_present = slots >= 0
         if not self._has_scores:
@@ -452,6 +457,9 @@ class HashTable(SentAsCopy, nn.Module):
         """Set the scores of keys that are in the table; return which are, bool `[n]`.
 
         Of a key that repeats the last score counts.
+
+        Raises:
+            ValueError: the eviction is LRU or NONE; or see the class.
         """
         if self.spec.eviction in (Eviction.LRU, Eviction.NONE):
             raise ValueError(f"a table with {self.spec.eviction} has no scores")
@@ -463,7 +471,7 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys; return by position whether one was there (once per key), bool `[n]`."""
+        """Remove keys; return which were present, bool `[n]`, once per key."""
         return self.index.erase(self._batch(keys)) >= 0
 
     @atomic
@@ -491,9 +499,9 @@ class HashTable(SentAsCopy, nn.Module):
     def load(self, rows: TableRows) -> Insertion:
         """Insert exported rows with their stamps and scores; keys must be distinct (not checked).
 
-        They are inserted like the keys of one batch, so some may be evicted or rejected, and keys
-        that are in the table are overwritten. The tick of the table becomes at least the newest
-        stamp.
+        They are inserted like the keys of one batch, so some may be rejected or evict other keys,
+        and keys that are in the table are overwritten. The tick of the table becomes at least the
+        newest stamp.
 
         Raises:
             ValueError: stamps are not in `[0, 2^62)`; or see the class.
@@ -539,12 +547,12 @@ class HashTable(SentAsCopy, nn.Module):
 
     @atomic
     def clear(self) -> None:
-        """Remove all keys, and reset the table to its initial capacity."""
+        """Remove all keys, and reset the tick, the counters and the initial capacity."""
         self._lock.complete(self.index.clear, lambda: True)
 
     @atomic
     def reserve(self, keys: int) -> None:
-        """Grow to the size that a number of keys needs, at most to the capacity."""
+        """Grow to the size that a number of keys >= 0 needs, at most to the capacity."""
         self.index.reserve(0, check_count("keys", keys, minimum=0), self._rows())
 
     @atomic

@@ -41,9 +41,10 @@ def hash_keys_of(
     Args:
         seed: seed of all tables; None draws one from torch's generator.
         names: names of the tables.
-        hash_seeds: seeds, one per table, instead of `seed`.
+        hash_seeds: seeds, one per table, which replace `seed`; None uses `seed`.
 
     Raises:
+        TypeError: a seed is not an int.
         ValueError: another number of seeds than of tables, or one below 0.
     """
     if hash_seeds is None:
@@ -55,10 +56,12 @@ def hash_keys_of(
 
 
 def as_keys(keys: Tensor) -> Tensor:
-    """Return keys, int64, uint64 or int32, as int64; uint64 keeps its bits, in the same memory.
+    """Return keys, int64, uint64 or int32, as int64; uint64 keeps its bits.
+
+    Only int32 is copied; else the result shares the memory of `keys`.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: another dtype, or no tensor.
     """
     if not isinstance(keys, Tensor):
         raise TypeError(
@@ -86,10 +89,12 @@ def as_score(score: Any) -> int:
 
 
 def as_scores(scores: Any) -> Tensor:
-    """Return one score or several as int64, of any shape.
+    """Return one score or several as an int64 tensor, in their shape.
+
+    Scores of uint64 keep their bits, so those of 2^63 and above rank lowest.
 
     Raises:
-        TypeError: scores are no whole numbers, so that int64 would lose their order.
+        TypeError: scores are no integers, so that int64 would lose their order.
         ValueError: a single score is not in the range of int64.
     """
     if not hasattr(scores, "__len__"):  # an int
@@ -116,7 +121,7 @@ class KeyStatus(IntEnum):
     EVICTING      inserted into the slot of an evicted key
     REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
                   that rank above it, or keys that are never evicted
-    NOT_ADMITTED  not seen often enough yet
+    NOT_ADMITTED  rejected by `DynamicSpec.admission`
     ABSENT        not in the batch, in queries of single keys
     ============  =================================================================
 
@@ -153,8 +158,8 @@ class LastBatch(NamedTuple):
 
     Attributes:
         inserted: result of its insertion.
-        keys: batch; the tensor of ids is the one of the caller.
-        version: version of the tensor then, see `parameters.version_of`.
+        keys: the batch; its `ids` may be the caller's tensor.
+        version: version of `ids` at the insertion, see `parameters.version_of`.
     """
 
     inserted: InsertedBatch
@@ -162,7 +167,7 @@ class LastBatch(NamedTuple):
     version: int
 
     def status_of(self, table: int, keys: Tensor) -> Tensor:
-        """Return the status of keys, int64 `[n]` on the CPU, of one table; uint8 `[n]` there.
+        """Return the `KeyStatus` of keys of one table, int64 `[n]` on the CPU, as uint8 `[n]`.
 
         Raises:
             RuntimeError: the ids of the batch were overwritten.
@@ -194,7 +199,12 @@ def route(keys: Tensor) -> Tensor:
 
 
 def owner(keys: Tensor, world_size: int) -> Tensor:
-    """Return the rank in `[0, world_size)` that owns each key, int64, ascending with its route."""
+    """Return the rank in `[0, world_size)` that owns each key, int64, ascending with its route.
+
+    Raises:
+        TypeError: see `as_keys`.
+        ValueError: `world_size` is not in [1, 2^31).
+    """
     if not 0 < world_size < 1 << 31:
         raise ValueError(f"world_size must be in [1, 2^31), got {world_size}")
     return range_of(keys, world_size)
@@ -203,7 +213,8 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
 def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
     """Return which of `count` equal ranges of routes has each key, int64 `[n]` in `[0, count)`.
 
-    `count` is one number, or int64 `[n]`, one per key; below 2^31.
+    `count` is one number, or int64 `[n]`, one per key; below 2^31. For a count of 0 the result is
+    0.
     """
     # The upper 32 bits of the unsigned route, scaled to [0, count).
     return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * count >> 32
@@ -212,8 +223,8 @@ def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
 def keys_of_ranges(count: int) -> Tensor:
     """Return one key in each of `count` equal ranges of routes, int64 `[count]`.
 
-    Another `count` has other keys: the upper half of the route is the first in its range, the lower
-    half is `count`.
+    The upper half of the route of a key is the first in its range, the lower half is `count`, so
+    that another `count` has other keys.
     """
     numbers = torch.arange(count)
     upper = ((numbers << 32) + count - 1).div(max(count, 1), rounding_mode="floor")

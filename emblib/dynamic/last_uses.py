@@ -1,9 +1,7 @@
-"""Features with rules of their own: thresholds of admission, and times to live, of shared tables.
+"""Thresholds of admission and times to live per feature, for tables that several features read.
 
-A table that several features read may have a threshold and a ttl per feature (`PerFeature`).
-
-A missing key is admitted once its count reaches the least threshold of the features that use it in
-the batch. This needs no memory.
+A missing key is admitted once its count reaches the least threshold (`PerFeature`) of the features
+that use it in the batch.
 
 A key is alive as long as some feature that used it did so within the ttl of that feature. The ttls
 of a table in ascending order are its *levels*. The stamp of a key is its last use by any feature,
@@ -42,7 +40,10 @@ def check_features(specs: Sequence[DynamicSpec], feature_tables: Sequence[int]) 
 
 
 def values_by_feature(by_table: Sequence[Any], feature_tables: Sequence[int]) -> list[Any]:
-    """Return the value of each feature, from one value or `PerFeature` per table."""
+    """Return the value of each feature, from one value or `PerFeature` per table.
+
+    `check_features` must have accepted them: a `PerFeature` has a value for each feature.
+    """
     values = [iter(v.values) if isinstance(v, PerFeature) else repeat(v) for v in by_table]
     return [next(values[table]) for table in feature_tables]
 
@@ -95,7 +96,10 @@ class LastUses:
         )
 
     def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
-        """Note the uses of an inserted batch at the index's clock; repeating it changes nothing."""
+        """Write the tick of an inserted batch, `index.clock`, for its keys; clear uses of old keys.
+
+        Repeated before the next batch, it changes nothing.
+        """
         tables, levels = tables_of(keys), self._levels[segments_of(keys)]
         slots = inserted.slots
         first_element, width = self._table_ranges[tables].unbind(1)
@@ -128,6 +132,8 @@ class LastUses:
             window: slots of the table that are searched; those beyond its capacity are ignored.
             before: first tick of use with which a key is alive, by level.
             effects: native calls that were made before an interruption.
+
+        The host waits for the device.
         """
         entries = index.table_entries(table)[window]
         stamps = entries[:, HashEntryColumn.STAMP]
@@ -150,12 +156,12 @@ class LastUses:
         return [self.view(t)[:rows].cpu().clone() for t, rows in enumerate(capacities)]
 
     def restore(self, snapshot: Sequence[Tensor]) -> None:
-        """Restore what `snapshot` returned for tables of the same levels."""
+        """Write what `snapshot` returned for tables of the same levels and rows."""
         for t, uses in enumerate(snapshot):
             self.view(t)[: uses.size(0)] = uses.to(self.buffer.device)
 
     def nbytes(self, capacities: Sequence[int]) -> int:
-        """Return the bytes of the slots in use."""
+        """Return the bytes of the slots in use; `capacities` are their numbers by table."""
         counts = zip(capacities, self.widths, strict=True)
         return self.buffer.itemsize * sum(rows * width for rows, width in counts)
 
@@ -164,12 +170,15 @@ class LastUses:
         return _rebuild(self._specs, self._feature_tables, device, self.snapshot(capacities))
 
     def in_use(self, capacities: Sequence[int]) -> "LastUses":
-        """Return an equal object whose copies and pickles have the slots in use alone."""
+        """Return an object of which copies and pickles are `LastUses` of the slots in use alone.
+
+        It has no other use.
+        """
         return _InUse(self, capacities)  # type: ignore[return-value]
 
 
 class _InUse:
-    """Stands for `LastUses` in a state that is copied or pickled: with the slots in use alone."""
+    """Replacement of `LastUses` in a state to copy or pickle, see `LastUses.in_use`."""
 
     def __init__(self, uses: LastUses, capacities: Sequence[int]) -> None:
         self._uses, self._capacities = uses, list(capacities)
