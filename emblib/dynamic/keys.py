@@ -45,7 +45,7 @@ def hash_keys_of(
 
     Raises:
         TypeError: a seed is not an int.
-        ValueError: another number of seeds than of tables, or one below 0.
+        ValueError: another number of seeds than of tables, or one outside [0, 2^63).
     """
     if hash_seeds is None:
         hash_seeds = [new_seed() if seed is None else seed] * len(names)

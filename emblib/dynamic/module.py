@@ -57,9 +57,9 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     A training forward inserts the new keys of the batch that are admitted, evicting old keys when a
     table is full, and touches the keys that are there; backward applies `optimizer` to the rows of
     the batch, as in `TableBatchedEmbeddingBags`. A forward trains if the module is in training
-    mode, gradients are enabled and the tables are not frozen. Any other forward changes nothing:
-    keys that are not in their table read `DynamicSpec.default_value` or a fallback row, and its
-    backward changes no row.
+    mode, gradients are enabled and the tables are not frozen. Any other forward changes no key and
+    no row: keys that are not in their table read `DynamicSpec.default_value` or a fallback row, and
+    its backward changes no row.
 
     With `backing`, each key is in one of two tiers: `DynamicSpec.capacity` is the capacity of the
     fast tier, and evicted rows move to a store, from which they return when they are used. Outputs
@@ -67,13 +67,13 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     until a row leaves the store (docs/tiers.md).
 
     Threads may share a module: every call is atomic, and so is every update in backward; a forked
-    process may not use a store in files (docs/threads.md). The result of a batch is defined by a
-    sequential program (see `emblib.ops.hash`), so the same batches give the same bytes on any
-    device and any number of threads.
+    process may not use a store in files (docs/threads.md). The insertion of a batch is defined by a
+    sequential program (see `emblib.ops.hash`), so the same batches give their keys the same slots
+    on any device and any number of threads.
 
     Args:
-        tables: capacity, dim and rules of each table; all must agree in `eviction` and
-            `insert_policy`; with `backing` its mode determines the latter.
+        tables: capacity, dim and rules of each table; all must agree in `eviction` (STEP and CUSTOM
+            may be mixed) and `insert_policy`; with `backing` its mode determines the latter.
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`.
         backing: store behind the tables, which must not be used by another module, or None.
@@ -86,11 +86,12 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
-        hash_seeds: seeds of the hash of keys alone, one per table, of any size; None uses `seed`.
+        hash_seeds: seeds of the hash of keys alone, one per table, in [0, 2^63); None uses `seed`.
 
     Raises:
         BlockingIOError: the store is open in another module or process; it may raise other
             exceptions of its own.
+        MemoryError: the system has no memory or address space for a capacity.
         TypeError: an argument of another type.
         ValueError: inconsistent arguments, or a store that has other tables.
 
@@ -181,7 +182,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
 
     def _bind_state(self) -> None:
         """Point the state at the module's current tensors."""
-        self._calls = None  # it has references to the memory on another device
+        self._calls = None  # it references the tensors before
         state = self.state
         state.weights, state.optimizer_states = self.weights, self._states()
         state.byte_layout, state.hyperparams = self.byte_layout, self.hyperparams
@@ -284,24 +285,28 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     ) -> Tensor:
         """Return pooled rows `[B, sum D]`, or `[L, D]` for pooling NONE, in `precision.output`.
 
+        With `batch_sizes` pooled rows are flat, as in `TableBatchedEmbeddingBags`.
+
         Args:
             indices: int64, uint64 or int32 `[L]`, the key of each lookup: any value, none is
                 reserved.
             offsets: int32 or int64 `[F * B + 1]`, feature-major: bag of feature f and sample b is
-                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`.
+                `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`. Without the last entry if
+                `include_last_offset` is False.
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
-            batch_sizes: bags per feature and rank, as in `TableBatchedEmbeddingBags`, for features
-                of unequal batch sizes.
+            batch_sizes: `[F][ranks]` bags per feature and rank, for features of unequal batch
+                sizes; None if all have B bags.
             counts: int64 `[L]`, number of uses that each lookup stands for, if ids were
                 deduplicated; None is 1 each. Eviction by counts and admission use it.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
-                ids or a bag, on the CPU; a key that found no slot in a table with
+            RuntimeError: wrong shape, dtype, device or number of offsets; offsets that would leave
+                out ids or a bag, on the CPU; a key that found no slot in a table with
                 `OnInsertFailure.RAISE`; a batch with more ids outside the fast tier than
                 `BackingStore.max_misses`; in training, a table with `Eviction.CUSTOM` without a
                 score, or tables of which only some are frozen.
-            TypeError: indices of another dtype.
+            TypeError: indices of another dtype, arguments that are no tensors, or `batch_sizes`
+                that are no ints.
             ValueError: `batch_sizes` that do not fit; counts below 0, on the CPU; weights without
                 pooling.
             Exception: the backing store raised it.
@@ -322,6 +327,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)
         is_plain = counts is None and batch_sizes is None and self.include_last_offset
+        is_plain = is_plain and isinstance(offsets, Tensor)  # else the check below raises
         if is_plain and self.training and torch.is_grad_enabled() and not is_compiling():
             pooled = self._train_at_once(ids, offsets, per_sample_weights)
             if pooled is not None:
@@ -475,7 +481,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     def _trains(self, running: recomputation.RunningForward | None) -> bool:
         """Return whether a lookup inserts keys: in training mode with gradients enabled.
 
-        If backward leaves gradients, the weights must also require them.
+        A checkpointed region that trains counts as enabled. If backward leaves gradients, the
+        weights must also require them.
         """
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         is_wanted = self._updates_in_backward or self.weights.requires_grad

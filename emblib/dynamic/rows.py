@@ -2,9 +2,10 @@
 
 Weights are one flat tensor, and so is each optimizer state; such a tensor is a *row buffer*. It has
 the tables one after the other, each with memory reserved for its capacity, of which the rows of the
-index's slots are in use (see `emblib.tables.memory`). Behind these are rows without a slot: the
-overflow rows of a backing store, then the fallback rows, which keys without a row share. Dense
-tables have the same layout, so the ops of `emblib.ops.tbe` look up and update rows.
+index's slots are in use (see `emblib.tables.memory`). Behind the capacity of each table are its
+rows without a slot: the overflow rows of a backing store, then the fallback rows, which keys
+without a row share. Dense tables have the same layout, so the ops of `emblib.ops.tbe` look up and
+update rows.
 `RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
@@ -160,11 +161,11 @@ class RowLayout:
             )
 
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
-        """Return the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
+        """Return views of the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
         return self._views(buffers, table, 0, self.specs[table].rows)
 
     def fallback_views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
-        """Return the fallback rows of a table by name, `[rows, dim]` or `[rows]`."""
+        """Return views of the fallback rows of a table by name, `[rows, dim]` or `[rows]`."""
         first_row = self.first_fallback_row(table)
         return self._views(buffers, table, first_row, self.specs[table].fallback_rows)
 
@@ -271,7 +272,7 @@ class RowLayout:
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot into buffers without rows in use.
+        """Write the rows of a snapshot into newly allocated buffers.
 
         The caller must call `check_snapshot` for a snapshot that it did not make.
         """
@@ -307,7 +308,8 @@ class BatchReads(NamedTuple):
     """The rows that the lookups of a batch read: rows of their tables, or default rows.
 
     Attributes:
-        indices: int64 `[L]`, rows of tables; -1 for none, which reads zeros.
+        indices: int64 `[L]`, rows of tables; -1 for none, which reads zeros; 0 where a default row
+            is read.
         slots: int32 `[L]`, rows of `default_rows` that are read instead, -1 for none; None if no
             lookup reads a default row.
         default_rows: flat rows of `RowLayout.stride` elements each.
@@ -393,7 +395,10 @@ class RowInitializer(nn.Module):
     def write_(
         self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch, slots: Tensor
     ) -> None:
-        """Write initial values into the rows in `slots`, int64 `[L]` by miss, -1 for none."""
+        """Write initial values into the rows in `slots`, int64 `[L]` by miss, -1 for none.
+
+        `inserted` must have misses.
+        """
         misses = inserted.misses
         assert misses is not None
         hash.initial_rows_(
@@ -504,9 +509,9 @@ class TrainingUpdate:
     """Update hooks of a training lookup: find the rows of its batch again in backward.
 
     After the forward a table may grow, which moves rows, and keys may be evicted. So if the index
-    has changed, backward looks up the slots again. Keys that were evicted in between, even if they
-    were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
-    long as the autograd graph exists, since backward may run more than once.
+    has changed, backward looks up the slots again. Keys that left in between, even if they were
+    inserted again, are not updated; each backward adds their lookups to `dropped_updates`. The
+    index is watched as long as the autograd graph exists, since backward may run more than once.
 
     A forward through `emblib.ops.autograd` sets `batch` and `weighted`, one through `KeyedLookup`
     may set `groups`. The callers of methods hold `lock`.
@@ -597,7 +602,7 @@ class TrainingUpdate:
         return self._backing is not None and self._backing_tier().generation != self._generation
 
     def before_update(self) -> autograd.RowLocations:
-        """Return the rows to update and the rows that were read."""
+        """Return the rows to update and the rows that were read; see `locate` for the error."""
         batch = self.batch
         assert batch is not None
         slots, indices = self.locate()
@@ -606,7 +611,10 @@ class TrainingUpdate:
         return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def slots_to_update(self) -> tuple[Tensor, list[Tensor] | None]:
-        """Return the current slots `[L]` that backward updates, -1 for none, and their groups."""
+        """Return the current slots `[L]` that backward updates, -1 for none, and their groups.
+
+        Groups are None if they have to be computed; see `locate` for the error.
+        """
         groups = None if self.is_stale() else self.groups
         slots, _ = self.locate()
         self._note_update()
@@ -619,10 +627,10 @@ class TrainingUpdate:
     def locate(self) -> tuple[Tensor, Tensor]:
         """Return the current slots of the batch, -1 for none, and the rows it reads; `[L]`.
 
-        Lookups whose rows were lost are added to `dropped_updates`.
+        The number of lookups whose keys have left is added to `dropped_updates`.
 
         Raises:
-            RuntimeError: sample weights get a gradient, which needs a row that was evicted.
+            RuntimeError: sample weights get a gradient, which needs a row that has left.
         """
         slots, is_lost = self.present_slots()
         if is_lost is None:
@@ -671,7 +679,7 @@ class WeightGradient:
         update.weighted = True
 
     def before_update(self) -> autograd.RowLocations:
-        """Return the rows that were read, and no rows to update."""
+        """Return the rows that were read; see `TrainingUpdate.locate` for the error."""
         _, indices = self._update.locate()
         return autograd.RowLocations(
             autograd.groups_of(self._batch), None, self._batch.slots, indices

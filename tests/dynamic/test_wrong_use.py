@@ -35,6 +35,7 @@ def make(**options: Any) -> DynamicEmbeddingBags:
     [
         (RuntimeError, "1 dimension, got 2", {"indices": IDS[None]}),
         (TypeError, "must be a tensor", {"indices": [7, 8]}),
+        (TypeError, "offsets must be a tensor", {"offsets": [0, 2]}),
         (RuntimeError, "begin with 0, got 1", {"offsets": torch.tensor([1, 2])}),
         (RuntimeError, "float32, got", {"per_sample_weights": torch.ones(2).double()}),
         (RuntimeError, "entry per lookup = 2", {"per_sample_weights": torch.ones(1)}),
