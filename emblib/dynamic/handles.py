@@ -371,11 +371,8 @@ class DynamicTable:
             checkpoint.check_entries(state, index, self._owned_entries(entries, number))
 
         def write(state: DynamicState, index: int, number: int) -> Loaded:
-            loaded = checkpoint.set_table_entries(
-                state, index, self._owned_entries(entries, number)
-            )
-            state.restart_eviction_log()
-            return loaded
+            owned_entries = self._owned_entries(entries, number)
+            return checkpoint.set_table_entries(state, index, owned_entries)
 
         self._map_numbered_shards("set_entries", check)
         return _sum_loaded(self._map_numbered_shards("set_entries", write))

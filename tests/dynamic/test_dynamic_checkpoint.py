@@ -263,6 +263,17 @@ def test_a_table_can_be_exchanged_for_another() -> None:
         table_entries(other, "shops")
 
 
+def test_changes_do_not_reach_back_to_an_exchanged_table() -> None:
+    module, other = make(), trained(make())
+    module.track_evictions()
+    train(module, 0)
+    since = module.num_training_steps
+    train(module, 1)
+    set_table_entries(module, "users", table_entries(other, "users"))
+    with pytest.raises(ValueError, match="evictions are known from tick"):
+        changes_since(module, since)
+
+
 # Snapshots
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from emblib import DynamicEmbeddingBags, DynamicSpec, optim
 from emblib.dynamic.saving import dynamicemb_files
 from emblib.dynamic.saving.dumps import DumpError
+from emblib.dynamic.saving.dynamicemb import load_dynamicemb, save_dynamicemb
 from emblib.dynamic.saving.dynamicemb_files import DynamicEmbTable, Layout
 from emblib.dynamic.saving.entries import Entries, best_first
 from tests.dynamic.entry_cases import assert_rows_tell_keys, make, row_of
 
-ADAM = {"exp_avg": 6, "exp_avg_sq": 1}
+ADAM = {"exp_avg": (6,), "exp_avg_sq": ()}
 
 
 def numbers(path: Path, kind: str) -> list[float]:
@@ -111,7 +113,7 @@ def test_a_padded_state_and_the_earlier_name_are_read(tmp_path: Path) -> None:
     theirs(tmp_path, {0: [4, 5]}, {4: 0, 5: 0})
     padded = struct.pack("<8f", 1, 0, 0, 0, 2, 0, 0, 0)
     (tmp_path / "items_opt_values.rank_0.world_size_1").write_bytes(padded)
-    found = dynamicemb_files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru")).entries
+    found = dynamicemb_files.read(tmp_path, "items", 2, {"sum": ()}, Layout("lru")).entries
     assert torch.as_tensor(found.rows["sum"]).tolist() == [1, 2]
 
 
@@ -129,7 +131,7 @@ def test_what_is_cut_short_is_refused(file: str, data: bytes, message: str, tmp_
     theirs(tmp_path, {0: [4, 5]}, {4: 0, 5: 0})
     (tmp_path / file).write_bytes(data)
     with pytest.raises(DumpError, match=message):
-        dynamicemb_files.read(tmp_path, "items", 2, {"sum": 1}, Layout("lru"))
+        dynamicemb_files.read(tmp_path, "items", 2, {"sum": ()}, Layout("lru"))
 
 
 def test_a_table_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -154,3 +156,19 @@ def test_arguments_that_are_damaged_are_refused(text: str, tmp_path: Path) -> No
     (tmp_path / "items_opt_args.json").write_text(text)
     with pytest.raises(DumpError, match="is damaged"):
         dynamicemb_files.read(tmp_path, "items", 2, {}, Layout("lru"))
+
+
+@pytest.mark.parametrize("optimizer", [optim.Adam(0.1), optim.PartialRowwiseAdam(0.1)])
+@pytest.mark.parametrize("dim", [1, 4])
+def test_states_of_tables_of_any_dim_are_loaded(
+    optimizer: optim.Optimizer, dim: int, tmp_path: Path
+) -> None:
+    saved, loaded = (
+        DynamicEmbeddingBags([DynamicSpec(64, dim, name="items")], optimizer) for _ in range(2)
+    )
+    saved(torch.arange(9), torch.tensor([0, 9])).sum().backward()
+    save_dynamicemb(saved, tmp_path, "items")
+    load_dynamicemb(loaded, tmp_path, "items")
+    for name, rows in saved.state_dict().items():
+        if name.startswith(("items.weight", "items.exp_avg")):
+            assert torch.equal(rows, loaded.state_dict()[name])

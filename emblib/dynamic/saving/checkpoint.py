@@ -1,14 +1,14 @@
 """State dicts of dynamic tables, and their entries as functions over a module.
 
 A state dict has entries (`emblib.dynamic.saving.entries`), sorted by route, so that equal contents
-are equal bytes and fit tables of any capacity, number of buckets and dtype. Stamps and scores are
-among them, so the next evictions are the same after a reload: `<table>.keys`, `<table>.stamps`,
-`<table>.scores` where eviction uses scores, `<table>.last_uses` where features have several times
-to live, `<table>.weight` and `<table>.<state>`, each with one row per key, on the CPU; `hyper`, the
-hyperparameters of the optimizer; `clock`, the tick; and `index.hash_keys`, by table the number on
-which its hash depends, so that the same keys share buckets after a reload. Tables keep their own if
-it is absent. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback rows
-(`emblib.dynamic.saving.fallback`).
+are equal bytes and fit tables of any capacity, number of buckets and dtype: `<table>.keys`,
+`<table>.stamps` and `<table>.scores` (where eviction uses scores), by which eviction goes on after
+a reload, `<table>.last_uses` where features have several times to live, `<table>.weight` and
+`<table>.<state>`, each with one row per key, copied to the CPU; `hyper`, the tensor of the
+optimizer's hyperparameters, not a copy; `clock`, the tick; and `index.hash_keys`, by table the
+number on which its hash depends, so that the same keys share buckets after a reload. Tables keep
+their hash keys if it is absent. `<table>.fallback.keys`, `.weight` and `.<state>` are the fallback
+rows (`emblib.dynamic.saving.fallback`).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> TableTarget:
     """Return a table as the target that `emblib.dynamic.saving.loading` writes.
 
-    `hash_key` is the hash key that the table gets when it is replaced; None keeps its own.
+    `hash_key` is the hash key that the table gets when it is replaced; None keeps the current one.
     """
     return TableTarget(
         index=state.index,
@@ -67,6 +67,9 @@ def table_entries(state: DynamicState, table: int | str, since: int | None = Non
     """Return the entries of a table, of both tiers: all, or those used at tick `since` or later.
 
     Rows are copied when they are indexed, so read them before training continues.
+
+    Raises:
+        KeyError, IndexError: there is no such table.
     """
     table = state.table_number(table)
     if state.backing is None:
@@ -89,21 +92,24 @@ def set_table_entries(
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
     Rows are converted to the dtypes of the table; with the weight alone, states start from their
-    first value. The tick becomes at least the largest stamp. With a backing store all entries go
-    there, and the fast tier is empty.
+    first value. The tick becomes at least the largest stamp, and the eviction log restarts. With a
+    backing store all entries go there, and the fast tier is empty.
 
     Args:
         state: the tables.
         table: number or name of the table.
         entries: the new entries.
-        report: function that is called as rows are written.
+        report: function that is called as rows are written; None for none. If it raises, the other
+            rows are written without it, and then its exception is raised.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
             buckets as they do there; None keeps the hash key of this table.
         keeps_times: whether entries keep their times for `expiry`; else they count as used at the
             next step, where the ttl is a time.
 
     Raises:
+        KeyError, IndexError: there is no such table.
         ValueError: entries that do not fit, before anything is changed.
+        Exception: the backing store or `report` raised it.
     """
     table = state.table_number(table)
     target = target_of(state, table, hash_key)
@@ -122,6 +128,7 @@ def set_table_entries(
             loaded = state.backing.load_entries(table, entries, report_once)
         if state.expiry is not None and not keeps_times:
             state.expiry.forget(table)
+        state.restart_eviction_log()
         return loaded
 
     return state.complete(write)
@@ -176,7 +183,7 @@ def state_names(state: DynamicState) -> list[str]:
 
 @of_state
 def child_state(state: DynamicState) -> dict[str, Tensor]:
-    """Return the state of the children of a module: counters of admission, scores, hash keys."""
+    """Return the state of the children of a module: admission, scores, times of use, hash keys."""
     names = state_names(state)
     return {
         f"{child}.{key}": value
@@ -244,7 +251,10 @@ def read_state(
 def state_problems(
     state: DynamicState, state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
-    """Yield one message per invalid entry of a module in a state dict, without its children."""
+    """Yield messages of the invalid entries of a module in a state dict, without its children.
+
+    Tensors of a wrong dtype or shape have one each; of other problems only the first has one.
+    """
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     problems = [
         *_tensor_problems(state, saved),
@@ -327,9 +337,12 @@ def check_hyperparameters(state: DynamicState, hyperparameters: Tensor | None) -
 def hash_keys_in(
     state: DynamicState, entries: Mapping[int, Entries], saved: Tensor | None
 ) -> dict[int, int]:
-    """Return the saved hash keys by table; an empty dict if none were saved.
+    """Return the saved hash keys by table; an empty dict if there are none, or no entries.
 
-    `saved` has the hash keys of all tables, or of the tables in `entries`.
+    `saved` has the hash keys of all tables, or of the tables in `entries`, in their order.
+
+    Raises:
+        ValueError: another dtype or shape.
     """
     if saved is None or not entries:
         return {}
@@ -356,19 +369,26 @@ def replace_tables(
 ) -> dict[str, Loaded]:
     """Replace tables, clock and hyperparameters; warn of entries that found no slot.
 
+    If all tables are replaced, the tick becomes the largest of `clock` and the stamps, and counters
+    are reset. Else the tick also stays at least what it is.
+
     Args:
         state: the tables.
         entries: new entries by number of the table; other tables stay as they are.
-        clock: the tick to continue from; later stamps, and with tables that stay the current tick,
-            are continued from instead.
+        clock: the saved tick.
         hyperparameters: hyperparameters of the optimizer; None keeps the current ones.
-        hash_keys: hash keys by table; a table that is not in it keeps its own.
-        fallback_rows: tensors by their names in state dicts, fallback rows among them.
-        report: function that is called as rows are written; None for none.
+        hash_keys: hash keys by number of the table; a table without one keeps its hash key.
+        fallback_rows: tensors by their names in state dicts, fallback rows among them; tables
+            without any keep theirs.
+        report: function that is called as rows are written, see `set_table_entries`.
+
+    Returns:
+        Numbers of loaded entries, by name of the table.
 
     Raises:
         ValueError: entries or hyperparameters that do not fit. Tables may be replaced then, so
             callers check them first.
+        Exception: the backing store or `report` raised it.
     """
 
     def write() -> dict[str, Loaded]:
@@ -415,7 +435,7 @@ def set_child_state(
     """Load the children of a module; children without a saved state stay as they are.
 
     Raises:
-        DumpError: the state in `directory` does not fit, before anything is changed.
+        DumpMismatchError: the state in `directory` does not fit, before anything is changed.
     """
     by_child = check_child_state(state, saved, directory)
     for child, child_module in state.parts().items():
@@ -426,10 +446,12 @@ def set_child_state(
 def check_child_state(
     state: DynamicState, saved: Mapping[str, Tensor], directory: str | Path
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the state of each child of a module, after checking it.
+    """Return the saved state of each child of a module, after checking it; {} for none.
+
+    `saved` has it by `<child>.<name>`. Times of use for other times to live are dropped.
 
     Raises:
-        DumpError: the state in `directory` does not fit.
+        DumpMismatchError: the state in `directory` does not fit.
     """
     by_child = {
         child: {
@@ -456,7 +478,7 @@ def check_child_state(
 
 @contextlib.contextmanager
 def naming(directory: str | Path) -> Iterator[None]:
-    """Turn a ValueError of a check into an error that names the directory."""
+    """Turn a ValueError of a check into a `DumpMismatchError` that names the directory."""
     try:
         yield
     except ValueError as error:

@@ -25,15 +25,21 @@ def save_dynamicemb(
     *,
     leave_out: Collection[str] = (),
 ) -> None:
-    """Save a table in the files of NVIDIA's DynamicEmb.
+    """Save a table in the files of NVIDIA's DynamicEmb, as rank 0 of 1.
 
     Args:
         state: the tables.
         directory: directory of the collection. Existing files of the table stay until the new ones
             are written, so there must be space for both.
         table: number or name of the table.
-        arguments: content of `<table>_opt_args.json`; None writes the learning rate.
+        arguments: content of `<table>_opt_args.json`, besides the eviction strategy and the router;
+            None writes the learning rate.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
+
+    Raises:
+        KeyError, IndexError: there is no such table.
+        ValueError: an unknown word in `leave_out`.
+        OSError: the files cannot be written; old ones stay.
     """
     t = state.table_number(table)
     content = export_dynamicemb(state, t, arguments, leave_out=leave_out)
@@ -86,18 +92,20 @@ def load_dynamicemb(
     """Replace a table by one that DynamicEmb saved on any number of ranks.
 
     The hyperparameters of the optimizer stay as they are. States that were not saved start from
-    their first value.
+    their first value. Counts are loaded if the table has an `ExactCounter`.
 
     Args:
         state: the tables.
         directory: directory of the collection.
         table: number or name of the table, which is also the name of the files.
-        part: rank and number of ranks that load.
+        part: rank and number of ranks that load; a rank loads the keys that it owns.
         leave_out: "states" of the optimizer, "counts" of keys that were not admitted yet.
 
     Raises:
+        KeyError, IndexError: there is no such table.
         DumpError: files are missing or truncated, or are of another dim or optimizer.
-        ValueError: the entries do not fit the table; nothing is changed.
+        ValueError: the entries do not fit the table, or an unknown word in `leave_out`; nothing is
+            changed.
     """
     content = read_dynamicemb(state, directory, table, leave_out=leave_out)
     owned = content.owned(lambda keys: routing.owner(keys, part.world_size) == part.rank)
@@ -116,9 +124,10 @@ def read_dynamicemb(
 ) -> DynamicEmbTable:
     """Read and check what `load_dynamicemb` would load, for `set_dynamicemb`; change nothing.
 
+    `rank` selects the files of one rank, None reads all; `uses_first` is that of `Layout`.
+
     Raises:
-        DumpError: files are missing or truncated, or are of another dim or optimizer.
-        ValueError: the entries do not fit the table.
+        Exception: see `load_dynamicemb`.
     """
     _check_left_out(leave_out)
     t = state.table_number(table)
@@ -127,7 +136,7 @@ def read_dynamicemb(
         directory,
         state.table_names[t],
         state.specs[t].dim,
-        {name: view.shape[1] if view.dim() > 1 else 1 for name, view in views},
+        {name: view.shape[1:] for name, view in views},
         Layout(state.index.order, uses_first),
         rank=rank,
     )
@@ -137,7 +146,7 @@ def read_dynamicemb(
 
 @of_state
 def set_dynamicemb(state: DynamicState, table: int | str, content: DynamicEmbTable) -> Loaded:
-    """Replace a table, and its exact counts if any, by what `read_dynamicemb` returned."""
+    """Replace a table by what `read_dynamicemb` returned, and its exact counts if both have any."""
     t = state.table_number(table)
     loaded = set_table_entries(state, t, content.entries)
     admission = state.admission
@@ -154,7 +163,10 @@ def export_dynamicemb(
     *,
     leave_out: Collection[str] = (),
 ) -> DynamicEmbTable:
-    """Return a copy of the content of a table, sorted by route, so that it can be saved later."""
+    """Return a copy of the content of a table, sorted by route, so that it can be saved later.
+
+    `arguments` and `leave_out` are those of `save_dynamicemb`.
+    """
     _check_left_out(leave_out)
     entries = table_entries(state, table).sorted()
     if "states" in leave_out:

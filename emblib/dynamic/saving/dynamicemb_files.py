@@ -4,18 +4,19 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 
 - `t_emb_keys.rank_<r>.world_size_<W>`: int64 `[N]`
 - `t_emb_values...`: float32 `[N, D]`, whatever the dtype of the table
-- `t_emb_scores...`: int64 `[N]`, or `[N, 2]` for the compound strategy. A timestamp is saved as an
-  age, the time since the last use; counts, steps and user scores are saved unchanged
+- `t_emb_scores...`: int64 `[N]`, or `[N, 2]` for the compound strategy. With LRU alone a timestamp
+  is saved as an age, the time since the last use; all other scores are saved unchanged
 - `t_emb_opt_values...` (earlier `t_opt_values...`): float32 `[N, S]`, the optimizer states of a row
   one after the other, first those as long as a row
 - `t_counter_keys...`, `t_counter_frequencies...`: int64, keys that were not admitted, their counts
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
-The format cannot show that a file was truncated. So reading compares the sizes of all files of a
-table, and raises if a file of any rank is missing. Writing first stages the files of all tables and
+The format cannot show that a file was truncated. So reading compares the sizes of the files that it
+reads, and raises if a file of any rank is missing. Writing first stages the files of all tables and
 ranks in `.t.new`, then moves the old files of all tables to `.t.old`, then moves the new ones into
 place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
-without keys. So a killed process leaves old tables, new tables, or tables that cannot be read.
+without keys. So a killed process leaves each table old, new, or without keys, so that it cannot be
+read.
 
 `t_opt_args.json` has one entry more, `emblib_dump`: an id of the call that wrote the table, and
 all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEmb ignores the entry.
@@ -23,6 +24,7 @@ all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEm
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -57,7 +59,7 @@ class DynamicEmbTable:
     """A table in DynamicEmb's files.
 
     Args:
-        entries: entries in emblib's form.
+        entries: entries in emblib's form; states are written in their order.
         arguments: content of `t_opt_args.json`.
         counts: keys and counts of an admission counter, int64 `[n]` each; None without one.
     """
@@ -105,6 +107,9 @@ def write(
         table: table to write; its `arguments` are added to the layout's. DynamicEmb loads optimizer
             states only if they have `lr` and the optimizer's other arguments.
         clock: the tick from which ages count.
+
+    Raises:
+        OSError: the files cannot be written or moved; the old ones stay.
     """
     discard(directory, name)
     try:
@@ -124,7 +129,10 @@ def stage(
     *,
     part: Part = Part(),  # noqa: B008
 ) -> None:
-    """Stage the files of a rank for `commit`; see `write`."""
+    """Stage the files of a rank for `commit`; see `write`.
+
+    `discard` must have deleted the files that an earlier call has staged, once for all ranks.
+    """
     entries, order = table.entries, layout.order
     staged = _staging_directory(directory, name)
     staged.mkdir(parents=True, exist_ok=True)
@@ -153,16 +161,16 @@ def stage(
 def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     """Replace the files of tables by the files that all ranks staged; one rank calls this.
 
-    If an error or interrupt ends the call, either all tables have their old files or all have
-    their new ones.
+    If an exception ends the call, either all tables have their old files or all have their new
+    ones.
 
     Args:
         tables: directory and name of each.
         world_size: the number of ranks that staged files.
 
     Raises:
-        DumpError: the files of a rank are missing; the old files stay.
-        OSError: a file could not be moved; the old files are restored.
+        DumpError: the keys of a rank are missing; the old files stay.
+        OSError: a file could not be moved; the old files are restored, as far as they can be.
     """
     moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
     for move in moves:
@@ -263,25 +271,26 @@ def read(
     directory: str | Path,
     name: str,
     dim: int,
-    states: Mapping[str, int],
+    states: Mapping[str, Sequence[int]],
     layout: Layout,
     *,
     rank: int | None = None,
 ) -> DynamicEmbTable:
-    """Return the entries of a table; rows are mapped, not read.
+    """Return the entries of a table; rows of one file are mapped, those of several are copied.
 
     Args:
         directory: directory of the collection, not of the whole dump.
         name: name of the table.
         dim: dim of the table, which no file contains.
-        states: width of each optimizer state, in order; empty to skip them.
-        layout: layout of the table that takes the entries. Ages become stamps 1, 2, ... from the
-            oldest to the newest, and the newest have the largest.
+        states: shape per row of each optimizer state, `(dim,)` or `()`, in order; empty to skip
+            them. If no rank has a file of states, the result has none.
+        layout: layout of the table that takes the entries. Times become stamps 1, 2, ... from the
+            oldest to the newest.
         rank: the rank whose files are read; None reads the files of all ranks, concatenated.
 
     Raises:
-        DumpError: a file of any rank is missing, one is too short, or states belong to another
-            optimizer.
+        DumpError: a file of any rank is missing, one is damaged or of another size, or states
+            belong to another optimizer.
     """
     directory = Path(directory).expanduser()
     files = _Files(directory, name, world_size(directory, name), rank)
@@ -411,7 +420,11 @@ def _interruption_hint(directory: Path, name: str) -> str:
 
 
 def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
-    """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64."""
+    """Return the rank that DynamicEmb's routers of a `dist_type` send each key to, int64.
+
+    Raises:
+        ValueError: another `dist_type` than roundrobin and hash_roundrobin.
+    """
     if dist_type == "hash_roundrobin":
         keys = finalise(keys)
     elif dist_type != "roundrobin":
@@ -538,24 +551,29 @@ def _length(numbers: Tensor | None) -> int:
 
 
 def _split_states(
-    numbers: Tensor, count: int, states: Mapping[str, int], name: str
+    numbers: Tensor, count: int, states: Mapping[str, Sequence[int]], name: str
 ) -> dict[str, Tensor]:
-    """Split the columns of a file of `count` rows into states by name, `[n]` or `[n, width]`.
+    """Split the columns of a file of `count` rows into states by name, `[count, *shape]` each.
 
-    `states` are the expected widths; `name` is the name of the table, for the error.
+    `states` are the expected shapes per row; `name` is the name of the table, for the error.
+
+    Raises:
+        DumpError: the rows have another length.
     """
-    expected_columns = sum(states.values())
+    widths = [math.prod(shape) for shape in states.values()]
+    expected_columns = sum(widths)
     width = numbers.numel() // count if count else expected_columns
     padded = width == _PADDED_STATE_WIDTH and expected_columns == 1
     if numbers.numel() != count * width or not (padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers per row, those of this table "
-            f"{dict(states)}; load without states, or into a table of the same optimizer"
+            f"{dict(zip(states, widths, strict=True))}; load without states, or into a table of "
+            "the same optimizer"
         )
-    columns = numbers.view(count, width)[:, :expected_columns].split(list(states.values()), 1)
+    columns = numbers.view(count, width)[:, :expected_columns].split(widths, 1)
     return {
-        key: column.reshape(-1) if states[key] == 1 else column
-        for key, column in zip(states, columns, strict=True)
+        key: column if shape else column.reshape(-1)
+        for (key, shape), column in zip(states.items(), columns, strict=True)
     }
 
 
