@@ -442,8 +442,8 @@ class DynamicTable:
     ) -> int:
         """Save the table to a directory, or its changes since a training step.
 
-        Each rank writes its shards, 16 MiB at a time. The directory then holds all of this dump or
-        its old content; see `DynamicEmbeddingBags.save` for arguments and errors.
+        Each rank writes its shards, 16 MiB at a time. If it is cut short between the ranks, a dump
+        that it replaces is lost. See `DynamicEmbeddingBags.save` for arguments and errors.
 
         Returns:
             The step to pass as `since` the next time.

@@ -31,7 +31,7 @@ class DumpedTable(NamedTuple):
         name: name of the table.
         order: order of eviction: none, lru, lfu, lru_lfu or assigned.
         entries: the entries; in a dump of changes those used or written since.
-        removed: int64 `[n]`, keys that were removed since, in a dump of changes; else none.
+        removed: int64 `[n]`, keys that were removed since; empty in a dump of whole tables.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Dump(NamedTuple):
         tables: the tables by name.
         clock: largest tick of the parts.
         since: first tick of a dump of changes; None for whole tables.
-        numbers: hyperparameters of the optimizer.
-        others: further tensors of the writer, by name, joined over the parts.
+        numbers: hyperparameters of the optimizer, of the first part.
+        others: further tensors of the writer, by name, joined over the parts for the rank.
     """
 
     tables: dict[str, DumpedTable]
@@ -59,7 +59,7 @@ class Dump(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The metadata of a dump, see `Dump`; all parts have the same `identity`."""
+    """The metadata of a dump, see `Dump`; all parts have the same `identity` and `since`."""
 
     identity: str
     clock: int
@@ -87,6 +87,7 @@ def write(
 
     Raises:
         ValueError, BlockingIOError, OSError: see `dumps.Writer`.
+        Exception: `report` raised it; an older dump stays.
     """
     with Writer(directory, part) as writer:
         described = [_write_table(writer, table, report) for table in tables]
@@ -96,7 +97,7 @@ def write(
 
 
 def _write_table(writer: Writer, table: DumpedTable, report: Report | None) -> dict[str, Any]:
-    """Write the arrays of a table, sorted by key; return its entry of the manifest."""
+    """Write the arrays of a table, sorted by route; return its entry of the manifest."""
     entries = table.entries
     order = keys.canonical_order(entries.keys).cpu()
     removed = table.removed.cpu()
@@ -153,9 +154,10 @@ def rows_at_a_time(rows: Rows) -> int:
 
 
 def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
-    """Return a rank's entries of a dump with any number of parts; rows are mapped, not copied.
+    """Return a rank's entries of a dump with any number of parts.
 
-    All checksums are compared first.
+    Rows are mapped: they are read and copied when they are indexed. All checksums are compared
+    first.
 
     Raises:
         DumpError: the dump is incomplete or damaged.

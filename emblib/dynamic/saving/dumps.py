@@ -3,8 +3,9 @@
 A dump has one part per rank. A part is a manifest, `part_<rank>_of_<world size>.json`, and the
 files that it names, each with the elements of one array in the byte order of the machine. Writing
 the manifest is the commit: all arrays are on the disk before it is renamed into place. A writer
-that ends earlier leaves files that no manifest names; the next writer of the part deletes them. An
-older dump in the directory stays valid until the new manifest replaces its own.
+that ends earlier may leave files that no manifest names; the next writer of the part deletes them.
+A part of an older dump stays valid until the new manifest replaces its own. So if ranks are cut
+short between their commits, the directory holds neither dump.
 
 Manifest and arrays have checksums. A reader requires every part, all with the same `identity`, so
 that parts of different dumps are not combined after an interrupt.
@@ -70,7 +71,10 @@ class Part(NamedTuple):
 
 
 class DumpProgress(NamedTuple):
-    """The progress of saving or loading: `done` of `total` rows of one row buffer of `table`."""
+    """The progress of saving or loading: `done` of `total` rows of `table`.
+
+    Row buffers are counted separately, one after the other, except on the way into a backing store.
+    """
 
     table: str
     done: int
@@ -78,14 +82,17 @@ class DumpProgress(NamedTuple):
 
 
 Report = Callable[[DumpProgress], None]
-"""Function that saving and loading call after each block of rows; its exceptions end them."""
+"""Function that is called after each block of rows.
+
+If it raises, a save ends; a load finishes without it, and then raises its exception.
+"""
 
 
 def entry_of(path: Path, tree: Any, name: str, *kinds: type) -> Any:
     """Return an entry of a manifest, after checking its type.
 
     Raises:
-        DumpError: the manifest at `path` has no such entry in `tree`.
+        DumpError: the manifest at `path` has no entry `name` of one of these types in `tree`.
     """
     type_names = " or ".join(kind.__name__ for kind in kinds)
     if not isinstance(tree, dict):
@@ -112,12 +119,14 @@ class Writer:
 
     Args:
         directory: directory of the dump, created with its parents if it does not exist. It may hold
-            an older dump of the same number of parts, which stays valid until this one is complete.
+            an older dump of the same number of parts, which stays valid until the first part of
+            this one is committed.
         part: the rank and the number of parts.
 
     Raises:
-        ValueError: the directory holds a dump of another number of parts, or no dump at all.
-        BlockingIOError: this part is being written by another process.
+        ValueError: the directory holds a dump of another number of parts, or other files; or the
+            rank is not below the number of parts.
+        BlockingIOError: this part is being written by another writer.
         OSError: the directory cannot be written to.
     """
 
@@ -179,7 +188,7 @@ class Writer:
             writer.close()
 
     def commit(self, content: dict[str, Any]) -> None:
-        """Make the part valid, replacing an older one atomically; its files are then deleted.
+        """Make the part valid, replacing an older one atomically; then delete files of that.
 
         `content` is a JSON object, in which `ArrayWriter.description` stands for an array.
         """
@@ -235,7 +244,7 @@ class ArrayWriter:
             self._num_written += len(buffer)
 
     def flush(self) -> None:
-        """Flush the array, which must be complete, to the disk."""
+        """Flush the array to the disk; raise RuntimeError if elements of it are missing."""
         nbytes = self.dtype.itemsize
         for size in self.shape:
             nbytes *= size
@@ -340,7 +349,7 @@ class PartReader:
         """Read every array and compare its checksum.
 
         Raises:
-            DumpError: a checksum is wrong.
+            DumpError: a checksum is wrong, or see `array`.
         """
         for description in _descriptions(self.content):
             array_bytes = self.array(description).reshape(-1).view(torch.uint8)
@@ -438,7 +447,11 @@ def _write_all(handle: int, data: bytes | bytearray, offset: int) -> None:
 
 
 def write(directory: str | Path, tree: Any) -> None:
-    """Write a snapshot, a tree of dicts, lists, tensors and None, replacing an older dump."""
+    """Write a snapshot, a tree of dicts, lists, tensors and None, replacing an older dump.
+
+    Raises:
+        ValueError, BlockingIOError, OSError: see `Writer`, for a dump of one part.
+    """
     with Writer(directory) as writer:
         tree_entry = _write_tree(writer, tree)
         writer.commit({"identity": "snapshot", "tree": tree_entry})
@@ -494,7 +507,7 @@ def _read_tree(part: PartReader, tree: Any) -> Any:
 
 
 def check_entries(name: str, tree: Any, expected_names: Collection[str]) -> Mapping[str, Any]:
-    """Return `tree`; raise ValueError unless it is a dict with the `expected_names` entries."""
+    """Return `tree`; raise ValueError unless it is a dict that has all `expected_names`."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{name} must be a dict, got {type(tree).__name__}")
     if missing_names := sorted(set(expected_names) - tree.keys()):
