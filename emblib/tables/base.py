@@ -63,7 +63,7 @@ class FusedTables(nn.Module):
     which backward mutates in place, stay out of it.
     """
 
-    weights: nn.Parameter  # memory of the device tier, see `_register_row_buffers`
+    weights: nn.Parameter  # the device tier, see `_register_row_buffers`; tensor trains have none
     features: Tensor  # int64 `[F, 8]`, see `FeatureColumn`; `[3 F, 8]` of tensor trains
     grad_anchor: Tensor  # scalar, see above
     bounds_violations: Tensor  # int64 `[2]`, invalid indices and offsets so far
@@ -278,7 +278,7 @@ class FusedTables(nn.Module):
 
     @atomic
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, from the next update on.
+        """Set the learning rate, from the next update on; `optimizer.lr` does not change.
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
@@ -297,8 +297,9 @@ class FusedTables(nn.Module):
     def set_hyperparameters(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
-        The change takes effect from the next update on. The step count is kept, and so is a
-        learning rate that is not among the changes. The kind of the optimizer cannot change.
+        `optimizer` becomes a changed copy, with effect from the next update on. The step count is
+        kept, and so is a learning rate that is not among the changes. The kind of the optimizer
+        cannot change.
 
         Raises:
             RuntimeError: the tables leave gradients for another optimizer.
@@ -326,7 +327,7 @@ class FusedTables(nn.Module):
         self.hyperparams.copy_(values)
 
     def initial_hyperparams(self) -> Tensor:
-        """Return `hyperparams` before the first step, float64 on the CPU."""
+        """Return `hyperparams` of `optimizer` before its first step, float64 on the CPU."""
         hyper = self.optimizer.hyperparams()
         if self.precision.stochastic_rounding is not None:
             hyper[Hyper.SEED] = float(self.precision.stochastic_rounding.seed)

@@ -182,7 +182,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @without_gradients
     def reset_parameters(self) -> None:
-        """Redraw the weights and reset optimizer state, step and learning rate.
+        """Redraw the weights, zero optimizer state and step; the learning rate is `optimizer.lr`.
 
         It also initialises a module that was constructed on `meta` and moved by `to_empty`. The
         call at construction does not redraw DISK tables that were opened with rows in them; later

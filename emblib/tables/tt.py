@@ -330,7 +330,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     @without_gradients
     def reset_parameters(self) -> None:
-        """Redraw the cores and reset optimizer state, step and learning rate."""
+        """Redraw the cores, zero optimizer state and step; the learning rate is `optimizer.lr`."""
         for t in range(len(self.tables)):
             for core, value in zip(self.table_cores(t), self._draw(t), strict=True):
                 core.copy_(value)
