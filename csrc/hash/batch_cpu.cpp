@@ -53,7 +53,8 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 //   row_buffers, layout, rules  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature; those of one table have the same row_base
 //   ids             int64 [n], the key of each lookup
-//   offsets         int32 or int64 [F * B + 1], the bags of the lookups
+//   offsets         int32 or int64 [F * B + 1], the bags of the lookups; contents are not checked,
+//                   see has_valid_offsets
 //   tables          int64 [F], the table of each feature
 //   batch_scores    int64 [T] or null, see HashScoring
 struct HashBatchCall {
@@ -454,7 +455,8 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
 
 // The stores in host memory of the tables of a batch, checked. The arguments are
 //   indices         six tensors per table: the index of the keys in its store, which has one table
-//   records         uint8 [S, stride] per table, by slot of its store: stamp, score, packed row
+//   records         uint8 [S or more, stride] per table, by slot of its store with S slots: stamp,
+//                   score, packed row
 //   first_overflow  the first overflow row of each table
 struct BatchStores {
   enum RecordWord { kStampWord, kScoreWord, kRecordWords };
@@ -646,8 +648,8 @@ struct TableMoves {
   }
 };
 
-// The first position of each miss, and the miss of each position, -1 for none, as hash_touch_
-// returns them.
+// The first position of each miss, int64 [misses], and the miss of each position, int32 [n], -1 for
+// a hit.
 struct MissPositions {
   Tensor first_positions, groups;
 
