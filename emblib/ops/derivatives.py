@@ -95,24 +95,26 @@ def once_differentiable(backward: Backward) -> Backward:
     """Wrap the backward of a Function so that differentiating or batching its results raises.
 
     Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
-    gradients, so a derivative with respect to these raises too instead of being zero. Raises
-    RuntimeError, or NotImplementedError for batched gradients without `create_graph`.
+    gradients, so a derivative with respect to these raises too instead of being zero. A second
+    derivative raises RuntimeError, batched gradients raise NotImplementedError.
     """
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
-        if not torch.is_grad_enabled():
-            try:
-                return backward(ctx, *grads)
-            except RuntimeError as error:
-                if not any(map(_is_batched, grads)):
-                    raise
-                raise NotImplementedError(
-                    "the backward of lookups takes one gradient at a time: call it in a loop in "
-                    "place of is_grads_batched=True and vmap, or use "
-                    "torch.autograd.functional.jacobian without vectorize=True"
-                ) from error
-        results = in_grad_mode(backward, enabled=False)(ctx, *grads)
+        is_recorded = torch.is_grad_enabled()  # create_graph=True
+        run = in_grad_mode(backward, enabled=False) if is_recorded else backward
+        try:
+            results = run(ctx, *grads)
+        except RuntimeError as error:
+            if not any(map(_is_batched, grads)):
+                raise
+            raise NotImplementedError(
+                "the backward of lookups takes one gradient at a time: call it in a loop in place "
+                "of is_grads_batched=True and vmap, or use torch.autograd.functional.jacobian "
+                "without vectorize=True"
+            ) from error
+        if not is_recorded:
+            return results
         sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
         grads_out = results if isinstance(results, tuple) else (results,)
         tensors = [grad for grad in grads_out if grad is not None]

@@ -202,12 +202,15 @@ def test_batched_ids_raise(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "cached", "external", "train", "stored rows", "dynamic", "collection"]
 )
-def test_batched_gradients_raise(name: str) -> None:
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_batched_gradients_raise(name: str, create_graph: bool) -> None:
     look_up, weights = SUBJECTS[name](), torch.ones(4, requires_grad=True)
     out = look_up(weights)
     gradients = torch.ones(2, *out.shape)
     with pytest.raises(NotImplementedError, match="one gradient at a time"):
-        torch.autograd.grad(out, weights, gradients, is_grads_batched=True)
+        torch.autograd.grad(
+            out, weights, gradients, is_grads_batched=True, create_graph=create_graph
+        )
     jacobian = torch.autograd.functional.jacobian(look_up, torch.ones(4))  # as the error says
     assert jacobian.shape == (*out.shape, 4)
 
