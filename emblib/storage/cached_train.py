@@ -418,15 +418,15 @@ class CachedTTHandle(TTHandle):
         self.bags.populate(self.index)
 
     def empty_cache(self) -> None:
-        """Remove all stored rows of this table, by the rule `eviction`, and its counts."""
+        """Remove stored rows and counts of this table, see `CachedTTEmbeddingBags.empty_cache`."""
         self.bags.empty_cache(self.index)
 
     def cached_ids(self) -> Tensor:
-        """Return the ids whose rows are stored, int64 `[n]`."""
+        """Return the ids whose rows are stored, cached or spilled, int64 `[n]`."""
         return self.bags.cached_ids(self.index)
 
     def spilled_ids(self) -> Tensor:
-        """Return the ids whose rows are stored outside the cache, int64 `[n]`."""
+        """Return the ids of rows stored outside the cache, int64 `[n]`; empty without `SPILL`."""
         return self.bags.spilled_ids(self.index)
 
     def cache_stats(self) -> TTCacheStats:
@@ -434,7 +434,7 @@ class CachedTTHandle(TTHandle):
         return self.bags.cache_stats().tables[self.bags.rows.table_names[self.index]]
 
     def reset_cache_stats(self) -> None:
-        """Set the counts of `cache_stats` to zero."""
+        """Set the counts of `cache_stats` to zero, except for `spilled`."""
         self.bags.reset_cache_stats(self.index)
 
     # Copies and state dicts
