@@ -28,6 +28,9 @@ def reports(folder: Path) -> pd.DataFrame:
     Columns: directory (a Path), and texts: experiment, status, answer (the bold sentence of
     report.md; "" without one), device, measured (ISO 8601), emblib (commit). A text that the run
     did not record is "None".
+
+    Raises:
+        ValueError: a run.json or environment.json is damaged.
     """
     directories = [path.parent for path in folder.rglob("index.html")]
     rows = [_report(directory) for directory in directories if (directory / "run.json").is_file()]
@@ -39,7 +42,12 @@ def reports(folder: Path) -> pd.DataFrame:
 
 def _report(directory: Path) -> dict[str, Any]:
     """Return the entry of a run's report in the gallery."""
-    info, environment = read_json(directory, "run.json"), read_json(directory, "environment.json")
+    try:
+        info, environment = (
+            read_json(directory, f"{name}.json") for name in ("run", "environment")
+        )
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
     page = directory / "report.md"
     lines = page.read_text().splitlines() if page.is_file() else []
     bold = next((line for line in lines if line.startswith("**")), "")  # the answer
@@ -133,12 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Write a gallery and print the answers; return 0.
 
     Raises:
-        UsageError: there is no such folder, or `write` refuses `--out` or a run.
+        UsageError: there is no such folder, a run is damaged, or `write` refuses `--out` or a run.
     """
     if not arguments.folder.is_dir():
         raise UsageError(f"there is no folder {arguments.folder}")
-    runs = reports(arguments.folder)
     try:
+        runs = reports(arguments.folder)
         write(runs, arguments.out)
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from omegaconf import OmegaConf
-
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import RULE, TIME_TOLERANCE, Measure, claims_of
@@ -26,7 +24,7 @@ from experiments.paths import CONF, ROOT
 from experiments.report import text, write_report
 from experiments.report.data import Run
 from experiments.report.document import template_environment
-from experiments.results.store import POINTS, has_records, unpack_records
+from experiments.results.store import POINTS, has_records, read_config, unpack_records
 
 VERSION = 1
 _templates = template_environment(Path(__file__).parent, keep_trailing_newline=True)
@@ -142,15 +140,16 @@ def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
     A reference is stored as <device>/<experiment>, so <device> stands for <run>.
 
     Raises:
-        BundleError: the directory is no run, or its configuration has a name that is no folder's.
+        BundleError: the directory is no run, its config.yaml is damaged, or has a name that is no
+            folder's.
     """
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
     if missing:
         raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
     try:
-        experiment = folder_name(OmegaConf.load(directory / "config.yaml").name)
-    except UsageError as error:
+        experiment = folder_name(read_config(directory / "config.yaml").name)
+    except (UsageError, ValueError) as error:
         raise BundleError(f"{directory}: {error}") from error
     folder, parent = directory.resolve().name, directory.resolve().parent.name
     base = f"runs/{experiment}/{folder if folder != experiment else parent}"

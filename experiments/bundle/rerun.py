@@ -62,11 +62,10 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     """
     check_preset(preset)
     configure.register()
-    packed = read_config(path)
-    assert isinstance(packed, DictConfig)
     try:
+        packed = read_config(path)
         folder_name(packed.name)
-    except UsageError as error:
+    except (UsageError, ValueError) as error:
         raise BundleError(f"its configuration: {error}") from error
     packed.report.folder = str(folder)
     packed.rerun = Rerun.all.value

@@ -63,13 +63,13 @@ def rates(comparison: Comparison, phase: str) -> Figure:
     per_second = points.assign(
         y=1e-6 * points["rate"], lo=1e-6 * points["rate_lo"], hi=1e-6 * points["rate_hi"]
     )
-    drawing = _over_machines(comparison, per_second, "million lookups per second")
+    drawing = _draw_over_machines(comparison, per_second, "million lookups per second")
     panels = [Panel("Lookups per second", drawing, 5.2, 4.2)]
     note = "No bandwidth is known of every machine."
     if ceiling_column:
         ceiling = CEILINGS[ceiling_column]
         shares = points.assign(y=100 * points[ceiling_column], lo=math.nan, hi=math.nan)
-        drawing = _over_machines(comparison, shares, f"% of {ceiling}")
+        drawing = _draw_over_machines(comparison, shares, f"% of {ceiling}")
         panels.append(Panel(f"Share of {ceiling}", drawing, 5.2, 4.2))
         note = (
             "Right: distinct bytes per second of the task as plain tables would do it, as a share "
@@ -88,7 +88,7 @@ def rates(comparison: Comparison, phase: str) -> Figure:
     )
 
 
-def _over_machines(
+def _draw_over_machines(
     comparison: Comparison, points: pd.DataFrame, label: str, marks: Sequence[Mark] = ()
 ) -> Drawing:
     """Draw a curve per contender over the machines: column `y`, with the interval `lo` to `hi`."""
@@ -114,7 +114,7 @@ def speedups(comparison: Comparison) -> Figure:
     steps = comparison.points[comparison.points["phase"] == "step"]
     height = 1.4 + 0.14 * steps.groupby(["role", "arm"]).ngroups + 0.1 * steps["role"].nunique()
     panels = [
-        Panel(f"{machine.label} ÷ {base}", _speedups(comparison, number), 7.4, height)
+        Panel(f"{machine.label} ÷ {base}", _draw_speedups(comparison, number), 7.4, height)
         for number, machine in enumerate(comparison.machines)
         if number
     ]
@@ -131,7 +131,7 @@ def speedups(comparison: Comparison) -> Figure:
     )
 
 
-def _speedups(comparison: Comparison, number: int) -> Drawing:
+def _draw_speedups(comparison: Comparison, number: int) -> Drawing:
     """Draw the gains of machine `number` by role, with its ratios of bandwidths as lines."""
     points = comparison.points
     points = points[(points["machine"] == number) & (points["phase"] == "step")]
@@ -174,7 +174,7 @@ def against_baseline(comparison: Comparison) -> list[Figure]:
         rows = points[points["phase"] == phase]
         rows = rows[rows.groupby("arm")["machine"].transform("nunique") > 1]
         rows = rows.assign(y=rows["ratio"], lo=rows["ratio_lo"], hi=rows["ratio_hi"])
-        drawing = _over_machines(comparison, rows, f"time ÷ {baseline.label}", [Mark(1.0)])
+        drawing = _draw_over_machines(comparison, rows, f"time ÷ {baseline.label}", [Mark(1.0)])
         panels.append(Panel(phase.capitalize(), drawing, 5.2, 4.0))
     return [
         Figure(

@@ -191,6 +191,7 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
 
     Raises:
         BundleError: a bundle is missing, damaged, or differs from what was packed.
+        UsageError: the config.yaml of a run is damaged.
         NotComparable: the paths have no experiment in common.
     """
     if not any(path.suffix == ".zip" for path in paths):
@@ -210,10 +211,15 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
 
 def _runs_by_experiment(path: Path, folder: Path) -> dict[str, Path]:
     """Return the runs of a bundle or of one run's directory, by experiment."""
-    if path.suffix != ".zip":
-        return {str(read_config(path / CONFIG).name): path} if has_records(path) else {}
-    archive.unpack(archive.read(path), folder)
-    return {str(read_config(run / CONFIG).name): run for run in runs_in(folder, "runs/*/*")}
+    if path.suffix == ".zip":
+        archive.unpack(archive.read(path), folder)
+        runs = runs_in(folder, "runs/*/*")
+    else:
+        runs = [path] if has_records(path) else []
+    try:
+        return {str(read_config(run / CONFIG).name): run for run in runs}
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def common_ceiling(points: pd.DataFrame) -> str | None:

@@ -71,7 +71,7 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
 def page(comparison: Comparison, command: str) -> Page:
     """Return the page of a comparison; `command` repeats it."""
     machines, points = comparison.machines, comparison.points
-    result = figures.figures(comparison)
+    figure_list = figures.figures(comparison)
     name, labels = str(machines[0].run.config.name), [m.label for m in machines]
     resized = points[~points["same"]]["role"].unique()
     commands = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in machines]
@@ -86,11 +86,11 @@ def page(comparison: Comparison, command: str) -> Page:
         name=f"{name} on {len(machines)} machines",
         answer=sentences(comparison),
         sections=[
-            Section("Results", figures=result[:1]),
+            Section("Results", figures=figure_list[:1]),
             Section("Machines", table=machines_table(machines)),
             Section("Step", table=points_table(comparison, "step")),
             Section("Forward", table=points_table(comparison, "forward")),
-            Section("Figures", figures=result[1:]),
+            Section("Figures", figures=figure_list[1:]),
             Section(
                 "Work of other sizes",
                 points=[f"{role}: {comparison.sizes(role)}" for role in resized],

@@ -140,9 +140,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Return a text that identifies the cell within a run, from the values of its workload.
+        """Return a text that identifies the cell within a run, from the values of its axes.
 
-        Stored records are joined by it, so its form must not change.
+        Values that agree to six digits are not told apart. Stored records are joined by the key, so
+        its form must not change.
         """
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)

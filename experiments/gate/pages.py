@@ -261,7 +261,7 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
     """Draw the funnel: every ratio, sorted, with its margin."""
     compared = [(line, line.ruling) for line in lines if line.ruling]
     compared.sort(key=lambda x: -x[1].effect.ratio)
-    result = [
+    rows = [
         effect_row(
             f"{line.point} · {line.state}",
             ruling.second or ruling.first,
@@ -271,14 +271,14 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
         )
         for line, ruling in compared
     ]
-    if not result:
+    if not rows:
         return []
     caption = (
         "Bars: 95 % interval over pairs of processes; small dots: single pairs. Grey: within the "
         "margin, which does not count. Filled: slower or faster, confirmed. Right of 1: slower."
     )
-    panel = forest("Times", result, "head ÷ base")
-    return [Figure("funnel", "Every point", caption, f"{len(result)} points", [panel])]
+    panel = forest("Times", rows, "head ÷ base")
+    return [Figure("funnel", "Every point", caption, f"{len(rows)} points", [panel])]
 
 
 def junit(findings: Findings, answer: str) -> str:

@@ -70,7 +70,7 @@ class Setup:
     Attributes:
         points: points to build.
         config: configuration of the run.
-        device: "cpu" or "cuda".
+        device: device as torch names it, such as "cpu" or "cuda".
         seed: seed of the batches, the same on both sides.
         slow: factor of every timed call, by waiting inside the timed region, so that a run can show
             that the gate notices it.

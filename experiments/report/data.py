@@ -75,8 +75,8 @@ class Run:
         Raises:
             UsageError: a file is damaged, or the kind is not known here.
         """
-        config = read_config(path / "config.yaml")
         try:
+            config = read_config(path / "config.yaml")
             # In the order of the experiment, not in the order of measuring.
             records = sorted(read_records(path), key=lambda r: int(r.get("cell_number", 0)))
             info, environment = (read_json(path, f"{name}.json") for name in ("run", "environment"))

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.config.schema import MULTIRUN, Config, UsageError, folder_name
@@ -213,9 +214,17 @@ def _with_present_names(record: Record) -> Record:
 
 
 def read_config(path: Path) -> DictConfig:
-    """Return a run's config.yaml with present names and without keys that are gone."""
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
+    """Return a run's config.yaml with present names and without keys that are gone.
+
+    Raises:
+        ValueError: the file is damaged, or not the configuration of a run.
+    """
+    try:
+        config = OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path.name} is damaged ({' '.join(str(error).split())})") from error
+    if not isinstance(config, DictConfig) or "name" not in config:
+        raise ValueError(f"{path.name} is not the configuration of a run: it has no name")
     config.get("timing", {}).pop("energy_seconds", None)
     groups = [(config, "gate"), (config, "workload")]
     groups += [(case, "workload") for case in (config.get("cases") or {}).values()]
@@ -230,6 +239,9 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     """Return a JSON file of a run; {} if it is missing. Raise ValueError if it is damaged."""
     source = path / name
     try:
-        return json.loads(source.read_text()) if source.exists() else {}
+        content = json.loads(source.read_text()) if source.exists() else {}
     except ValueError as error:
         raise ValueError(f"{name} is damaged ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{name} is damaged (it is no JSON object)")
+    return content

@@ -72,6 +72,7 @@ def test_the_time_follows_the_preset() -> None:
 
 def test_an_experiment_that_cannot_be_composed_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     load = configure.load
+    groups = configure.groups() | {"experiment": ["tbe_vs_torch", "tt_vs_tbe"]}
 
     def broken(words: list[str]) -> object:
         if "+experiment=tt_vs_tbe" in words:
@@ -79,7 +80,7 @@ def test_an_experiment_that_cannot_be_composed_is_a_row(monkeypatch: pytest.Monk
         return load(words)
 
     monkeypatch.setattr(configure, "load", broken)
-    monkeypatch.setattr(configure, "groups", lambda: {"experiment": ["tbe_vs_torch", "tt_vs_tbe"]})
+    monkeypatch.setattr(configure, "groups", lambda: groups)
     rows = {row[0].partition("\n")[0]: row for row in listing.experiments().rows}
     assert rows["tt_vs_tbe"][0].endswith("workload.B must be >= 1, got 0")
     assert rows["tt_vs_tbe"][1:] == ("broken", "–", "–")

@@ -55,10 +55,38 @@ def test_a_damaged_run_is_reported_in_one_line(
     assert "environment.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.yaml", "name: [", "config.yaml is damaged"),
+        ("config.yaml", "[1, 2]", "is not the configuration of a run"),
+        ("config.yaml", "{}", "is not the configuration of a run"),
+        ("run.json", "[]", "run.json is damaged"),
+        ("environment.json", "{", "environment.json is damaged"),
+    ],
+)
+def test_commands_that_read_runs_name_the_damaged_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: str
+) -> None:
+    whole, run = (make_run(tmp_path / n / "run", Recipe(replicates=1)) for n in ("whole", "bad"))
+    (run / name).write_text(content)
+    (run / "index.html").touch()
+    bundle, other = str(tmp_path / "x.zip"), str(tmp_path / "other")
+    commands = [
+        ["report", str(run)],
+        ["compare", str(whole), str(run), "--out", other],
+        ["bundle", "pack", str(run), "-o", bundle],
+        *([["gallery", str(run.parent), "--out", other]] if name != "config.yaml" else []),
+    ]
+    for command in commands:
+        assert cli.main(command) == 2, command
+        assert said in capsys.readouterr().err, command
+
+
 def test_keys_that_are_gone_are_not_read(tmp_path: Path) -> None:
     """The report of a gate would refuse them."""
-    (tmp_path / "config.yaml").write_text("timing: {pool: 8, energy_seconds: 1.0}\n")
-    assert read_config(tmp_path / "config.yaml") == {"timing": {"pool": 8}}
+    (tmp_path / "config.yaml").write_text("name: a\ntiming: {pool: 8, energy_seconds: 1.0}\n")
+    assert read_config(tmp_path / "config.yaml") == {"name": "a", "timing": {"pool": 8}}
 
 
 def test_a_torn_line_longer_than_any_buffer_is_cut_off(tmp_path: Path) -> None:
