@@ -97,7 +97,7 @@ class MemoryBudget:
         nbytes: the number of bytes.
         interval: number of training forwards of a module between two decisions.
         share: share of its rows by which a table shrinks per decision: at least one bucket, and as
-            many bytes as one bucket of the receiver.
+            many bytes as one bucket of the receiver, but never below `initial_capacity`.
         ratio: factor by which the donor's age must exceed the receiver's before rows move.
 
     Raises:

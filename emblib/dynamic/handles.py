@@ -171,7 +171,7 @@ class DynamicTable:
         return self._run_on_all_ranks("statistics_by_rank", merge_local)
 
     def bucket_fill(self) -> list[int]:
-        """Return how many buckets have 0, 1, ... 32 keys in the fast tier, 33 numbers."""
+        """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
         by_shard = self._map_shards("bucket_fill", dynamic_state.bucket_fill)
         return [sum(counts) for counts in zip(*by_shard, strict=True)]
 

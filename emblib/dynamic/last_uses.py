@@ -96,9 +96,10 @@ class LastUses:
         )
 
     def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
-        """Write the tick of an inserted batch, `index.clock`, for its keys; clear uses of old keys.
+        """Write the tick of an inserted batch, `index.clock`, as the last use of its keys.
 
-        Repeated before the next batch, it changes nothing.
+        The uses of evicted keys in their slots are cleared. Repeating the call before the next
+        batch changes nothing.
         """
         tables, levels = tables_of(keys), self._levels[segments_of(keys)]
         slots = inserted.slots

@@ -546,7 +546,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     ) -> None:
         """Read the rows of a later batch that are in the backing store, in another thread.
 
-        This changes no result and moves no row between the tiers. Without a store it does nothing.
+        This changes no result and moves no row between the tiers. Without a store it does nothing,
+        and checks no argument; else arguments and errors are those of `forward`.
         """
         if self.state.backing is not None:
             keys, _ = self._make_batch(as_keys(indices), offsets, batch_sizes, is_prefetch=True)

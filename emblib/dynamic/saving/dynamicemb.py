@@ -68,6 +68,10 @@ def stage_dynamicemb(
         content: the table to write, see `export_dynamicemb`.
         part: rank and number of ranks.
         uses_first: order of two score columns, see `dynamicemb_files.Layout`.
+
+    Raises:
+        KeyError, IndexError: there is no such table.
+        OSError: the files cannot be written.
     """
     t = state.table_number(table)
     dynamicemb_files.stage(

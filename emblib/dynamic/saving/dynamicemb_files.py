@@ -84,8 +84,8 @@ class Layout:
 
     Args:
         order: order of eviction: none, lru, lfu, lru_lfu or assigned.
-        uses_first: whether the first of two columns of scores are the uses, as with the strategy
-            (LFU, TIMESTAMP); else it is the time.
+        uses_first: whether the first of two columns of scores has the uses, as with the strategy
+            (LFU, TIMESTAMP), and the second the times; False is the reverse.
     """
 
     order: str
@@ -595,8 +595,12 @@ def _stamps_and_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return stamps and scores of `count` entries, int64 `[n]`; stamps are 1 without times of use.
 
-    `scores` are as in the files; with `has_ages` they are times since the last use. The result
-    gives the eviction order of DynamicEmb's strategy.
+    `scores` are as in the files, None without one; with `has_ages` they are times since the last
+    use. The result gives the eviction order of DynamicEmb's strategy; scores are None for orders
+    that have none.
+
+    Raises:
+        DumpError: another number of scores.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")
