@@ -103,7 +103,7 @@ class Tiers(NamedTuple):
     Attributes:
         weights: one to four flat tensors, one per memory tier.
         states: optimizer states, flat: all states of the first tier, then all of the second, ...
-        hyperparams: float64, the entries of `emblib.columns.Hyper`.
+        hyperparams: float64, see `Optimizer.hyperparams`.
         output_dtype: dtype of the output of lookups.
     """
 
@@ -177,7 +177,7 @@ class UpdateRule(NamedTuple):
     Function from symbols, which the checks of the dataclass refuse.
 
     Attributes:
-        name: name of the optimizer in `codes.OPTIMIZER`.
+        name: name of the optimizer; in `codes.OPTIMIZER`, except that of `External`.
         max_gradient: bound to which gradients of the output are clamped; None clamps none.
         gradient: gradient that backward leaves on parameters; None if it updates the rows.
         maximize: whether the update ascends.
@@ -202,9 +202,9 @@ class UpdateRule(NamedTuple):
 class FusedLookup(torch.autograd.Function):
     """Function that looks up; its backward updates weights and states in place.
 
-    `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
-    the weights, which backward mutates, do not take part. `row_weights` are the factors of the
-    gradients of rows; they differ from `sample_weights` if rows decay before they are read.
+    `grad_anchor` is a scalar that requires grad, unless all tables are frozen: autograd sees it as
+    the input, in place of the weights, which backward mutates. `row_weights` are the factors of
+    the gradients of rows; they differ from `sample_weights` if rows decay before they are read.
 
     A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
     is not finite; `grad_anchor` then gets the gradient 0 or infinity, which the scaler checks.
@@ -234,7 +234,7 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply the optimizer to every row of the batch; gradient of `sample_weights` if asked."""
+        """Update the trained rows, now or in a joint step; gradient of sample weights if asked."""
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return FusedLookup._update(ctx, grad)
@@ -269,7 +269,7 @@ class Contribution(NamedTuple):
 
     Attributes:
         batch: the lookup.
-        row_weights: float32 `[L]`, the factor of each row in the output; None is 1 for all.
+        row_weights: float32 `[L]`, the factor of the gradient of each row; None is 1 for all.
         grad: gradient of the output, in its shape.
         scale: scalar by which the gradient is scaled; None for an unscaled one.
     """

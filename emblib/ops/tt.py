@@ -419,9 +419,9 @@ class FusedTTLookup(torch.autograd.Function):
     Gradients of whole cores are formed for scaled gradients, for shared or frozen cores, and for
     batches that are processed in chunks.
 
-    `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
-    the cores, which backward mutates, do not take part. Gradients of cores are computed from the
-    cores at the time of backward. The gradient of sample weights is computed from the rows that
+    `grad_anchor` is a scalar that requires grad, unless all tables are frozen: autograd sees it as
+    the input, in place of the cores, which backward mutates. Gradients of cores are computed from
+    the cores at the time of backward. The gradient of sample weights is computed from the rows that
     forward read; for batches in chunks from those at the time of backward.
     """
 
@@ -457,7 +457,7 @@ class FusedTTLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply the optimizer to every core; gradient of `sample_weights` if asked."""
+        """Apply the optimizer to the trained cores; gradient of `sample_weights` if asked."""
         cores, batch = ctx.cores, ctx.batch
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
@@ -560,7 +560,7 @@ def _update(
     grad: Tensor,
     sample_weights: Tensor | None,
 ) -> None:
-    """Apply one step of the optimizer to the core rows that the batch uses.
+    """Apply one step of the optimizer to the core rows that the batch uses, in place.
 
     `grad` has the shape of the output; `states` are the optimizer states of each core.
     """
