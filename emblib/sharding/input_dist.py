@@ -53,6 +53,7 @@ class _Kind(IntFlag):
     WEIGHTS = 2
     VARIABLE = 4  # features may differ in their number of bags
     COUNTS = 8
+    WEIGHT_GRADIENTS = 16  # whose backward is a collective
 
 
 class LocalBatch(NamedTuple):
@@ -651,7 +652,12 @@ def _batch_kind(inputs: LocalBatch) -> int:
         + _Kind.WEIGHTS * (inputs.weights is not None)
         + _Kind.VARIABLE * inputs.is_variable
         + _Kind.COUNTS * (inputs.counts is not None)
+        + _Kind.WEIGHT_GRADIENTS * _needs_gradients(inputs.weights)
     )
+
+
+def _needs_gradients(weights: Tensor | None) -> bool:
+    return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
 
 def _check_kinds(kinds: list[int]) -> None:
@@ -661,11 +667,12 @@ def _check_kinds(kinds: list[int]) -> None:
     descriptions = [
         f"rank {rank}: {'int64' if kind & _Kind.LONG_IDS else 'int32'}"
         f"{', weights' if kind & _Kind.WEIGHTS else ''}"
+        f"{' with gradients' if kind & _Kind.WEIGHT_GRADIENTS else ''}"
         f"{', features of different batch sizes' if kind & _Kind.VARIABLE else ''}"
         f"{', dedup' if kind & _Kind.COUNTS else ''}"
         for rank, kind in enumerate(kinds)
     ]
     raise RuntimeError(
-        "ids must have one dtype on all ranks; weights, features of different batch sizes, and "
-        f"dedup, must be on all or none; got {'; '.join(descriptions)}"
+        "ids must have one dtype on all ranks; weights, their gradients, features of different "
+        f"batch sizes, and dedup, must be on all or none; got {'; '.join(descriptions)}"
     )

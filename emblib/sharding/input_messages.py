@@ -83,7 +83,7 @@ def start_input_dists(
 
     A rank whose batch is wrong raises here, after it has told the others, whose first `wait` raises
     RuntimeError. So does that of all ranks if ids differ in dtype between them, or if only some
-    batches have weights, counts or features of different batch sizes.
+    batches have weights, gradients of weights, counts or features of different batch sizes.
 
     Args:
         requests: the batches; at least one.

@@ -130,6 +130,21 @@ def test_weights_get_gradients_on_every_rank(plan: Any, gradients: str) -> None:
         worlds.run(2, gradient_of_weights, plan, optimizer, gradients)
 
 
+def gradient_of_weights_on_one_rank(ranks: RankGroup) -> None:
+    case = Case(tables(SUM, MEAN), MIXED, weighted=True)
+    model = make_sharded(case, ranks, make_source(case))
+    batch_of_rank = batch(case, ranks.rank, 4)
+    batch_of_rank.weights().requires_grad_(ranks.rank == 1)
+    with torch.no_grad():
+        model(batch_of_rank).wait()
+    with pytest.raises(RuntimeError, match="rank 1: int64, weights with gradients"):
+        model(batch_of_rank)
+
+
+def test_weights_that_need_gradients_on_one_rank_alone_are_refused() -> None:
+    worlds.run(2, gradient_of_weights_on_one_rank)
+
+
 def used_in_another_mode(ranks: RankGroup, *, pooled: bool) -> None:
     """Gradients are recorded as when the lookup was made, whenever its result is used first."""
     configs = tables(SUM)
