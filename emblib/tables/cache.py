@@ -615,8 +615,8 @@ class Prefetcher:
     def _read_pages(self, groups: tbe.Groups, evicted: Tensor) -> None:
         """Read the pages of rows on disk that a fetch copies to the cache or back, many at a time.
 
-        A sample of the rows decides, at every fetch while pages are missing in memory, else now and
-        then.
+        A sample of the rows decides, at each fetch while pages are missing in memory, else at every
+        `_FETCHES_PER_PROBE`-th.
         """
         self._fetches_until_probe -= 1
         if self._fetches_until_probe > 0:

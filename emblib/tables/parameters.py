@@ -1,4 +1,4 @@
-"""Parameter classes of tables: every change by the user reaches the table, or raises.
+"""Parameter classes of tables, which forward changes by the user to the table, or refuse them.
 
 Kernels read and update memory that the parameters only view, so torch alone would ignore some
 changes. `TableParameter` forwards `requires_grad` to its owner and, if backward updates its table,

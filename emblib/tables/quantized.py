@@ -647,7 +647,7 @@ def _check_range(weights: Tensor) -> None:
 def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
     """Pack the rows of a state dict from before 0.1.0, which had the scales in another tensor.
 
-    The values are quantised again, so their error is at most one scale.
+    The values are quantised again, so their error is at most about one scale.
 
     Args:
         values: the numbers, uint8 `[rows, bytes]`.

@@ -1,4 +1,4 @@
-"""Checks of state dicts before the first write: a table module loads all of its state, or nothing.
+"""Checks of state dicts before the first write: table modules load nothing from an invalid one.
 
 torch loads module by module, and may find an invalid entry after valid ones are written. Therefore
 the module that torch reaches first checks the entries of all its descendants, through
