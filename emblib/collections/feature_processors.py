@@ -124,8 +124,9 @@ class PositionWeightedProcessor(PositionWeightedModule):
 
     def _weight_offsets(self) -> dict[str, int]:
         """Return the offset of each feature's weights; offset 0 has the weight 1 of the others."""
-        offsets = accumulate(self.max_feature_lengths.values(), initial=1)
-        return dict(zip(self.max_feature_lengths, offsets, strict=False))
+        # In the order of `position_weights`: a ParameterDict sorts the names that it is made from.
+        lengths = {name: self.max_feature_lengths[name] for name in self.position_weights}
+        return dict(zip(lengths, accumulate(lengths.values(), initial=1), strict=False))
 
 
 class FeatureProcessedEmbeddingBagCollection(nn.Module):

@@ -395,7 +395,7 @@ class TableCollection(nn.Module):
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
         """Return the configurations of `quantized(bits)`."""
         names = [config.name for config in self.configs]
-        bits_by_table = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
+        bits_by_table = dict(bits) if isinstance(bits, Mapping) else dict.fromkeys(names, bits)
         unknown = sorted(bits_by_table.keys() - set(names))
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")

@@ -67,7 +67,7 @@ def for_inference(
         output_dtype: dtype of the output; None is the output dtype of `source`.
 
     Raises:
-        TypeError: another source, or a table with rows on other ranks.
+        TypeError: another source, read-only tables, or a table with rows on other ranks.
         ValueError: rows that the format does not hold, another format for quantised rows, or not
             one format per table.
 
@@ -159,7 +159,7 @@ class QuantizationError(NamedTuple):
         largest: largest error of a value.
         rms: root mean square of the errors.
         relative: norm of the errors of pooled outputs, sums of `bag` rows drawn at random, divided
-            by the norm of these outputs; 0 for a table with fewer than `bag` rows.
+            by the norm of these outputs; 0 if that norm is 0, or there are fewer than `bag` rows.
     """
 
     table: str
@@ -177,13 +177,15 @@ def quantization_errors(
     """Compare the rows of read-only tables with the rows that they were made of.
 
     Args:
-        source: the trained tables, as they were given to `for_inference`.
-        served: the tables that it returned.
-        bag: rows of a pooled output.
+        source: the trained tables, the argument of `for_inference`.
+        served: the result of `for_inference`.
+        bag: rows of a pooled output, >= 1.
         seed: seed of the draw of bags.
 
     Raises:
-        ValueError: tables of other names or sizes, or `bag` < 1.
+        TypeError: a source that `for_inference` does not take, or `bag` that is no int.
+        ValueError: tables of other sizes, another number of them or, in collections, other names;
+            or `bag` < 1.
 
     Example:
         >>> weights = torch.randn(1_000, 16, generator=torch.Generator().manual_seed(0))
@@ -196,8 +198,10 @@ def quantization_errors(
     errors = []
     generator = torch.Generator().manual_seed(seed)
     for name, blocks, module, table, num_shared in _tables_to_compare(source, served):
-        sums = _ErrorSums(generator, bag)
+        sums, dim = _ErrorSums(generator, bag), module.tables[table].dim
         for block in blocks:
+            if block.size(1) != dim:
+                raise ValueError(f"table {name!r} has dim {dim}, in the source {block.size(1)}")
             if sums.rows + block.size(0) > module.tables[table].rows:
                 raise ValueError(f"table {name!r} has fewer rows than the source: was it pruned?")
             sums.add(block, module.dense_rows(table, sums.rows, block.size(0)))
@@ -210,9 +214,10 @@ def quantization_errors(
 def _tables_to_compare(
     source: Any, served: ReadOnly | Collections
 ) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int, int]]:
-    """Yield each table: its name, the rows that it was made of, its module and its number there.
+    """Yield each table: name, blocks of trained rows, module, and its index in the module.
 
-    The last number is that of the rows that keys without a row share, which are not compared.
+    The last entry is the number of stored rows that keys without a row share; these rows are not
+    compared.
     """
     if isinstance(served, InferenceCollection):
         readers = readers_of(source)
@@ -230,12 +235,15 @@ def _tables_to_compare(
                 yield name, readers[name].blocks(), module, table, num_shared
         return
     module = _stored_rows(served)
-    if isinstance(source, DynamicEmbeddingBags):
+    tables = None if isinstance(source, DynamicEmbeddingBags) else _float_tables(source)
+    num_tables = len(source.tables if tables is None else tables.specs)
+    if num_tables != len(module.tables):
+        raise ValueError(f"the source has {num_tables} tables, served are {len(module.tables)}")
+    if tables is None:
         for table, (keyed, _) in enumerate(_dynamic_tables(source)):
             num_shared = keyed.shared.size(0)
             yield module.table_names[table], keyed.rows.split(_CHUNK), module, table, num_shared
         return
-    tables = _float_tables(source)
     for table, name in enumerate(module.table_names):
         yield name, tables.blocks(table), module, table, 0
 
@@ -252,14 +260,11 @@ class _ErrorSums:
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag
         self.rows = self._values = 0
-        # Sums of squares, apart from the first.
+        # The largest error, then sums of squares.
         self._largest = self._errors = self._pooled_errors = self._pooled = 0.0
 
     def add(self, exact: Tensor, served: Tensor) -> None:
-        """Add a block of rows and what is served for it.
-
-        `exact` and `served` are `[n, dim]` of the same rows; sums are float64 on the CPU.
-        """
+        """Add the trained and the read-only values, `[n, dim]`, of a block of rows."""
         exact = exact.detach().double().cpu()
         error = served.double().cpu() - exact
         self.rows += exact.size(0)

@@ -1,9 +1,8 @@
-"""Read-only tables in host memory, of which a GPU has the most used rows.
+"""Read-only tables in host memory, with copies of the most used rows on a GPU.
 
-Rows that are used most are chosen once, by scores, and copied into compact tables on the GPU. An
-index finds them: a lookup with a row there reads it, any other one reads the pinned memory of the
-host over the bus. Both are one batch each, with the lookups of the other one skipped, and the two
-outputs are added.
+A lookup is made twice: in the compact tables on the GPU, whose index gives -1 for ids without a
+copy, and in the pinned memory of the host, with -1 for ids that have a copy. Tables skip -1, so the
+sum of the two outputs has every row once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,24 +23,25 @@ from emblib.tables.mapped_memory import map_pinned
 class HostEmbeddingBags(nn.Module):
     """Look up F features in T read-only tables whose rows are in host memory.
 
-    Lookups return what `QuantizedEmbeddingBags` returns, except that the sums of a bag's rows in
-    either memory are added at the end: results may differ in the last bits. The rows on the device
-    are chosen once; for other rows make another module over the same `tables`. `to` another device
-    raises RuntimeError.
+    Lookups return what `tables` returns. Pooled results may differ in the last bits, because rows
+    of the two memories are summed separately. The copied rows are fixed at construction; for other
+    rows make another module over the same `tables`. `to` another device raises RuntimeError.
 
     Args:
         tables: the rows, on the CPU. For a GPU they are copied into pinned memory once.
-        stored: bool `[rows]` by table name, for every table: the rows to store on `device`, at
-            least one, as of `top_rows` with how often each row is looked up.
-        device: device of batches and of the stored rows; a CPU stores them compactly too.
+        stored: mask by table name, bool `[rows]`, for every table: the rows to copy to `device`,
+            at least one. `top_rows` makes a mask from the number of lookups of each row.
+        device: device of batches and of the copies; on the CPU rows are copied as well.
 
     Attributes:
         rows: all rows, in host memory.
-        stored: copies of the stored rows, on `device`, and the index that finds them.
-        output_dtype: dtype of the output.
+        stored: the copies on `device`, and the index that finds them.
+        device: device of batches and outputs.
+        output_dtype: dtype of the output, that of `tables`.
 
     Raises:
-        KeyError: a mask of no table.
+        KeyError: a mask of an unknown table.
+        TypeError: `tables` of another class.
         ValueError: tables that are not on the CPU, a table without a mask, or a mask that does not
             fit or has no row.
 
@@ -62,6 +62,11 @@ class HostEmbeddingBags(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
+        if not isinstance(tables, QuantizedEmbeddingBags):
+            raise TypeError(
+                f"tables must be QuantizedEmbeddingBags, got {type(tables).__name__}: "
+                "for_inference(module) makes them of tables whose ids are row numbers"
+            )
         if not tables.packed.is_cpu:
             raise ValueError(f"tables must be on the CPU, got {tables.packed.device}")
         if missing := [name for name in tables.table_names if name not in stored]:
@@ -95,9 +100,14 @@ class HostEmbeddingBags(nn.Module):
 
         Args:
             indices: int32 or int64 `[L]`.
-            offsets: int32 or int64 `[F * B + 1]`, feature-major.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major; `[F * B]` if `tables` were made
+                without `include_last_offset`.
             per_sample_weights: float32 `[L]`, scales each row.
             batch_sizes: bags per feature and rank, for features of unequal batch sizes.
+
+        Returns:
+            `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in `output_dtype`; with `batch_sizes`
+            one vector as of `QuantizedEmbeddingBags`.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
@@ -108,7 +118,7 @@ class HostEmbeddingBags(nn.Module):
             all_offsets = append_last_offset(indices, offsets)
         bag_layout, _ = rows.layout_of_bags(all_offsets, batch_sizes)
         index, index_tables = self.stored.index, self.stored.index_tables
-        # Rows on the device, -1 for ids that have none there; each module skips -1.
+        # Rows in the copies, -1 for ids without a copy; each module skips -1.
         device_rows = quant.map_ids(
             index, index_tables, rows.features, indices, all_offsets, bag_layout
         )
@@ -119,7 +129,7 @@ class HostEmbeddingBags(nn.Module):
         return output.to(self.output_dtype)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of `host` rows, of the device's `weights`, and of the `index`."""
+        """Return the bytes of all rows, `host`, of the copies, `weights`, and of the `index`."""
         return {"host": sum(self.rows.nbytes().values()), **self.stored.nbytes()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -35,8 +35,11 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
 
 def _unpack_nested(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return packed values, lengths (None unless the values had holes) and offsets."""
-    if not nested.is_nested or nested.layout is not torch.jagged:
-        kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
+    is_tensor = isinstance(nested, Tensor)
+    if not is_tensor or not nested.is_nested or nested.layout is not torch.jagged:
+        kind = f"a {type(nested).__name__}"
+        if is_tensor:
+            kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
         raise TypeError(
             f"the tensor must be nested, of layout torch.jagged, got {kind}: make it with "
             "torch.nested.nested_tensor(rows, layout=torch.jagged)"

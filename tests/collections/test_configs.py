@@ -144,6 +144,9 @@ def test_hash_refuses_options_at_construction(options: dict, error: str) -> None
 def test_bits_are_an_int() -> None:
     with pytest.raises(TypeError, match="bits must be an int"):
         Quantized(8.0)  # type: ignore[arg-type]
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(4, 2, "t")])
+    with pytest.raises(TypeError, match="bits must be an int"):
+        bags.quantized("8")  # type: ignore[arg-type]
 
 
 def test_slices_are_tables_of_their_own() -> None:

@@ -16,7 +16,7 @@ from emblib.collections import (
 )
 from tests.collections.cases import batch, dense
 
-POSITIONS = {"a": 4, "c": 6}
+POSITIONS = {"c": 6, "a": 4}  # in another order than that of the ParameterDict
 
 
 def _processor() -> PositionWeightedProcessor:

@@ -325,6 +325,8 @@ def test_fused_params_that_are_refused() -> None:
         from_fused_params({"momentum": 0.5})
     with pytest.raises(ValueError, match="weight_decay_mode must be"):
         from_fused_params({"weight_decay": 0.1, "weight_decay_mode": "cowclip"})
+    with pytest.raises(ValueError, match="LARS has no decoupled weight decay"):
+        from_fused_params({"optimizer": "lars_sgd", "weight_decay": 0.1, "weight_decay_mode": 2})
     with pytest.raises(ValueError, match=r"eps would have no effect on Adam\(lr=0.1\)"):
         from_fused_params({"optimizer": optim.Adam(0.1), "eps": 1e-3})
 
@@ -345,6 +347,10 @@ def test_warm_up_of_tables_goes_on_where_it_was_saved() -> None:
     given = WarmupOptimizer(FusedOptimizer.of(Model(optim.SGD(0.3))), stages[1:], lr=2.0)
     assert given.param_groups[0]["lr"] == 2.0
     both = CombinedOptimizer([warms[0]])
+    keyed_state = warms[0].keyed_state()
+    assert keyed_state.keys() == made[0].keyed_state().keys() == both.keyed_state().keys()
+    both.load_keyed_state(keyed_state)
+    assert keyed_state
     both.load_state_dict(both.state_dict())
     with pytest.raises(ValueError, match="must be > 0 and ascend"):
         WarmupOptimizer(warms[0], [stages[1], stages[0]])

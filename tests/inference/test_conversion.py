@@ -167,5 +167,9 @@ def test_wrong_use_is_refused() -> None:
         quantization_errors(torch.ones(5, 2), served)
     with pytest.raises(ValueError, match="more rows than the source"):
         quantization_errors(torch.ones(3, 2), served)
+    with pytest.raises(ValueError, match="has dim 2, in the source 3"):
+        quantization_errors(torch.ones(4, 3), served)
+    with pytest.raises(ValueError, match="source has 2 tables, served are 1"):
+        quantization_errors({"a": torch.ones(4, 2), "b": torch.ones(4, 2)}, served)
     with pytest.raises(ValueError, match="bag must be >= 1, got 0"):
         quantization_errors(torch.ones(4, 2), served, bag=0)

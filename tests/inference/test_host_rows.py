@@ -83,6 +83,8 @@ def test_wrong_use_is_refused() -> None:
         HostEmbeddingBags(tables(), {"item": top_rows(torch.rand(40), 0.1)}, "cpu")
     with pytest.raises(ValueError, match="must be bool"):
         HostEmbeddingBags(tables(), {**MASKS, "user": torch.ones(8, dtype=torch.bool)}, "cpu")
+    with pytest.raises(TypeError, match="must be QuantizedEmbeddingBags, got Linear"):
+        HostEmbeddingBags(torch.nn.Linear(2, 2), {}, "cpu")
     on_meta = QuantizedEmbeddingBags([TableSpec(4, 8)], device="meta")
     with pytest.raises(ValueError, match="must be on the CPU"):
         HostEmbeddingBags(on_meta, {}, "cpu")

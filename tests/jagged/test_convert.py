@@ -55,6 +55,8 @@ def test_nested_by_feature() -> None:
 def test_other_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match=r"got a tensor of layout torch\.strided"):
         JaggedTensor.from_nested(torch.zeros(2, 2))
+    with pytest.raises(TypeError, match=r"must be nested, .* got a list:"):
+        JaggedTensor.from_nested([torch.zeros(2)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch tells to use the other layout
         strided = torch.nested.nested_tensor([torch.zeros(1)], layout=torch.strided)

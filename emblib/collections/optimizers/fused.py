@@ -415,19 +415,19 @@ def _convert_arguments(
 def _convert_decay(make: Any, rate: float, mode: Any) -> Any:
     """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
     mode_name = str(getattr(mode, "name", mode)).lower()
-    is_decoupled = mode_name in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
-    is_added = mode_name in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
+    is_decoupled = mode_name in ("decouple", "2")
     if mode_name not in ("l2", "none", "0", "1", "decouple", "2"):
         raise ValueError(
             f"weight_decay_mode must be NONE, L2 or DECOUPLE here, got {mode!r}; make the "
             "optimizer with emblib.optim for others"
         )
+    if issubclass(make, _ONLY_L2):
+        if is_decoupled:
+            raise ValueError(f"{make.__name__} has no decoupled weight decay, got mode {mode!r}")
+        return optim.L2(rate)
     # FBGEMM has only decoupled decay for optimizers with moments.
     has_moments = issubclass(make, optim.Adam | optim.LAMB)
-    if (is_decoupled or has_moments) and not issubclass(make, _ONLY_L2):
-        return optim.Decoupled(rate)
-    assert is_added
-    return optim.L2(rate)
+    return optim.Decoupled(rate) if is_decoupled or has_moments else optim.L2(rate)
 
 
 def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:

@@ -256,6 +256,14 @@ class OptimizerWrapper(KeyedOptimizer):
         """Return the names of the parameters of each group of the wrapped optimizer."""
         return self.wrapped.group_names()
 
+    def keyed_state(self) -> State:
+        """Return the state of the wrapped optimizer by parameter name."""
+        return self.wrapped.keyed_state()
+
+    def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load the state of some parameters of the wrapped optimizer, by name."""
+        self.wrapped.load_keyed_state(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the wrapped optimizer."""
         return self.wrapped.state_dict()
@@ -636,6 +644,14 @@ class CombinedOptimizer(KeyedOptimizer):
             for prefix, optimizer in self._optimizers
             for name, values in optimizer.keyed_state().items()
         }
+
+    def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load the state of some parameters, by name, into their optimizers."""
+        for prefix, optimizer in self._optimizers:
+            names = {_add_prefix(prefix, k): k for group in optimizer.group_names() for k in group}
+            part = {names[k]: values for k, values in state.items() if k in names}
+            if part:
+                optimizer.load_keyed_state(part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` and `param_groups` of all optimizers."""
