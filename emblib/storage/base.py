@@ -308,7 +308,7 @@ class Storage:
     is_keyed: ClassVar[bool] = False
     """Whether ids are keys: shards are then chosen by the hash of a key, not by its row."""
     is_trained: ClassVar[bool] = True
-    """Whether backward can update the rows."""
+    """Whether the rows can be trained."""
     shares_parameters: ClassVar[bool] = False
     """Whether slices have parameters in common, whose gradients are summed over the slices."""
     updates_need_rows: ClassVar[bool] = False
@@ -320,7 +320,7 @@ class Storage:
 
     @property
     def counts_uses(self) -> bool:
-        """Return whether a table counts how often an id is used; its module then takes `counts`."""
+        """Return whether the module takes `counts`, how often each id of a batch was used."""
         return False
 
     def check_table(self, table: TableDescription) -> None:
