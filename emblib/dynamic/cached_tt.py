@@ -288,7 +288,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
             batch_sizes: `[F][ranks]`, bags per feature and rank, if features differ in batch size;
-                the output is then flat, as in `TableBatchedEmbeddingBags`. None if all have B bags.
+                pooled output is then flat, as in `TableBatchedEmbeddingBags`. None: all have B bags.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL (on
@@ -619,7 +619,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
-        """Return the ids of stored rows, cached or spilled, int64 `[n]`, in their order."""
+        """Return the ids of stored rows, cached or spilled, int64 `[n]`, by ascending row."""
         keys = self._stored_keys(table)
         return keys[keys >= 0] - self._first_key[table]
 

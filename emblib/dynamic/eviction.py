@@ -145,7 +145,7 @@ _MAX_SECONDS = 1e12  # in microseconds below 2^62
 
 
 class Sweep(NamedTuple):
-    """Buckets of one table that a step searches for expired keys; those not in use have none.
+    """Buckets of one table that a step searches for expired keys; some may not be in use.
 
     Attributes:
         table: number of the table.

@@ -584,9 +584,9 @@ class DynamicTable:
         `answer(state, table index, keys)` is called for the keys of each shard; if `scores` has one
         item, the scores of `keys`, with one score per key as a further argument.
         """
-        questions = self._run_on_all_ranks(method, lambda: _question_of(keys, *scores))
-        columns = [torch.cat(column) for column in zip(*questions, strict=True)]
-        all_keys, counts = columns[0], [question[0].numel() for question in questions]
+        asked_by_rank = self._run_on_all_ranks(method, lambda: _keys_with_scores(keys, *scores))
+        columns = [torch.cat(column) for column in zip(*asked_by_rank, strict=True)]
+        all_keys, counts = columns[0], [asked[0].numel() for asked in asked_by_rank]
         owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:
@@ -608,7 +608,7 @@ class DynamicTable:
         return local_answers[rank_of_key, torch.arange(count)]
 
 
-def _question_of(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
+def _keys_with_scores(keys: Tensor, *scores: Tensor | int) -> list[Tensor]:
     """Return keys and, if there are `scores`, one per key; int64 `[n]` each, on the CPU.
 
     Raises:

@@ -91,7 +91,7 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
     Raises:
         BlockingIOError: the store is open in another module or process; it may raise other
             exceptions of its own.
-        MemoryError: the system has no memory or address space for a capacity.
+        MemoryError: the system has no address space for the capacities, on the CPU.
         TypeError: an argument of another type.
         ValueError: inconsistent arguments, or a store that has other tables.
 
@@ -305,8 +305,8 @@ class DynamicEmbeddingBags(SentAsCopy, FusedTables):
                 `OnInsertFailure.RAISE`; a batch with more ids outside the fast tier than
                 `BackingStore.max_misses`; in training, a table with `Eviction.CUSTOM` without a
                 score, or tables of which only some are frozen.
-            TypeError: indices of another dtype, arguments that are no tensors, or `batch_sizes`
-                that are no ints.
+            TypeError: indices of another dtype, indices or offsets that are no tensors, or
+                `batch_sizes` that are no ints.
             ValueError: `batch_sizes` that do not fit; counts below 0, on the CPU; weights without
                 pooling.
             Exception: the backing store raised it.
