@@ -288,7 +288,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
             per_sample_weights: float32 in the shape of `indices`, scales each row; gets a gradient
                 if it requires one.
             batch_sizes: `[F][ranks]`, bags per feature and rank, if features differ in batch size;
-                pooled output is then flat, as in `TableBatchedEmbeddingBags`. None: all have B bags.
+                pooled output is then flat, as in `TableBatchedEmbeddingBags`. None: B for each.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL (on
