@@ -63,6 +63,7 @@ from emblib.tables.batches import (
     append_last_offset,
     bags_of_equal_length,
     check_bounds,
+    check_tensor,
     layout_of_bags,
 )
 from emblib.tables.graph_break import run_uncompiled
@@ -291,14 +292,14 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
                 pooled output is then flat, as in `TableBatchedEmbeddingBags`. None: B for each.
 
         Raises:
-            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL (on
-                CUDA a device assert); weights without pooling, or of another dtype or number; a
-                lookup that checkpointing repeats after stored rows have changed; a training lookup
-                in the capture of a CUDA graph with `TTCache.every`.
-            TypeError: `batch_sizes` that are no ints.
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
+                weights without pooling, or of another dtype or number; checkpointing repeats it
+                after stored rows changed; `TTCache.every` in a captured training lookup.
+            TypeError: indices or offsets that are no tensors, `batch_sizes` that are no ints.
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.
         """
+        check_tensor("indices", indices)
         refuse_transforms("per_sample_weights", per_sample_weights, indices, offsets)
         if indices.dim() == 2:
             indices, offsets, per_sample_weights = bags_of_equal_length(
@@ -336,8 +337,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         """Return whether this lookup counts its ids; populate first if `every` lookups have passed.
 
         Raises:
-            RuntimeError: backward repeats a lookup, and stored rows have changed in between; or a
-                CUDA graph captures a lookup that would have to populate.
+            RuntimeError: see `forward`: a repetition after a change, or a captured lookup.
         """
         running = running_forward(training=self.training)
         if running is not None and running.is_repeated:
@@ -398,6 +398,7 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
         """Check a batch before anything is changed; return repaired offsets, `[F * B + 1]`."""
+        check_tensor("offsets", offsets)
         num_features, num_bags = len(self.rows_of_features), offsets.numel() - 1
         if batch_sizes is None and (num_bags < 0 or num_bags % num_features):
             raise RuntimeError(

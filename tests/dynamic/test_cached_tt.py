@@ -314,6 +314,14 @@ def test_invalid_ids_read_row_0_where_it_is_and_are_not_counted() -> None:
     assert bags.cache_stats().lookups == 0
 
 
+def test_batches_that_are_no_tensors_are_refused() -> None:
+    bags = bags_of()
+    with pytest.raises(TypeError, match="indices must be a tensor, got list"):
+        bags([1, 2], torch.tensor([0, 1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offsets must be a tensor, got list"):
+        bags(torch.tensor([1, 2]), [0, 1, 2])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("table", [-1, 1])
 def test_tables_that_do_not_exist_are_named(table: int) -> None:
     bags = CachedTTEmbeddingBags([TTSpec(60, 8, (2, 2))], TTCache(4))
