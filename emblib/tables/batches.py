@@ -214,6 +214,8 @@ def variable_batch(
         ValueError: not one list per feature, lists of different lengths, a negative size, or sizes
             that do not add up to `num_bags`.
     """
+    if not all(hasattr(sizes, "__len__") for sizes in batch_sizes):
+        raise TypeError(f"batch_sizes must be one list of ints per feature, got {batch_sizes}")
     if len(batch_sizes) != len(dims):
         raise ValueError(
             f"batch_sizes must have one list per feature = {len(dims)}, got {len(batch_sizes)}"

@@ -440,6 +440,8 @@ def test_wrong_batch_sizes_are_refused(sizes: list[list[int]], message: str) -> 
 def test_batches_of_wrong_types_are_refused() -> None:
     table = module(optim.SGD(0.1), torch.device("cpu"))
     indices, offsets = variable()
+    with pytest.raises(TypeError, match="must be one list of ints per feature, got"):
+        table(indices, offsets, batch_sizes=[sum(sizes) for sizes in SIZES])
     with pytest.raises(TypeError, match="batch_sizes must be ints"):
         table(indices, offsets, batch_sizes=[[*sizes[:-1], float(sizes[-1])] for sizes in SIZES])
     with pytest.raises(TypeError, match="indices must be a tensor, got list"):
