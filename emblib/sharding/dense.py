@@ -111,6 +111,13 @@ class FullyShard:
         return module
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has sharded the parameters of a module."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
 Wrapping = DDP | FullyShard
 """Distribution of the dense part over the ranks."""
 

@@ -74,12 +74,13 @@ class detect_rank_failures:
     The error of the collective is then the cause of a `RankFailure`. If no rank is at fault, it
     propagates with a note that says so.
 
-    All ranks enter the block, not necessarily at the same time, and stay in it for as long as they
-    use collectives: it goes around the training loop, not into it. A failure that is detected while
-    no collective has failed is logged, e.g. of a stopped process, of a network that is down, or
-    over NCCL, which waits for its own timeout. An error of this rank itself propagates unchanged,
-    and the `RankFailure` of the other ranks quotes it, unless the store ends with this process:
-    without torchrun it is in the process with rank 0. For one rank alone the block does nothing.
+    All ranks enter the block, equally often but not necessarily at the same time, and stay in it
+    for as long as they use collectives: it goes around the training loop, not into it. A failure
+    that is detected while no collective has failed is logged, e.g. of a stopped process, of a
+    network that is down, or over NCCL, which waits for its own timeout. An error of this rank
+    itself propagates unchanged, and the `RankFailure` of the other ranks quotes it, unless the
+    store ends with this process: without torchrun it is in the process with rank 0. For one rank
+    alone the block does nothing.
 
     Args:
         ranks: the processes.

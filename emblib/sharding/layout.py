@@ -63,7 +63,8 @@ class RankLayout(NamedTuple):
     """The shards on one rank, and its units; or all replicas, or the units of `NodeSums`.
 
     Attributes:
-        shards: the shards, in the order of tables; of a rank without replicas. Empty in `NodeSums`.
+        shards: the shards, in the order of tables; replicas only in `CollectionLayout.replicated`.
+            Empty in `NodeSums`.
         units: the units in the order of their rows, which for shards is that of `Arrange`.
         columns: sum of the columns of `units`.
         replicated_units: units of replicated tables whose ids are sent to every rank, see

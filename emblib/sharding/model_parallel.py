@@ -20,6 +20,7 @@ from emblib.sharding.codecs import CommPrecision
 from emblib.sharding.dense import (
     Wrapping,
     copy_from_first,
+    is_fully_sharded,
     materialise,
     parse_wrapping,
     unwrapped,
@@ -231,7 +232,16 @@ class DistributedModelParallel(nn.Module):
 
         The sharded collections are not copied: both models look up in the same tables. The dense
         part of the copy is not wrapped, so its gradients are not averaged.
+
+        Raises:
+            RuntimeError: the dense part is wrapped with `FullyShard`: a rank has only a part of it.
         """
+        if is_fully_sharded(self.module):
+            raise RuntimeError(
+                "the dense part is sharded with fully_shard, so this rank cannot copy it: save the "
+                "model with emblib.sharding.checkpoints.save, and load it into a model that was "
+                "made with wrap='ddp' or wrap='none'"
+            )
         collections = sharded_modules(self.module).values()
         model = deepcopy(self.module, {id(collection): collection for collection in collections})
         collection_modules = {
@@ -261,7 +271,11 @@ class DistributedModelParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of this model, or of the unsharded model."""
+        """Load a state dict of this model, or of the unsharded model.
+
+        With `FullyShard` the dense part must be sharded as in `state_dict`; else load a checkpoint
+        with `emblib.sharding.checkpoints.load`.
+        """
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

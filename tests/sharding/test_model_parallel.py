@@ -276,6 +276,8 @@ def _in_blocks(ranks: RankGroup) -> list[str]:
     wrap = FullyShard(_blocks, {"reshard_after_forward": True})
     model = DistributedModelParallel(Net(), ranks, plan=rules(2), wrap=wrap)
     list(plain_loop(model, [make_batch(1, SIZE)], 1))
+    with pytest.raises(RuntimeError, match="sharded with fully_shard, so this rank cannot copy it"):
+        model.copy("cpu")
     return [type(part).__name__ for part in (model.module, model.module.bottom, model.module.bags)]
 
 

@@ -230,7 +230,7 @@ class Staged(NamedTuple, Generic[T]):
 
 
 class Lane:
-    """Runs one stage of a pipeline in order, on a CUDA stream of its own; on the CPU it just calls.
+    """Runs one stage of a pipeline in order: on a GPU on a separate stream, on the CPU at once.
 
     The stream waits only for its input, not for the current stream: otherwise it would run after
     the step that it should overlap with.

@@ -146,8 +146,8 @@ class CallerInputs:
 class SeparateCalls:
     """The calls of a forward that look up separately, because they are in checkpointed regions.
 
-    A region repeats only its own lookup. With the first batch all calls look up separately, which
-    shows which of them are in regions.
+    A region repeats only its own lookup. With the first batch that is sent ahead all calls look up
+    separately, which shows which of them are in regions.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class SeparateCalls:
         """Return whether the running call, number `index` of the forward, looks up by itself.
 
         Raises:
-            RuntimeError: it is in a region, but was not with the first batch.
+            RuntimeError: it is in a region, but was not with the first batch that was sent ahead.
         """
         if not is_checkpointed(module):
             return index in self.indices or not self.is_learned
