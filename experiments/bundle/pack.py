@@ -112,9 +112,9 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
             )
     for path in sorted(CONF.rglob("*.yaml")):
         contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
-    for sha in dict.fromkeys(str(r["code"].get("sha")) for r in runs):
-        dirty = any(r["code"].get("dirty") for r in runs if str(r["code"].get("sha")) == sha)
-        source = _source_archive(sha)
+    for sha in dict.fromkeys(r["code"].get("sha") for r in runs):
+        dirty = any(r["code"].get("dirty") for r in runs if r["code"].get("sha") == sha)
+        source = _source_archive(sha) if sha else None
         if source is not None:
             contents[f"source/{sha}.tar.gz"] = source
         if source is None or dirty:
@@ -229,7 +229,9 @@ def _source_archive(sha: str) -> bytes | None:
     return gzip.compress(completed.stdout, 6, mtime=0)
 
 
-def _source_note(sha: str, *, known: bool) -> str:
+def _source_note(sha: str | None, *, known: bool) -> str:
+    if not sha:
+        return "The source of some runs is not enclosed: they did not record a commit."
     if known:
         return (
             f"Runs at {sha} had changes that are in no commit: source/{sha}.tar.gz is the commit, "

@@ -153,6 +153,17 @@ def test_two_runs_of_one_name_stay_apart(run: Path, tmp_path: Path) -> None:
     assert [r["folder"] for r in description["runs"]] == [folder, f"{folder}-2"]
 
 
+def test_a_run_without_a_commit_is_noted(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / run.parent.name / run.name
+    shutil.copytree(run, copy)
+    environment = json.loads((copy / "environment.json").read_text()) | {"git": None}
+    (copy / "environment.json").write_text(json.dumps(environment))
+    assert cli.main(["bundle", "pack", str(copy), "--out", str(tmp_path / "y.zip")]) == 0
+    assert "note: The source of some runs is not enclosed" in capsys.readouterr().out
+
+
 def test_what_is_no_run_is_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bundle", "pack", str(tmp_path), "-o", str(tmp_path / "y.zip")]) == 2
     assert "is not a run: it has no config.yaml" in capsys.readouterr().err
