@@ -47,6 +47,7 @@ def measure_cell(
     session.note("|making batches")
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
+    timing = dataclasses.replace(timing, pool=len(pool.batches))  # a short trace gives fewer
     outcomes, contenders = _build(cell, session)
     sync = session.sync
     sync.settle(outcomes)
@@ -170,12 +171,12 @@ def check_batch(cell: Cell, seed: int) -> Batch:
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:
-    """Return the contender's forward and step as phases."""
+    """Return the contender's forward and step as phases, whose numbers count modulo the pool."""
     prepared = [contender.prepare(batch) for batch in pool.batches]
 
     def phase(name: str) -> Phase:
         work = getattr(contender, name)
-        return lambda number: work(prepared[number])
+        return lambda number: work(prepared[number % len(prepared)])
 
     return {name: phase(name) for name in PHASES}
 

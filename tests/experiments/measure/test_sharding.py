@@ -257,7 +257,7 @@ def _refused(ranks: RankGroup) -> str:
 
 
 def test_parts_by_columns_do_not_pretend_to_be_whole_rows() -> None:
-    assert all("otherwise than whole rows" in told for told in worlds.run(4, _refused))
+    assert all("differently from whole rows" in told for told in worlds.run(4, _refused))
 
 
 def _wrong(ranks: RankGroup) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from experiments.config.schema import Config, TimingConfig, WorkloadConfig
+from experiments.config.schema import (
+    Config,
+    Distribution,
+    Format,
+    TimingConfig,
+    WorkloadConfig,
+)
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task
 from experiments.contenders.tables import BatchedTables
 from experiments.measure import timing
 from experiments.measure.session import Session
-from experiments.workloads.workload import Batch
+from experiments.workloads.workload import Batch, make_pool, table_shapes
 
 
 class RefusesFullBatches(BatchedTables):
@@ -43,6 +50,25 @@ def test_an_arm_that_cannot_prepare_its_batches_fails_alone(
     assert by_arm["managed"]["reason"].startswith("ValueError: this batch cannot be prepared")
     assert by_arm["tbe"]["status"] == "ok"
     assert len(by_arm["tbe"]["samples"]["step"]) == 2
+
+
+def test_a_trace_of_fewer_batches_than_the_pool_is_timed(tmp_path: Path) -> None:
+    path = tmp_path / "short.csv"
+    path.write_text("item\n" + "".join(f"{number % 7}\n" for number in range(40)))
+    work = WorkloadConfig(
+        distribution=Distribution.trace, file=str(path), format=Format.csv, T=1, E=7, D=4, B=16
+    )
+    config = Config(name="x", timing=TimingConfig(pool=8, warmup=1, min_rounds=3, max_rounds=3))
+    cell = Cell("sweep", "", work, (Arm("cached_lru", cache=1.0), Arm("tbe")))
+    session = Session(config, torch.device("cpu"), "run")
+    for record in timing.measure_cell(cell, session, 1.0):
+        assert (record["status"], record["pool_batches"]) == ("ok", 2), record["reason"]
+    pool = make_pool(work, table_shapes(work), 8, 1)
+    contender = registry.build(
+        "tbe", Task(table_shapes(work), config.optimizer, 0.1, session.device)
+    )
+    phases = timing.whole_steps(contender, pool)
+    assert phases["forward"](7).shape == (16, 4)  # as the gate calls it
 
 
 def test_counters_are_those_of_one_pass_over_all_batches() -> None:
