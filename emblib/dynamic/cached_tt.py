@@ -293,8 +293,8 @@ class CachedTTEmbeddingBags(SentAsCopy, nn.Module):
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights without pooling, or of another dtype or number; checkpointing repeats it
-                after stored rows changed; `TTCache.every` in a captured training lookup.
+                weights without pooling, or of another dtype or number; stored rows that changed
+                before checkpointing repeats the lookup; `TTCache.every` in a captured lookup.
             TypeError: indices or offsets that are no tensors, `batch_sizes` that are no ints.
             ValueError: `batch_sizes` that do not fit; offsets missing, or given with 2-dimensional
                 indices.

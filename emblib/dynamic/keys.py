@@ -91,11 +91,11 @@ def as_score(score: Any) -> int:
 def as_scores(scores: Any) -> Tensor:
     """Return one score or several as an int64 tensor, in their shape.
 
-    Scores of uint64 keep their bits, so those of 2^63 and above rank lowest.
+    Tensors of uint64 keep their bits, so scores of 2^63 and above rank lowest.
 
     Raises:
         TypeError: scores are no integers, so that int64 would lose their order.
-        ValueError: a single score is not in the range of int64.
+        ValueError: an int is not in the range of int64.
     """
     if not hasattr(scores, "__len__"):  # an int
         return torch.tensor(as_score(scores))

@@ -43,7 +43,8 @@ def save(
 ) -> int:
     """Save the tables to a directory, which then holds all of this dump or its old content.
 
-    Call it between steps, not between a forward and its backward.
+    If several ranks write parts and are cut short between two of them, it holds neither. Call it
+    between steps, not between a forward and its backward.
 
     Args:
         state: the tables.
