@@ -1,9 +1,9 @@
 """The integer codes of the options of native ops: one dict {name: code} per option.
 
 Ops take an option as a small integer: the conversion of a string argument in torch's stable headers
-leaks a copy of it at every call. The same numbers and, with what each does, the same names are in
-csrc/core/codes.h and, for optimizers, in csrc/optim/optimizers.h; tests/test_schema.py compares
-them.
+leaks a copy of it at every call. csrc/core/codes.h has the same numbers and names, and says what
+each does; optimizers are in the order of csrc/optim/optimizers.h. tests/test_schema.py and
+tests/test_optim.py compare them.
 """
 
 
