@@ -233,7 +233,10 @@ def _child_seconds() -> float:
 
 
 def describe_load(state: Mapping[str, Any]) -> str:
-    """Say whether the machine did nothing else while a part was measured."""
+    """Say whether the machine was idle before and while a part was measured.
+
+    `state` is that of `run_watched`; {} if it was not recorded.
+    """
     if not state:
         return "what else the machine did was not recorded"
     cores_of_others = max(state["others_before"] or 0.0, state["others_during"])

@@ -21,8 +21,8 @@ class FactorizedTables(TorchOptimized):
     """TensorLy-Torch's module per table, trained by autograd and torch.optim.
 
     The library has no bags: distinct ids are looked up, and torch pools the rows. On skewed ids
-    that is several times faster than one row per lookup. The cores have emblib's shapes and dense
-    gradients.
+    that is several times faster than one row per lookup. The cores have the ranks and factors of
+    emblib's, and dense gradients.
     """
 
     def _build(self) -> list[Tensor]:
