@@ -119,7 +119,10 @@ class NodeSums(NamedTuple):
 
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
-    """Find units whose rows can be summed within nodes of `local_size` ranks; None if none."""
+    """Find units whose rows can be summed within nodes of `local_size` ranks; None if none.
+
+    `local_size` must divide the number of ranks.
+    """
     units_of_columns: dict[tuple[int, Span], list[tuple[int, int]]] = {}
     for rank, rank_layout in enumerate(layout.ranks):
         for i, unit in enumerate(rank_layout.units):

@@ -562,7 +562,8 @@ def table_handles(tables: Tables) -> DynamicTables:
 class StateOfTables(nn.Module):
     """Base of sharded collections: state dicts with the names of the unsharded collection.
 
-    Values are `ShardedTable`s, or tensors if every rank has a replica. Full tensors, as in the
+    Rows are `ShardedTable`s, or tensors if every rank has a replica; entries that describe a table,
+    such as the layout of a tensor train, are tensors. Full tensors, as in the
     state dict of an unsharded collection, can be loaded as well: each rank reads its shards. With
     dynamic tables `state_dict` is a collective.
     """

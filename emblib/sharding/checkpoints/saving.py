@@ -23,7 +23,7 @@ from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.tables.durable_files import save_archive, saving
 
 NOTES = "emblib"
-"""The entry of a checkpoint for metadata: a JSON text, as bytes."""
+"""The entry of a checkpoint for metadata: a JSON text, as a uint8 tensor."""
 
 Group = RankGroup | dist.ProcessGroup | dist.DeviceMesh | None
 
