@@ -154,8 +154,9 @@ def start_joint_input_dist(
 
     The first `wait` receives the sizes and sends the ids; `wait` on each of its results receives
     what `compute` of that collection takes. If a rank has no batch for one of them, the first
-    `wait` returns None on all ranks. A rank whose batch is wrong raises here, and the other ranks
-    of its process group raise RuntimeError in the first `wait`.
+    `wait` returns None on all ranks of that collection. A rank whose batch is wrong raises here,
+    and the other ranks of its process group raise RuntimeError in the first `wait`; so do all of
+    them if their batches are of different kinds (`start_input_dists`).
 
     Args:
         calls: the collections and their batches.
