@@ -259,8 +259,8 @@ class StoredEvidence:
         commit: commit of the code; "" if it was not recorded.
         date: date of the measurement, ISO 8601; "" if it was not recorded.
         device: "cpu" or "cuda".
-        areas: areas of the code (`sources.AREAS`) that the measured contenders run; of a program
-            of tests.bench "dense tables" only.
+        areas: areas of the code (`sources.AREAS`): "dense tables", and for a run those of the
+            contenders that its configuration names, by AREA_OF.
         measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
         state: content of STATE, see `run_watched`; {} if it was not recorded.
     """
