@@ -198,13 +198,14 @@ class Message(NamedTuple):
 
 
 def start_all_to_alls(
-    messages: Sequence[Message], ranks: RankGroup, *, is_merged: bool
+    messages: Sequence[Message], ranks: RankGroup, *, content: Content, is_merged: bool
 ) -> list[Awaitable[Tensor]]:
     """Start all-to-alls without headers; return an awaitable of the received elements per message.
 
     Args:
         messages: the messages, the same number on all ranks.
         ranks: the ranks, which all make this call.
+        content: kind of the messages.
         is_merged: whether several messages are copied into one collective, which is faster for
             small messages. All ranks must pass the same value.
 
@@ -219,6 +220,7 @@ def start_all_to_alls(
                 message.received_sizes,
                 ranks,
                 received=message.received,
+                content=content,
                 has_header=False,
             )
             for message in messages
@@ -247,6 +249,7 @@ def start_all_to_alls(
         [sum(sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
         [sum(received_sizes[i : i + num_messages]) for i in range(0, len(sizes), num_messages)],
         ranks,
+        content=content,
         has_header=False,
     ).then(lambda received: received.split(received_sizes))
 

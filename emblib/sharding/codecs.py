@@ -506,7 +506,7 @@ def start_values(
             message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)
         results.append(partial(_decoded, values.codec, sizes, local, begin))
-    pending = start_all_to_alls(messages, ranks, is_merged=is_merged)
+    pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
     return [
         DeferredAwaitable(partial(result, awaitable))
         for result, awaitable in zip(results, pending, strict=True)

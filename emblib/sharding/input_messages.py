@@ -22,6 +22,7 @@ from emblib.sharding.all_to_all import (
     start_sizes,
 )
 from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
+from emblib.sharding.headers import Content
 from emblib.sharding.input_dist import IncomingBatch, InputDist, LocalBatch, OutgoingBatch
 from emblib.sharding.ranks import RankGroup
 
@@ -161,7 +162,7 @@ def _send_ids(
             messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
         if batch.counts is not None:
             messages.append(Message(batch.counts, batch.num_ids, expected.received_ids()))
-    payloads = iter(start_all_to_alls(messages, ranks, is_merged=merges_ids))
+    payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
     for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
         ids, weights = next(payloads), None
