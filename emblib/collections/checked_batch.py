@@ -31,10 +31,10 @@ def check_ids(ids: Tensor, *, allow_uint64: bool) -> None:
 
     Args:
         ids: the values.
-        allow_uint64: whether uint64 is allowed too, because all tables take it.
+        allow_uint64: whether uint64 is allowed too.
 
     Raises:
-        TypeError: a dtype that ids cannot have.
+        TypeError: a dtype other than int32, int64 and, if allowed, uint64.
         ValueError: another number of dimensions than 1.
     """
     is_integer = ids.dtype is torch.int64 or ids.dtype is torch.int32
@@ -55,18 +55,19 @@ def checked_batch(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTe
 
     Reads `offset_per_key` from the device if it is not known. The host cannot read it in
     `torch.export`, in graphs with `capture_scalar_outputs`, while a CUDA graph is captured, and of
-    fake tensors: there a batch with an unknown `offset_per_key` is not checked. Graphs with
-    `fullgraph=True` read it and check none of its numbers. Violations within a feature are left to
-    the kernels.
+    fake tensors: there a batch with an unknown `offset_per_key` is returned unchecked. A graph of
+    `torch.compile` checks only the numbers that it knows while it is traced. Offsets that are wrong
+    only within a feature are left to the kernels.
 
     Args:
         batch: the batch.
-        check: the reaction to a batch that is not valid. WARNING, IGNORE and NONE return a repaired
-            one: offsets are clamped, and the last bag gets ids that no bag has.
+        check: the reaction to a batch that is not valid. Where it does not raise, a repaired batch
+            is returned: offsets are clamped, and the last bag gets ids that no bag has.
 
     Raises:
-        RuntimeError: the batch is not valid, in mode FATAL. In mode WARNING a length is negative,
-            or ids are before the first bag or behind that of the only feature.
+        RuntimeError: in modes FATAL and WARNING: a length is negative; ids other than -1 are before
+            the first offset; or, in a batch with one feature, ids are after the last. In mode FATAL
+            also another sum of lengths than the number of ids.
     """
     values = batch.values()
     has_no_numbers = is_captured(values) or isinstance(values, FakeTensor) or _is_traced_whole()
@@ -98,7 +99,7 @@ def _is_traced_whole() -> bool:
 
 
 def _repaired(batch: KeyedJaggedTensor, check: BoundsCheck) -> KeyedJaggedTensor:
-    """Return a batch that is not valid with repaired offsets, see `checked_batch`."""
+    """Raise, or return the batch with repaired offsets, as `checked_batch` says."""
     offsets, values = batch.offsets(), batch.values()
     count, first, total = values.size(0), int(offsets[0]), int(offsets[-1])
     reports = check in (BoundsCheck.FATAL, BoundsCheck.WARNING)

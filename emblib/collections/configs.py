@@ -28,7 +28,7 @@ class TableConfig:
 
     Args:
         num_embeddings: rows; the capacity of a hash table.
-        embedding_dim: length of a row.
+        embedding_dim: elements per row.
         name: name of the table in checkpoints and plans. Dots are not allowed, nor the names that
             `nn.ModuleDict` defines ("train", "keys", ...), because it becomes an attribute there.
         feature_names: names of the features that read the table; () is one feature with the name of
@@ -37,8 +37,8 @@ class TableConfig:
             bfloat16.
         rounding: how updates of 16-bit rows are rounded. None rounds to nearest, which loses
             updates smaller than half a step; `StochasticRounding(seed)` keeps them on average.
-        weight_init_min, weight_init_max: bounds of the uniform initial values; None is +-sqrt(1 /
-            num_embeddings).
+        weight_init_min, weight_init_max: bounds of the uniform initial values; None is -sqrt(1 /
+            num_embeddings), and sqrt(1 / num_embeddings) for the maximum.
         init_fn: function that writes initial values into a tensor
             `[num_embeddings, embedding_dim]`, or an `emblib.init.ByRows`, which writes blocks of
             it; None draws uniform values.
@@ -46,9 +46,9 @@ class TableConfig:
         optimizer: optimizer of this table; None uses the optimizer of its collection.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: a name, sizes, features or initial values that break these rules, or an argument
-            that `storage` does not support.
+        TypeError: an argument of another type, except `name` and `data_type`.
+        ValueError: a name, dtype, sizes, features or initial values that break these rules, or an
+            argument that `storage` does not support.
     """
 
     num_embeddings: int
@@ -140,7 +140,7 @@ class TableConfig:
 
     @property
     def has_bounds(self) -> bool:
-        """Return whether one of `weight_init_min` and `weight_init_max` is set."""
+        """Return whether `weight_init_min` or `weight_init_max` is set."""
         return self.weight_init_min is not None or self.weight_init_max is not None
 
     @property
@@ -153,7 +153,7 @@ class TableConfig:
         )
 
     def spec(self) -> Any:
-        """Return the spec of the whole table, for a table module."""
+        """Return the spec of the whole table that `storage` makes, e.g. a `TableSpec`."""
         return self.storage.spec(self.num_embeddings, self.embedding_dim, self.name)
 
 

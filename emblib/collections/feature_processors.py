@@ -18,7 +18,8 @@ from emblib.specs import check_count
 class PositionWeightedModule(nn.Module):
     """Weight the ids of features by their position in a bag, with learned weights.
 
-    Weights start at 1; they multiply the weights of the batch.
+    Weights are float32 parameters `position_weights[feature]` `[max length]`. They start at 1, and
+    multiply the weights of the batch, if it has any.
 
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
@@ -56,7 +57,7 @@ class PositionWeightedModule(nn.Module):
             weights.fill_(1.0)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Return the features with weights; features without learned weights are unchanged.
+        """Return a new dict with weights; features without learned weights are unchanged.
 
         Raises:
             KeyError: a feature of `max_feature_lengths` is missing.
@@ -94,7 +95,8 @@ class PositionWeightedProcessor(PositionWeightedModule):
 
         Raises:
             KeyError: the batch lacks a feature of `max_feature_lengths`.
-            ValueError: a bag is longer than its feature has positions (checked on the CPU).
+            ValueError: a bag is longer than its feature has positions. Checked on the CPU only; on
+                a GPU the further ids read weights of other features, or fail in torch.
         """
         keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
         missing_keys = sorted(self.max_feature_lengths.keys() - set(keys))
@@ -134,9 +136,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
     Args:
         embedding_bag_collection: a weighted collection.
-        feature_processors: module that maps a KeyedJaggedTensor to one with weights; or a dict of
-            one module per feature, each from a dict of JaggedTensor to one with weights, such as
-            `PositionWeightedModule`.
+        feature_processors: module that maps a KeyedJaggedTensor to one with weights; or modules by
+            feature, each of which maps `{feature: JaggedTensor}` to such a dict with weights, as
+            `PositionWeightedModule` does.
 
     Raises:
         ValueError: the collection is not weighted, or no table reads the feature of a module.
@@ -178,10 +180,10 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up the batch with its computed weights.
 
-        Features without a module keep their weights, or have weights of 1.
+        With modules by feature, a feature without a module keeps its weights, or has weights of 1.
 
         Raises:
-            KeyError: the batch lacks the feature of a table.
+            Exception: as the feature processors and `EmbeddingBagCollection.forward`.
         """
         result: KeyedTensor = self.embedding_bag_collection(self._with_computed_weights(features))
         return result

@@ -29,7 +29,8 @@ class FusedTableEntry:
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
         parameters: parameters of these shards, by name.
-        identity: object that all entries of one shared table have in common.
+        identity: object that all entries of one shared table have in common; None for a table
+            that is not shared.
     """
 
     optimizer: Optimizer
@@ -86,7 +87,7 @@ def check_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Raise what `load_optimizer_state` would raise."""
+    """Raise the KeyError or ValueError of `load_optimizer_state`; write nothing."""
     for name, module, states in _states(groups, prefix, handles):
         check_saved_states(name, module, states, state.get(name))
 

@@ -56,9 +56,10 @@ class GroupInput(NamedTuple):
         slice_group: the group.
         begin, end: positions `[begin, end)` of the ids in the batch.
         ids: `[end - begin]`, dtype as in `TableGroups.forward`.
-        offsets: `[bags + 1]`, from 0 on; from the number of padding ids on in a capture.
-        batch_sizes: `[units][ranks]`, if units differ in batch size.
-        sources: int64 `[L]` in a capture, the position of each id in the batch, -1 for padding.
+        offsets: `[bags + 1]`, positions in `ids`; ids before the first offset are padding.
+        batch_sizes: `[units][ranks]`, if units differ in batch size; else None.
+        sources: position in the batch of each of `ids`, int64 `[L]`, -1 for padding; None except in
+            a capture.
     """
 
     slice_group: SliceGroup
@@ -130,7 +131,7 @@ class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
     Slices that differ in storage, dtype or optimizer are in different modules. `forward` takes the
-    units sorted by module, in the order `order`; with one module, `forward` just calls the module.
+    units sorted by module, in the order `order`; with one active module it just calls that module.
 
     `handles[i]` has the parameters of slice i, views of its module's memory; `views(i)` has its
     optimizer states as well. The modules are not submodules, and there is no state dict: the
@@ -157,9 +158,14 @@ class TableGroups(nn.Module):
         column_of: first output column of each unit.
         dims: number of columns of each unit.
         groups: the modules, with the units of each; `active` has the groups that have units.
-        has_one_module: whether `forward` just calls one module.
+        has_one_module: whether exactly one group has units.
         handles: one module per slice, with its parameters.
         seeds: seeds of the initial values, by table.
+
+    Raises:
+        KeyError: `seeds` lacks a table.
+        ValueError: an index in `reads` that is no slice, or an optimizer that a table does not
+            support.
     """
 
     _only_module: Any
@@ -301,14 +307,14 @@ class TableGroups(nn.Module):
             batch_sizes: `[units][ranks]` in this order, where units differ in batch size, as in
                 `TableBatchedEmbeddingBags`: the output is one vector, rank after rank, for each
                 rank unit after unit, for each the rows of its bags.
-            id_counts: number of ids of each group that has units. None reads them from `offsets`,
-                which makes the host wait for a GPU where there are several groups.
+            id_counts: number of ids of each group that has units, used if there are several. None
+                reads them from `offsets`, for which the host waits for a GPU.
             use_counts: int64 `[L]`, number of uses that each id stands for, if ids were
                 deduplicated; only tables that count uses read it.
 
         Returns:
-            `[B, output_dim]` or `[L, D]` in `output_dtype`. Unpooled units of different dims are
-            one vector, id after id. Without units it is `[0, 0]`.
+            `[B, output_dim]` if pooled, else `[L, D]`, in `output_dtype`. Unpooled units of
+            different dims are one vector, id after id. Without units it is `[0, 0]`.
 
         Raises:
             RuntimeError: a parameter of a table was replaced.
@@ -374,7 +380,7 @@ class TableGroups(nn.Module):
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
-        """Set the dtype of outputs: float32, float16 or bfloat16."""
+        """Set the dtype of outputs: float32, float16 or bfloat16; else raise ValueError."""
         check_float_dtype("output_dtype", dtype)
         self.output_dtype = dtype
         for module in self._table_modules:
@@ -411,7 +417,7 @@ class TableGroups(nn.Module):
     def views(self, slice_index: int) -> dict[str, Tensor]:
         """Return weight and optimizer states of a slice, as views: writes reach the table.
 
-        These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
+        Those of a dense table are `weight` `[rows, dim]` and the states by name; of a
         tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows
         `cache.weight` and `cache.<state>`; of a hash table rows by slot; of a quantised table
         `packed`. A cache is flushed and emptied first. The views are invalid after the module
@@ -434,7 +440,7 @@ class TableGroups(nn.Module):
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
-        """Return the shared slices, in the order of the units."""
+        """Return the shared slices, in the order of the groups."""
         return [
             self._shared[key]
             for grouping in self._groupings
@@ -442,11 +448,13 @@ class TableGroups(nn.Module):
         ]
 
     def parameters_of(self, slice_index: int) -> dict[str, nn.Parameter]:
-        """Return the parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
+        """Return the parameters of a slice by name, e.g. `weight`, or `cores.0` and so on."""
         return dict(self.handles[slice_index].named_parameters())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; reset optimizer states, steps and rates.
+
+        None draws the seeds from torch's generator.
 
         Raises:
             KeyError: `seeds` lacks a table; nothing is changed then.
@@ -493,10 +501,8 @@ class TableGroups(nn.Module):
         For hash tables with a backing store, rows in the store are read into memory. Without cached
         tables this does nothing.
 
-        `forward` must get the same tensor objects, in the order of the prefetches, see
-        `TableBatchedEmbeddingBags.prefetch`.
-
-        The other arguments are those of `forward` too.
+        The arguments are those of `forward`, which must get the same tensor objects later, in the
+        order of the prefetches, see `TableBatchedEmbeddingBags.prefetch`.
         """
         cached = [
             slice_group.module for slice_group in self.active if is_cached(slice_group.module)
@@ -655,9 +661,9 @@ def split_batch(
 ) -> list[GroupInput]:
     """Split a batch into the input of each group that has units.
 
-    `ids` is `[L]`, `offsets` `[units * B + 1]`; inputs are views of these, where possible. Without
-    `id_counts`, the numbers of ids of the groups, the host waits for a GPU to read them, except
-    during the capture of a CUDA graph.
+    `ids` is `[L]`, `offsets` `[units * B + 1]`; inputs may be views of these. With several groups
+    and without `id_counts`, the numbers of ids of the groups, the host waits for a GPU to read
+    them, except during the capture of a CUDA graph, for which `batch_sizes` must be None.
     """
     if len(groups) == 1:
         return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]

@@ -301,8 +301,8 @@ class TableCollection(nn.Module):
         Raises:
             KeyError: there is no such table.
             TypeError: an optimizer that is not of `emblib.optim`.
-            ValueError: an optimizer that a table does not support; or a hash table that has a
-                backing store or is in a memory budget. In each case nothing is changed.
+            ValueError: an optimizer that a table does not support; or the collection has a hash
+                table with a backing store or in a memory budget. In each case nothing is changed.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
@@ -341,7 +341,7 @@ class TableCollection(nn.Module):
         self._set_groups(groups)
 
     def check_replaced(self) -> None:
-        """Raise ValueError if new modules cannot take the place of those of the tables."""
+        """Raise ValueError if a table cannot move to a new module, see `set_optimizers`."""
         for config in self.configs:
             config.storage.check_copied(config)
         for handle in self.groups.handles:
@@ -393,7 +393,7 @@ class TableCollection(nn.Module):
         return copied.eval()
 
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
-        """Return the configurations of `quantized(bits)`."""
+        """Return the configurations of `quantized(bits)`; raise KeyError, TypeError, ValueError."""
         names = [config.name for config in self.configs]
         bits_by_table = dict(bits) if isinstance(bits, Mapping) else dict.fromkeys(names, bits)
         unknown = sorted(bits_by_table.keys() - set(names))
@@ -435,7 +435,7 @@ class TableCollection(nn.Module):
         return optimizer_state(self.groups, self.handles_name, self.handles())
 
     def check_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raise what `load_optimizer_state` would raise."""
+        """Raise the KeyError or ValueError of `load_optimizer_state`; write nothing."""
         check_optimizer_state(self.groups, self.handles_name, self.handles(), state)
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -535,8 +535,9 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: the batch lacks a feature of a table.
-            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`; or an id or
-                length is invalid, with `BoundsCheck.FATAL`.
+            RuntimeError: a parameter was replaced, as by `torch.func.functional_call`; an id or
+                length is invalid, with `BoundsCheck.FATAL`, for some lengths also with WARNING (see
+                `BoundsCheck`); or `torch.export` of a collection with hash tables.
             TypeError: ids that are not int32 or int64, nor uint64 for hash tables only.
             ValueError: ids are not one-dimensional, the collection is weighted and the batch is
                 not, or features differ in their bags and the batch has no inverse indices.

@@ -49,8 +49,8 @@ class SharedTables:
     It is not a module: the tables belong to a model through the collections that read them.
 
     Args:
-        tables: configurations of the tables. Features and pooling are not used: every collection
-            that reads a table has its own.
+        tables: configurations of the tables, or one. Features and pooling are not used: every
+            collection that reads a table has its own.
         device: device of the tables; None is torch's default device.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. Without one,
             the parameters get dense gradients, which autograd adds up.
@@ -137,9 +137,13 @@ class SharedTable:
         seeds: seeds of the initial values, by table name; None draws them from torch's generator.
 
     Attributes:
-        config: configuration of the whole table.
+        config: configuration of the whole table, with the current optimizer.
         groups: owner of the memory, which no unit reads directly.
         joint: sum of the gradients of all lookups in a backward.
+
+    Raises:
+        ValueError: a storage other than `Dense`, or an optimizer that the table cannot have, such
+            as one with `GlobalDecay`.
     """
 
     def __init__(
@@ -237,6 +241,7 @@ class SharedTable:
         are reset. Nothing changes before it is called. None leaves dense gradients.
 
         Raises:
+            TypeError: an optimizer that is not of `emblib.optim`.
             ValueError: the table cannot have the optimizer.
         """
         config, old_groups = replace(self.config, optimizer=optimizer), self.groups
@@ -252,7 +257,11 @@ class SharedTable:
 
     @without_gradients
     def adopt(self, source: TableHandle) -> None:
-        """Take over rows, optimizer state and parameter of a collection's table."""
+        """Take over rows, optimizer state and parameter of a collection's table of equal sizes.
+
+        Hyperparameters are taken over if the optimizers are equal. `source` must not be used
+        afterwards.
+        """
         old_module, module = source.module, self.module
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
@@ -290,7 +299,7 @@ class SharedReader(nn.Module):
         self.table, self._num_features, self._pooling = table, num_features, pooling
         table.add_reader(self)
         self.output_dtype = torch.float32
-        # The collection sets these two.
+        # `TableGroups.set_bounds_check` sets these two.
         self.bounds_check, self.feature_labels = BoundsCheck.WARNING, [""] * num_features
         # Made on the device at the first lookup. The violations are those of this reader's lookups.
         self.features = torch.empty(0, device="meta")
@@ -329,7 +338,8 @@ class SharedReader(nn.Module):
     ) -> Tensor:
         """Look up a batch; arguments are those of `TableBatchedEmbeddingBags`.
 
-        The output is `[B, columns]`, or `[L, dim]` if not pooled.
+        The output, in `output_dtype`, is `[B, features * dim]`, or `[L, dim]` if not pooled; pooled
+        with `batch_sizes`, it is one vector.
         """
         self.table.groups.check_parameters()
         module = self.table.module
@@ -365,9 +375,9 @@ class SharedReader(nn.Module):
 
 
 class SharedEntry:
-    """Rule by which a shared table is saved and loaded once per state dict, under its first name.
+    """Record of the names under which a shared table was saved and loaded, once per state dict.
 
-    A collection asks it for every name of the table. A copy or unpickled entry has no records.
+    `SharedHandle` asks it for every name of the table. A copy or unpickled entry has no records.
     """
 
     def __init__(self) -> None:
@@ -533,7 +543,8 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         KeyError: no two collections have tables of this name with equal sizes.
         ValueError: a storage other than `Dense`; tables of one name that differ in their
             configuration or optimizer; a table whose rows would be lost after steps of its fused
-            optimizer (steps of torch.optim are not seen). Nothing is changed then.
+            optimizer (steps of torch.optim are not seen); or a hash table, in one of the
+            collections, with a backing store or in a memory budget. Nothing is changed then.
         TypeError: a collection is sharded, or `names` is one string.
 
     Example:

@@ -56,7 +56,7 @@ def lookup_options(
     feature_tables: Sequence[int],
     pooling: Pooling,
 ) -> dict[str, Any]:
-    """Return `pooling` and `feature_tables` of the module of the components."""
+    """Return `pooling` and `feature_tables` of the module of the rows of the components."""
     return {
         "pooling": component_pooling(storages[0].joining, pooling),
         "feature_tables": component_features(_lookups(tables, storages), feature_tables),
@@ -76,17 +76,17 @@ class ComposedEmbeddingBags(ComposedLookup):
     """Look up F features in T read-only tables whose ids share rows.
 
     Args:
-        rows: rows of the components, of `component_specs`, with `lookup_options`; it checks no
-            bounds.
-        tables: ids, dim and name of each table.
-        storages: storage of each table; their `composed_key` is equal.
-        feature_tables: table of each feature.
+        rows: module of the rows of all components: its tables are `component_specs`, its pooling
+            and feature tables `lookup_options`, its `bounds_check` is NONE.
+        tables: number of ids (`rows`), dim and name of each table.
+        storages: storage of each table; their `composed_key` must be equal.
+        feature_tables: index of the table of each feature.
         pooling: pooling of all features.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
         output_dtype: float32, float16 or bfloat16.
 
     Attributes:
-        rows: rows of the components.
+        rows: module of the rows of all components.
     """
 
     include_last_offset = True

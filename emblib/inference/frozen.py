@@ -35,7 +35,7 @@ from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbed
 from emblib.tables.quantized import Formats
 
 _ROWS, _TRAINS, _COLLECTION = "rows", "tensor_trains", "collection"  # kinds of files
-# Kinds of their own, so that versions that cannot read composed tables refuse the file.
+# Other kinds of files, so that versions that cannot read composed tables refuse them.
 _COMPOSED = {_ROWS: "composed_rows", _COLLECTION: "collection_with_composed_rows"}
 
 Frozen = (
@@ -53,9 +53,9 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
     because the disk is full, `path` keeps its content. Optimizer states are not in it.
 
     Args:
-        source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
-            are written, or any module, collection or matrices that `for_inference` takes. All ranks
-            call this with a sharded collection, each with a path of its own.
+        source: read-only tables, a result of `for_inference`, a `TableBatchedTTEmbeddingBags` (its
+            cores are written), or any module, collection or matrices that `for_inference` takes.
+            All ranks call this with a sharded collection, each with another path.
         path: path of the file.
         formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
             are then written as rows. None keeps the dtype of rows, and the cores of a module of
@@ -65,7 +65,8 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
         OSError: the file could not be written. If only the sync of its directory failed, `path` has
             the new content.
         TypeError: another source, or formats for tables that are read-only already.
-        ValueError: rows that the format does not hold.
+        ValueError: rows that the format does not hold, another format for quantised rows, or not
+            one format per table.
 
     Example:
         >>> import tempfile, os
@@ -96,7 +97,7 @@ def _is_read_only(source: Any) -> bool:
 
 
 def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
-    """Open the tables of a file by mapping it; nothing is copied.
+    """Open the tables of a file by mapping it; rows, cores and indexes are not copied.
 
     The module looks up on the CPU; `.to(device)` copies it to a GPU. Processes that open one file
     share its pages. The file may be replaced or removed meanwhile, but its bytes must not change.
@@ -108,14 +109,14 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
 
     Returns:
         `QuantizedEmbeddingBags`, `InferenceEmbeddingBags` for tables with an index,
-        `ComposedEmbeddingBags` for a part whose ids share rows, `TableBatchedTTEmbeddingBags` whose
+        `ComposedEmbeddingBags` for tables whose ids share rows, `TableBatchedTTEmbeddingBags` whose
         cores are frozen, or the collection for inference that `for_inference` made of a collection.
 
     Raises:
         ChecksumError: the file is truncated, or the header or a section that is checked is altered.
         OSError: the file cannot be read, or mapped.
-        ValueError: it does not begin as a frozen file, its version is another one, or its tables
-            are of an unknown kind or storage.
+        ValueError: the file does not begin as a frozen file, its version is another one, or its
+            tables are of an unknown kind or storage.
 
     Example:
         >>> import tempfile, os
@@ -274,7 +275,7 @@ def _composed_config(composed: ComposedEmbeddingBags) -> dict[str, Any]:
 def _open_composed(config: dict[str, Any], packed: Tensor) -> ComposedEmbeddingBags:
     """Return composed tables whose components are in `packed`, uint8 `[n]`."""
     options = _options_from_json(config)
-    del options["include_last_offset"]  # their offsets have it always
+    del options["include_last_offset"]  # always true of composed tables
     return ComposedEmbeddingBags(
         _open_rows(config["rows"], packed),
         [TableSpec(*table) for table in config["tables"]],

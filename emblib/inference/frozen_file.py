@@ -60,8 +60,8 @@ def write(
         tensors: tensors by name, on any device.
 
     Raises:
-        OSError: it could not be written; `path` has its old content, or the new one if only the
-            sync of its directory failed.
+        OSError: the file could not be written; `path` has its old content, or the new one if only
+            the sync of its directory failed.
     """
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     sections: list[dict[str, Any]] = [
@@ -122,12 +122,13 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
 
     Args:
         path: path of the file, which may be replaced or removed while it is mapped, not changed.
-        verify: whether to check all sections, which reads the whole file; else the header alone.
+        verify: whether to check all sections, which reads the whole file; else only the header and
+            the size of the file are checked.
 
     Raises:
-        ChecksumError: it is truncated, or the header or a section that is checked is altered.
-        OSError: it cannot be read, or mapped.
-        ValueError: it does not begin as a frozen file, or its version is another one.
+        ChecksumError: the file is truncated, or the header or a section that is checked is altered.
+        OSError: the file cannot be read, or mapped.
+        ValueError: the file does not begin as a frozen file, or its version is another one.
     """
     path = Path(path)
     with open(path, "rb") as file:

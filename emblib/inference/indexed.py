@@ -3,7 +3,7 @@
 A `QuantizedEmbeddingBags` stores the rows. An index per table maps an id to its row: an array with
 an entry per id, or a hash table with an entry per key that has a row.
 An id without a row reads zeros, or a row that such ids share: one of default values, or one of the
-fallback rows of a dynamic table, which the key's route selects.
+fallback rows of a dynamic table, which a hash of the key selects.
 """
 
 import math
@@ -32,13 +32,14 @@ class RowIndex:
 
     Args:
         kind: an array, or a hash table.
-        entries: memory of the index: int64 `[n]`.
-        num_entries: entries of the array (int32) or of the hash table (pairs of int64).
-        hash_bits: bits of the hash of a key.
+        entries: memory of the index, int64 `[n]`.
+        num_entries: entries of the array, which are int32, two per int64, or of the hash table,
+            which are pairs of int64.
+        hash_bits: bits of the hash of a key; 0 for an array.
         num_ids: number of ids, which begin at 0; -1 if any int64 is a key.
         missing: row of an id that has none; -1 reads zeros.
-        fallback: number of rows, from `missing` on, that keys without a row share by their route; 0
-            is the row `missing` alone.
+        fallback: number of rows, from `missing` on, among which a hash selects one for a key
+            without a row; with 0 all of these keys read the row `missing`.
 
     Example:
         >>> index = emblib.inference.RowIndex.of_keys(torch.tensor([7, -3, 2**62]))
@@ -105,7 +106,7 @@ class InferenceEmbeddingBags(nn.Module):
     row.
 
     Args:
-        rows: the stored rows; an index with a `missing` row of its own counts it among them.
+        rows: the stored rows, shared ones included.
         indexes: the index of each table; None for a table whose ids are its rows.
         memory: int64, the entries of all indexes, one after the other, used in place; None copies
             the entries of `indexes`.
@@ -174,9 +175,14 @@ class InferenceEmbeddingBags(nn.Module):
 
         Args:
             indices: int32, int64 or uint64 `[L]`, the id or key of each lookup.
-            offsets: int32 or int64 `[F * B + 1]`, feature-major.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major; `[F * B]` if `rows` have no last
+                offset (`include_last_offset`).
             per_sample_weights: float32 `[L]`, scales each row.
             batch_sizes: bags per feature and rank, for features of unequal batch sizes.
+
+        Returns:
+            `[B, sum of dims]`, with Pooling.NONE `[L, D]`, in the output dtype of `rows`; with
+            `batch_sizes` one vector as of `QuantizedEmbeddingBags`.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
@@ -235,7 +241,11 @@ class InferenceEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load rows of the same keys or ids; torch loads `rows` after this."""
+        """Load rows of the same keys or ids; torch loads `rows` after this.
+
+        Raises:
+            RuntimeError: the state dict has another index.
+        """
         for name in ("index", "index_tables"):
             saved, present = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and not torch.equal(saved.to(present.device), present):
@@ -281,7 +291,7 @@ def top_rows(scores: Tensor, share: float) -> Tensor:
 def prune(
     tables: QuantizedEmbeddingBags, keep: Mapping[str, Tensor], *, index: str | None = None
 ) -> InferenceEmbeddingBags:
-    """Copy tables without the rows that are not to be kept; their ids then read zeros.
+    """Copy the rows of a mask; ids of other rows then read zeros.
 
     Args:
         tables: the tables, of any formats; `for_inference` makes them of trained ones.
@@ -290,7 +300,7 @@ def prune(
             result, or None for the smaller one.
 
     Raises:
-        KeyError: a table of another name.
+        KeyError: a mask of an unknown table.
         TypeError: tables of another class.
         ValueError: a mask that does not fit or keeps no row, or another index.
 

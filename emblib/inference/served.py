@@ -48,7 +48,7 @@ class RowsByKey(NamedTuple):
         keys: int64 `[n]`, ascending.
         rows: `[n, dim]`, the row of each key.
         shared: `[m, dim]`, rows that other keys read: fallback rows, or one of the default value.
-        has_fallback: whether `shared` has fallback rows, among which each other key has its own.
+        has_fallback: whether `shared` has fallback rows, one of which a hash selects per key.
     """
 
     keys: Tensor
@@ -58,7 +58,7 @@ class RowsByKey(NamedTuple):
 
     @classmethod
     def of(cls, table: DynamicTable, default_value: float) -> "RowsByKey":
-        """Sort the entries of a table; a collective if it is sharded."""
+        """Return the entries of a table, sorted by key; a collective if it is sharded."""
         entries, fallback = table.entries(), table.fallback_rows()
         order = entries.keys.argsort()
         rows: Any = entries.rows["weight"]
@@ -226,7 +226,7 @@ class InferenceCollection(nn.Module):
         return total
 
     def _inputs(self, features: Any) -> Iterator[tuple[Any, list[int], KeyedJaggedTensor]]:
-        """Yield each part, the positions of its features, and its share of the batch."""
+        """Yield each part, the positions of its features, and the batch of these features."""
         batch = KeyedJaggedTensor.adopt(features)
         if batch.variable_stride_per_key():
             raise ValueError(
@@ -271,9 +271,12 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
 
+        The dtype is the output dtype of the parts.
+
         Raises:
             KeyError: the batch lacks a feature of a table.
-            RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`.
+            RuntimeError: an id or length is invalid, with `BoundsCheck.FATAL`; for some lengths
+                also with WARNING (see `BoundsCheck`).
             TypeError: ids of another dtype than those of the collection that was converted.
             ValueError: features with different numbers of bags, no weights for a weighted
                 collection, or ids that are not one-dimensional.
@@ -347,7 +350,7 @@ def convert(
 
     Args:
         source: the collection.
-        formats: formats of the rows of each table; None keeps their dtypes.
+        formats: format of the rows of all tables, or of each; None keeps their dtypes.
         output_dtype: dtype of the output; None keeps the collection's, float32 if it is sharded.
 
     Raises:
@@ -442,7 +445,10 @@ def _store(
     formats: Sequence[RowFormat | None],
     bounds_check: BoundsCheck,
 ) -> QuantizedEmbeddingBags | InferenceEmbeddingBags:
-    """Store the rows that `readers` read; `tables` has none yet. See `_convert_part`."""
+    """Store the rows that `readers` read, for tables described by `tables`, whose `tensors` is [].
+
+    A format of None keeps the rows as they are.
+    """
     specs, blocks, indexes = [], [], list[RowIndex | None]()
     for spec, reader, format in zip(tables.specs, readers, formats, strict=True):
         index, yield_blocks, size = None, reader.blocks, spec.rows

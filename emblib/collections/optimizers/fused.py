@@ -76,11 +76,14 @@ class FusedOptimizer(KeyedOptimizer):
     optimizers form one group.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
-    (learning rate and step among them). States of hash tables are in the state dict of their
-    module, with the keys.
+    (learning rate and step among them). The state dicts of the modules have the states of hash
+    tables, of cached rows and of tables outside collections.
 
     Args:
         modules: the modules with tables, by path; see `of`.
+
+    Raises:
+        RuntimeError: tables on meta.
     """
 
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
@@ -126,7 +129,11 @@ class FusedOptimizer(KeyedOptimizer):
 
     @staticmethod
     def of(module: nn.Module) -> FusedOptimizer:
-        """Return the optimizer of all tables in a module, by the names of its parameters."""
+        """Return the optimizer of all fused tables in a module, by the names of its parameters.
+
+        Raises:
+            RuntimeError: tables on meta.
+        """
         modules: dict[str, HasFusedTables] = {}
         for path, submodule in module.named_modules():
             if isinstance(submodule, HasFusedTables):
@@ -136,7 +143,7 @@ class FusedOptimizer(KeyedOptimizer):
         return FusedOptimizer(modules)
 
     def gradient_peers(self) -> Peers | None:
-        """Return the ranks over which the tables are sharded; None for one."""
+        """Return the ranks over which the tables are sharded; None without sharding."""
         peers_of = (getattr(m, "gradient_peers", None) for m in self._modules_by_path.values())
         all_peers = (peers() for peers in peers_of if peers is not None)
         return super().gradient_peers() or next((p for p in all_peers if p is not None), None)
@@ -247,7 +254,7 @@ class FusedOptimizer(KeyedOptimizer):
             group.connect(optimizer, modules, [group["lr"]] * len(modules))
 
     def step(self, closure: Any = None) -> Any:
-        """Apply the gradients of deferred tables."""
+        """Apply the gradients of deferred tables; return the result of `closure`, called first."""
         loss = None
         if closure is not None:
             loss = in_grad_mode(closure, enabled=True)()
@@ -283,7 +290,7 @@ class _BareTables:
         return [FusedTableEntry(self._module.optimizer, tuple(params), [self._module], params)]
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the hyperparameters."""
+        """Return `hyper` for each parameter."""
         names = dict(self._module.named_parameters())
         return {name: {HYPER: self._module.hyperparams.clone()} for name in names}
 
@@ -354,10 +361,12 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
 
     `params["optimizer"]` is a member of FBGEMM's EmbOptimType, its name or its value; or an
     optimizer of emblib, of which only `learning_rate` may then change something. By default it is
-    EXACT_SGD with a `learning_rate` of 0.01.
+    EXACT_SGD with a `learning_rate` of 0.01. `max_gradient` counts only with `gradient_clipping`,
+    and `weight_decay_mode` only with `weight_decay`.
 
     Raises:
-        ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
+        ValueError: an optimizer or decay mode that emblib does not have, or a hyperparameter other
+            than 0 that the optimizer would ignore.
     """
     table_arguments = {
         key: value for key, value in params.items() if key not in _OPTIMIZER_ARGUMENTS
@@ -439,7 +448,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
     Raises:
         ValueError: an argument without an equivalent.
-        TypeError: another class.
+        TypeError: another class, or a class of `emblib.optim` that does not take the arguments.
     """
     arguments = {**getattr(optimizer_class, "fused_defaults", {}), **arguments}
     optimizer_class = getattr(optimizer_class, "fused_class", optimizer_class)
@@ -521,9 +530,10 @@ def apply_optimizer_in_backward(
         optimizer_kwargs: arguments of the class; None for an optimizer, which has its own.
 
     Raises:
-        TypeError: a parameter that cannot have this optimizer, or already has one in backward; or
-            `optimizer_kwargs` of an optimizer that is no class.
-        ValueError: an argument that tables do not support.
+        TypeError: a parameter that cannot have this optimizer, or already has one in backward, if
+            that is from torch or the parameter is of no table; or `optimizer_kwargs` with an
+            optimizer that is no class.
+        ValueError: an argument or optimizer that tables do not support.
     """
     arguments = dict(optimizer_kwargs or {})
     if isinstance(optimizer, Optimizer) and arguments:
@@ -566,7 +576,8 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. Sharding replaces the parameters, so a sharded table runs the same optimizer fused. A
-    shared table has its own optimizer, or else `optimizer`, never the collection's.
+    shared table without one has the optimizer of its `SharedTables`, or else `optimizer`, never the
+    collection's. All other configurations are returned unchanged.
 
     Raises:
         TypeError: an optimizer that tables do not support.

@@ -73,7 +73,7 @@ class KeyedOptimizer(TorchOptimizer):
         return {names[id(p)]: dict(values) for p, values in self.state.items()}
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load the state of some parameters, by name."""
+        """Load the state of some parameters, by name; a state of another shape is replaced."""
         for name, saved in state.items():
             parameter = self.params[name]
             states = self.state[parameter]
@@ -171,7 +171,10 @@ def _refuse_unknown(names: Collection[str]) -> None:
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the `defaults` that torch's cyclic schedulers read: momentum or betas, if any."""
+    """Return the `defaults` that torch's cyclic schedulers read: those of the first group.
+
+    These are `betas` or else `momentum`, if all groups have it; otherwise the dict is empty.
+    """
     group_list = list(groups)
     for name in ("betas", "momentum"):
         if group_list and all(name in group for group in group_list):
@@ -180,7 +183,10 @@ def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _copy_to_device_of(key: str, value: Any, parameter: Tensor) -> Any:
-    """Copy a state to the device of its parameter, except for the step, as torch does."""
+    """Copy a floating-point state to the device of its parameter; copy others where they are.
+
+    As in torch, the step is copied where it is, too; numbers are returned as they are.
+    """
     if not isinstance(value, Tensor):
         return value
     if key == "step" or not value.is_floating_point():
@@ -293,9 +299,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
     The norm is taken over the whole model, the same on all ranks: shards of tables count on the
     rank that has them, everything else once. All ranks must step together.
 
-    Tables that backward updates have no gradients, and raise ValueError when they would be clipped:
-    make their optimizer `deferred`, or set its `max_gradient`; or wrap the optimizer of the other
-    parameters alone.
+    Tables that backward updates have no gradients: `step` raises ValueError for them if it clips or
+    computes the norm. Make their optimizer `deferred`, or set its `max_gradient`; or wrap the
+    optimizer of the other parameters alone.
 
     Args:
         optimizer: the wrapped optimizer.
@@ -305,6 +311,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
     Raises:
+        TypeError: `optimizer` is no `KeyedOptimizer`.
         ValueError: `max_gradient` is negative or NaN, or `clipping` another word.
 
     Attributes:
@@ -375,7 +382,7 @@ class Peers(Protocol):
     """The group of ranks that have the other shards; groups of the same ranks compare equal."""
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of all ranks, `[W, n]`; all ranks call this."""
+        """Return the numbers `[n]` of all ranks, `[W, n]`, on any device; all ranks call this."""
         ...
 
 

@@ -21,8 +21,9 @@ class TableGroup(dict[str, Any]):
     Kernels read hyperparameters from a tensor of each module, so that captured graphs see a change.
     Writing an entry of the group writes these tensors, before the next backward or step;
     `set_learning_rate`, `set_hyperparameters` and loading of a module write the entries of its
-    groups. An entry that tables cannot adopt raises ValueError, and nothing is changed. A copy or
-    unpickled group has no tables until `connect`.
+    groups. An entry that tables cannot adopt raises ValueError, and nothing is changed; `momentum`
+    of a scheduler for tables without momentum is ignored with a warning. A copy or unpickled group
+    has no tables until `connect`.
     """
 
     _tables: _GroupTables | None = None
@@ -66,7 +67,7 @@ class TableGroup(dict[str, Any]):
         super().update(entries)
 
     def check(self, entries: Mapping[str, Any]) -> None:
-        """Raise ValueError for entries that `update` would refuse."""
+        """Raise what `update` would raise for these entries; write nothing."""
         if self._tables is not None:
             self._tables.convert(dict(entries))
 
@@ -85,12 +86,12 @@ class TableGroup(dict[str, Any]):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove an entry that does not act on tables, and return it."""
+        """Remove an entry and return it; raise ValueError if it acts on tables."""
         self._check_removable(name)
         return super().pop(name, *default)
 
     def popitem(self) -> tuple[str, Any]:
-        """Remove the last entry, if it does not act on tables, and return it."""
+        """Remove the last entry and return it; raise ValueError if it acts on tables."""
         name = next(reversed(self))
         return name, self.pop(name)
 
@@ -133,7 +134,7 @@ class _GroupTables:
             hyperparameters.add_follower(module, self)
 
     def has_momentum(self) -> bool:
-        """Return whether tables have the momentum that a scheduler is about to set, or warn."""
+        """Return whether the tables' optimizer has momentum; warn once if it has none."""
         if hasattr(self._optimizer, "momentum"):
             return True
         if not self._has_warned_of_momentum:

@@ -29,9 +29,9 @@ class Template(NamedTuple):
 def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
 
-    If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
-    matched by position in their group. A state dict by name is returned unchanged; one without
-    groups gets groups without options.
+    Where a saved group has `param_names` that are those of `names` in any order, they are used;
+    otherwise parameters are matched by position in their group. A state dict by name is returned
+    unchanged; one without groups gets groups without options.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
@@ -65,7 +65,10 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
 
 
 def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
-    """Return whether a state dict is of `torch.optim`: no parameter has `hyper` in its state."""
+    """Return whether a state dict is of `torch.optim`: no parameter has `hyper` in its state.
+
+    False if `states`, those of the tables, are empty.
+    """
     return bool(states) and not any(HYPER in values for values in state_dict["state"].values())
 
 

@@ -18,7 +18,9 @@ _NO_END = 1 << 62  # a step that no training reaches
 
 
 class WarmupPolicy(Choice):
-    """Multiplier of the rate at step i of a stage with `value` v and `decay_iters` d.
+    """Multiplier of the rate in a stage with `value` v and `decay_iters` d.
+
+    Step i is counted over all stages, from 0 on.
 
     =============================  =========================================================
     NONE                           1
@@ -50,7 +52,7 @@ class WarmupStage:
 
     Attributes:
         policy: formula of the multiplier.
-        max_iters: the last step of the stage, counted over all stages.
+        max_iters: the last step of the stage, > 0, counted over all stages.
         value: v of the formulas.
         lr_scale: further factor of the rates of the stage.
         decay_iters: d of the formulas; <= 0 is `max_iters`, or 1 for STEP.
@@ -59,7 +61,7 @@ class WarmupStage:
 
     Raises:
         ValueError: INTERPOLATE without its two fields, or with a start that is not before
-            `max_iters`; POLY with `value` < 0; `sgdr_period` < 1.
+            `max_iters`; POLY with `value` < 0; `sgdr_period` < 1; an unknown policy.
     """
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
@@ -89,7 +91,7 @@ class WarmupStage:
                 )
 
     def multiplier(self, step: int) -> float:
-        """Return the multiplier of the rate at step `step`."""
+        """Return the multiplier of the rate at step `step`, counted over all stages."""
         return self.lr_scale * self._policy_multiplier(step)
 
     def _policy_multiplier(self, step: int) -> float:
@@ -130,6 +132,7 @@ class WarmupOptimizer(OptimizerWrapper):
         lr_param: the key of the rate in the groups.
 
     Raises:
+        TypeError: `optimizer` is no `KeyedOptimizer`.
         ValueError: `max_iters` of the stages are not > 0 and ascending, or `optimizer` contains
             another `WarmupOptimizer` whose progress a state dict would mix up with this one's.
     """
@@ -179,8 +182,11 @@ class WarmupOptimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer, and continue from the saved step.
 
+        A state dict without a saved step keeps the current one.
+
         Raises:
             ValueError: the saved stage is none of `stages`; nothing is loaded.
+            Exception: as `load_state_dict` of the wrapped optimizer.
         """
         states = dict(state_dict["state"])
         progress = self._checked_progress(states.pop(_WARMUP_KEY, None))
