@@ -40,7 +40,8 @@ class JaggedTensor(metaclass=TracedClass):
         offsets: int32 or int64 `[B + 1]`, from 0 to L.
 
     Raises:
-        ValueError: neither lengths nor offsets, or sizes that do not match.
+        ValueError: neither lengths nor offsets, sizes that do not match, or int32 lengths or
+            offsets for 2^31 values or more.
         TypeError: values, lengths or offsets that are no tensors; lengths or offsets that are not
             integers.
 
@@ -107,7 +108,7 @@ class JaggedTensor(metaclass=TracedClass):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> "JaggedTensor":
-        """Return an object without bags and values."""
+        """Return an object without bags and values; None is torch's default dtype or device."""
         weights = torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None
         lengths = torch.empty(0, dtype=lengths_dtype, device=device)
         values = torch.empty(0, dtype=values_dtype, device=device)
@@ -148,8 +149,8 @@ class JaggedTensor(metaclass=TracedClass):
     ) -> "JaggedTensor":
         """Take the first `lengths[b]` entries of `values[b]` as bag b; waits for a GPU.
 
-        `values` and `weights` are `[B, N, ...]`. Lengths must be at most N; not checked. Raises
-        ValueError if there are not B lengths.
+        `values` and `weights` are `[B, N, ...]`, `lengths` int32 or int64 `[B]`. Lengths must be in
+        [0, N]; not checked. Raises ValueError if there are not B lengths.
         """
         return JaggedTensor(unpad(values, lengths), unpad(weights, lengths), lengths)
 
@@ -158,21 +159,25 @@ class JaggedTensor(metaclass=TracedClass):
         """Take the bags of a `torch.nested` tensor of jagged layout.
 
         They share its memory, or are copied if it has holes between its bags. Waits for a GPU if
-        there are weights, to compare the lengths.
+        there are holes, or weights, whose lengths are compared.
 
         Args:
             nested: `[B, j, ...]`.
             weights: another nested tensor of the same lengths.
 
         Raises:
-            TypeError: not a nested tensor, or another layout.
+            TypeError: not a nested tensor, another layout, or raggedness in another dimension.
             ValueError: weights of other lengths.
         """
         return JaggedTensor(*convert.tensors_of_nested(nested, weights))
 
     @staticmethod
     def adopt(other: Any) -> "JaggedTensor":
-        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor, uncopied."""
+        """Convert an object with TorchRec's accessors, e.g. a torchrec.JaggedTensor, uncopied.
+
+        Raises:
+            TypeError: no `values()` or no `lengths()`.
+        """
         return JaggedTensor(*convert.jagged_tensors(other))
 
     # Contents
@@ -188,7 +193,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return the weights `[L, ...]` if there are any."""
+        """Return the weights `[L, ...]`; None if there are none."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -199,7 +204,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths `[B]` if they were given or computed."""
+        """Return the lengths `[B]`; None if neither passed to the constructor nor computed yet."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -210,7 +215,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets `[B + 1]` if they were given or computed."""
+        """Return the offsets `[B + 1]`; None if neither passed to the constructor nor computed."""
         return self._offsets
 
     def device(self) -> torch.device:
@@ -218,7 +223,7 @@ class JaggedTensor(metaclass=TracedClass):
         return self._values.device
 
     def size_in_bytes(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the bytes of all tensors, computed lengths or offsets included."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def validate(self) -> "JaggedTensor":
@@ -285,16 +290,16 @@ class JaggedTensor(metaclass=TracedClass):
         return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
-        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous; needs a GPU."""
         return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Keep the memory until the work queued on `stream` is done."""
+        """Keep the memory until the work queued on `stream` is done; for tensors on a GPU only."""
         for tensor in self._tensors():
             tensor.record_stream(stream)
 
     def copy_(self, other: "JaggedTensor", *, non_blocking: bool = False) -> "JaggedTensor":
-        """Overwrite every tensor with the same tensor of `other`; return self.
+        """Overwrite every tensor with that of `other`, which is computed if missing; return self.
 
         Raises:
             ValueError: other shapes of values or weights, weights in only one of them, or another
@@ -553,7 +558,7 @@ def braces(lines: Sequence[str], indent: str = "") -> str:
 
 
 def nested_text(values: Tensor, lengths: Tensor) -> str:
-    """Format the first bags, and the first values of each."""
+    """Format the first bags, and the first values of each; reads the device."""
     lengths_shown = lengths[:_MAX_BAGS_SHOWN].tolist()
     bags, start = [], 0
     for length in lengths_shown:
@@ -570,7 +575,7 @@ def nested_text(values: Tensor, lengths: Tensor) -> str:
 
 
 def _format_value(value: float | list[float]) -> str:
-    """Format a number or nested list of numbers for `repr`."""
+    """Format a number or nested list of numbers for `str`, floats with 6 digits."""
     if isinstance(value, list):
         return f"[{', '.join(_format_value(v) for v in value)}]"
     return str(float(f"{value:.6g}") if isinstance(value, float) else value)

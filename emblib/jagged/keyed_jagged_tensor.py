@@ -262,7 +262,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
     @staticmethod
     def from_nested(nested: Mapping[str, Tensor]) -> "KeyedJaggedTensor":
-        """Copy one `torch.nested` tensor of jagged layout `[B, j, ...]` per feature to a batch."""
+        """Copy a nested tensor `[B, j, ...]` per feature, see `JaggedTensor.from_nested`."""
         jagged = {key: JaggedTensor.from_nested(tensor) for key, tensor in nested.items()}
         return KeyedJaggedTensor.from_jt_dict(jagged)
 
@@ -335,7 +335,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Return the weights `[L, ...]` if there are any."""
+        """Return the weights `[L, ...]`; None if there are none."""
         return self._weights
 
     def lengths(self) -> Tensor:
@@ -347,7 +347,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """Return the lengths `[bags]` if they were given or computed."""
+        """Return the lengths `[bags]`; None if neither passed to the constructor nor computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
@@ -359,7 +359,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """Return the offsets `[bags + 1]` if they were given or computed."""
+        """Return the offsets `[bags + 1]`; None if neither constructed with them nor computed."""
         return self._offsets
 
     def inverse_indices(self) -> InverseIndices:
@@ -372,7 +372,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self._inverse
 
     def inverse_indices_or_none(self) -> InverseIndices | None:
-        """Return keys and indices `[F, B]` if there are inverse indices."""
+        """Return keys and indices `[F, B]`; None without inverse indices."""
         return self._inverse
 
     def device(self) -> torch.device:
@@ -435,11 +435,11 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return lengths
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Return `offset_per_key` if it is known on the host."""
+        """Return `offset_per_key` if the host knows it, else None."""
         return self._offset_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """Return `length_per_key` if it is known on the host."""
+        """Return `length_per_key` if the host knows it, else None."""
         return self._length_per_key
 
     def index_per_key(self) -> dict[str, int]:
@@ -705,7 +705,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return on_device
 
     def pin_memory(self) -> "KeyedJaggedTensor":
-        """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
+        """Copy to page-locked memory, so that copies to a GPU can be asynchronous; needs a GPU."""
         return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
@@ -748,7 +748,7 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         return self
 
     def clear_storage(self) -> int:
-        """Free the storage of all tensors, also for other tensors in it; return their bytes."""
+        """Free the storages of all tensors, for other views of them too; return their bytes."""
         freed = self.size_in_bytes()
         for tensor in self._tensors():
             tensor.untyped_storage().resize_(0)

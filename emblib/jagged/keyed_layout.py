@@ -13,7 +13,7 @@ Strides = Sequence[Sequence[int]] | Tensor
 """Number of bags per feature and rank, `[F][R]`."""
 
 InverseIndices = tuple[list[str], Tensor]
-"""Keys, and the bag of each example per key, int64 `[F, B]`."""
+"""F keys, and the bag of each of B examples per key, int64 `[F, B]`."""
 
 
 def bounds_of(lengths: Sequence[int]) -> list[int]:
@@ -115,8 +115,9 @@ def cached_strides(
 ) -> Strides | None:
     """Return `stride_per_key_per_rank` of a batch with the fields that TorchRec's batches cache.
 
-    If `stride` or `strides` is given, that is `strides`, unchanged. Otherwise it is computed from
-    `stride_per_key`: None if all features have the same number of bags. Other fields are ignored.
+    If `stride` or `strides` is not None, or `stride_per_key` is None, return `strides`. Otherwise
+    return `[[bags] of each feature]`, or None if all features have the same number of bags. The
+    other fields are ignored; a field of another name raises TypeError.
     """
     if stride is not None or strides is not None or stride_per_key is None:
         return strides
@@ -158,7 +159,8 @@ def dict_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the `KeyedJaggedTensor` of one JaggedTensor per feature.
 
-    Strides vary if the features differ in their bags, or with `force_variable_stride`.
+    Strides per key are passed if the features differ in their bags, or with
+    `force_variable_stride`.
 
     Raises:
         ValueError: no features, or weights in only some of them.
@@ -206,7 +208,10 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
 
 
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
-    """Join the numbers of bags of batches; raise ValueError if their numbers of ranks differ."""
+    """Join `stride_per_key_per_rank` of batches; a batch of equal strides counts as one rank.
+
+    Raises ValueError if the numbers of ranks differ.
+    """
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
     has_equal_strides = any(
         batch.keys() and not batch.variable_stride_per_key() for batch in batches

@@ -256,7 +256,7 @@ class KTRegroupAsDict(nn.Module):
         self.keys = list(keys)
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the concatenated blocks of each group by its name."""
+        """Return the joined blocks of each group by its name; raises as `regroup_as_dict`."""
         return KeyedTensor.regroup_as_dict(keyed_tensors, self.groups, self.keys)
 
 
@@ -283,7 +283,7 @@ class HasNamedBlocks(Protocol):
 def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """Concatenate the blocks of the keys of each group; see `KeyedTensor.regroup` for errors.
 
-    Each tensor is split once, so that backward builds one gradient for it.
+    Each tensor is split only once, so that backward builds one gradient for it.
     """
     dims = {tensor.key_dim() for tensor in tensors}
     if len(dims) != 1:

@@ -1,7 +1,8 @@
 """Removal of padding ids from batches, as `nn.EmbeddingBag` leaves `padding_idx` out.
 
-Tables skip the id -1: it adds nothing and is not trained, but counts in the bag's length, by which
-MEAN divides. A removed id does not count there. Nothing here changes its arguments.
+Tables whose ids are row numbers skip the id -1: it adds nothing and is not trained, but counts in
+the length of its bag, by which MEAN divides. For hash tables -1 is a key as any other. A removed id
+neither counts nor is looked up. No function of this file changes the tensors of its arguments.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,8 @@ def drop_padding_from_bags(
         per_sample_weights: `[L]`, one per id; differentiable.
 
     Returns:
-        `indices`, `offsets` and `per_sample_weights` of the remaining ids, copied, in their dtypes.
+        `indices`, `offsets` and `per_sample_weights` of the remaining ids, copied, in their dtypes;
+        None for weights of None.
 
     Example:
         >>> ids, offsets = torch.tensor([3, 0, 0, 5]), torch.tensor([0, 2, 4])

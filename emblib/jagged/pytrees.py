@@ -34,7 +34,7 @@ leaves come last.
 
 
 def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
-    """Return values, lengths and, if there are any, weights, and whether there are weights."""
+    """Return the leaves values, lengths and, if any, weights; the context is `[is weighted]`."""
     leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
     if jagged._weights is not None:
         leaves["_weights"] = jagged._weights
@@ -47,7 +47,7 @@ def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
 
 
 def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
-    """Return the tensors of a batch, and its keys and sizes as context, for torch's pytrees."""
+    """Return the tensors of a batch, and keys and strides as context (`_NODES` names them)."""
     leaves = {"_values": batch._values, "_lengths": batch.lengths()}
     if batch._weights is not None:
         leaves["_weights"] = batch._weights

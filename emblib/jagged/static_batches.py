@@ -1,10 +1,10 @@
 """Static tensors for batches whose number of ids varies, as CUDA graphs need them.
 
-`BatchLayout` has what all batches share: keys, dense shapes, dtypes. Only the number of values of a
-jagged tensor may vary. A `StaticBatch` has buffers for any batch of a layout with at most `bound`
-ids per jagged tensor. The ids of a batch are at the end of the buffer, with padding before them: -1
-for ids, 0 for weights and values that are not integers. The first offset is the number of padding
-entries. All kernels ignore ids before the first offset.
+`BatchLayout` has what all batches share: keys, shapes, dtypes, plain values. Only the number of
+values of a jagged tensor may vary. A `StaticBatch` has buffers for any batch of a layout with at
+most `bound` ids per jagged tensor. The ids of a batch are at the end of the buffer, with padding
+before them: -1 for ids, 0 for weights and values that are not integers. The first offset is the
+number of padding entries. All kernels ignore ids before the first offset.
 
 `StaticBatch.fill` does not wait for the device, unless the host is `MAX_STAGING_BLOCKS` batches
 ahead. For a GPU, tensors on the host are written into a block of pinned memory and copied from
@@ -43,12 +43,12 @@ class BatchPart(NamedTuple):
 
     leaf: int  # index in the flattened batch
     kind: str  # "values", "weights", "offsets" or "dense"
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of values and weights without the first dimension
     dtype: torch.dtype
 
     @property
     def is_padded(self) -> bool:
-        """Return whether its first dimension is the bound, which `shape` leaves out."""
+        """Return whether the first dimension is the bound, which `shape` leaves out."""
         return self.kind in {"values", "weights"}
 
     def shape_with(self, bound: int) -> tuple[int, ...]:
@@ -127,13 +127,13 @@ class BatchLayout:
             )
 
     def device_of(self, leaves: Sequence[Any]) -> torch.device:
-        """Return the device of the first tensor; raise ValueError if there is none."""
+        """Return the device of the batch's first tensor; raise ValueError without tensors."""
         for part in self.parts:
             return _tensor_of(leaves[part.leaf], part.kind).device
         raise ValueError("a batch must have a tensor, got none")
 
     def check_devices(self, leaves: Sequence[Any], device: torch.device) -> None:
-        """Raise ValueError for tensors that are neither on the host nor on the device."""
+        """Raise ValueError for tensors that are neither on the CPU nor on `device`."""
         for part in self.parts:
             leaf_device = _values_of(leaves[part.leaf]).device
             if leaf_device.type != "cpu" and leaf_device != device:

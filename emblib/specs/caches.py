@@ -47,8 +47,8 @@ class Verify(Choice):
 class MultiPassPrefetch:
     """Prefetch a large batch in several passes, which bounds the memory for grouping it.
 
-    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts. Both are at
-    least 1.
+    A batch of at least `min_lookups` lookups is prefetched in up to `passes` parts. Both must be at
+    least 1 (else ValueError).
 
     Example:
         >>> passes = emblib.MultiPassPrefetch(passes=4, min_lookups=1 << 20)
@@ -69,7 +69,8 @@ class CacheConfig:
 
     Args:
         policy: policy that selects the row to evict.
-        load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1].
+        load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1];
+            unused if `sets` is set.
         sets: number of sets of 32 rows; 0 computes it from `load_factor`.
         reserved_bytes: bytes of GPU memory to leave free when the cache is allocated.
         dtype: dtype of the cached rows; None is the dtype of the weights.
@@ -79,8 +80,9 @@ class CacheConfig:
         verify: time at which the files of DISK tables are verified, see `Verify`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: a number out of range, or a word or dtype that is none of those above.
+        TypeError: `sets`, `reserved_bytes`, `directory` or `passes` of another type.
+        ValueError: a number out of range, a `load_factor` that is no number, or an unknown policy,
+            dtype or `verify`.
 
     Example:
         >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)

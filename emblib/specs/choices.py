@@ -57,13 +57,13 @@ def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
 
 
 def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
-    """Check fields of a frozen dataclass, and convert NumPy integers to plain ints."""
+    """Check fields of a frozen dataclass by `check_count`, and convert them to plain ints."""
     for name in names:
         object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))
 
 
 def set_dim(spec: Any) -> None:
-    """Check and convert the field `dim`: the elements of a row."""
+    """Check and convert the field `dim`, the elements of a row, in [1, MAX_DIM]."""
     set_counts(spec, "dim")
     if spec.dim > MAX_DIM:
         raise ValueError(f"dim must be at most {MAX_DIM}, got {spec.dim}")

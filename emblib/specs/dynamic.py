@@ -119,7 +119,7 @@ class CountMinSketch:
     """Count keys in a count-min sketch of `depth` rows of `width` counters; counts may be too high.
 
     With `halve_every`, each counter is halved once per that many batches, so that old counts fade.
-    None never halves.
+    None never halves. All numbers must be at least 1, `width` below 2^31 (else ValueError).
 
     Example:
         >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
@@ -159,7 +159,7 @@ class PerFeature:
         tensor([False,  True])
     """
 
-    values: tuple[Any, ...]
+    values: tuple[Any, ...]  # at least one, else ValueError
 
     def __init__(self, *values: Any) -> None:
         if not values:
@@ -182,7 +182,11 @@ class FrequencyAdmission:
             trained; None reads `DynamicSpec.default_value`.
         rule: function that replaces the comparison with the threshold. From keys and their counts,
             int64 `[n]` on the device of the tables, it returns which keys to admit, bool `[n]`. It
-            must depend on its arguments only, and makes the host wait for a GPU.
+            must depend on its arguments only, and makes the host wait for a GPU. None compares.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: a threshold below 1, or a `rule` together with thresholds per feature.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
@@ -228,7 +232,10 @@ class FrequencyAdmission:
 
 
 def check_ttl(ttl: Any) -> Any:
-    """Return a time to live, checked: a positive number of steps or time, None, or a PerFeature."""
+    """Return a time to live, checked: a positive number of steps or time, None, or a PerFeature.
+
+    Raises TypeError for another type, ValueError for other numbers or for steps mixed with time.
+    """
     if isinstance(ttl, PerFeature):
         ttls = [check_ttl(value) for value in ttl.values]
         if any(isinstance(value, PerFeature) for value in ttls):
@@ -257,8 +264,7 @@ class DynamicSpec:
             highest load at which tests of all sizes found a slot for every key; above it some keys
             are evicted early.
         eviction: order in which keys are evicted when both buckets of a new key are full.
-        insert_policy: condition for a new key to evict another: always, or only one that ranks
-            lower than the new key.
+        insert_policy: condition for a new key to evict the lowest-ranked key, see `InsertPolicy`.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
         default_value: value of all elements that a key without a row reads: one that is not in the
@@ -273,9 +279,9 @@ class DynamicSpec:
             a hash of the key selects one of them. With 0, such keys read `default_value`.
 
     Raises:
-        TypeError: an argument of another type.
-        ValueError: a number out of range, or `fallback_rows` together with an argument that would
-            have no effect then.
+        TypeError: an argument of another type, unless listed next.
+        ValueError: a number out of range; `name`, a word or a float of another type; or
+            `fallback_rows` together with an argument that would have no effect then.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)

@@ -133,7 +133,8 @@ class TableSpec:
         placement: the memory of the rows.
 
     Raises:
-        ValueError: a number out of its range, a name with dots, or an unknown placement.
+        ValueError: a number out of its range, a name with dots or that is no string, or an unknown
+            placement.
         TypeError: a number that is no int.
 
     Example:
@@ -162,6 +163,8 @@ class StochasticRounding:
     tensor, row and column: they are the same on any number of threads, on any device, and with any
     cache of the dtype of the table. A cache of another dtype rounds when rows are written back, so
     that results depend on when. Rows are numbered over the module, ordered by placement.
+
+    Raises TypeError for a seed that is no int, ValueError for one outside [0, 2^53).
 
     Example:
         >>> to_nearest = emblib.Precision(weights=torch.bfloat16)
@@ -221,6 +224,10 @@ class Precision:
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
         matmul: precision of the products of tensor-train cores on a GPU; unused by other tables.
+
+    Raises:
+        TypeError: `stochastic_rounding` of another type.
+        ValueError: another dtype, or an unknown `matmul`.
 
     Example:
         >>> precision = emblib.Precision(weights=torch.bfloat16, output=torch.bfloat16)

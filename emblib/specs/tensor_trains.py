@@ -35,7 +35,8 @@ def check_cores(
         ranks: inner ranks, one fewer than cores.
         row_factors: one factor per core; () is not checked.
         dim_factors: one factor per core; () is not checked.
-        computed: value of a factor that is computed later.
+        computed: placeholder for a factor that is computed later, which is not checked; None if
+            there is none.
     """
     num_cores = len(ranks) + 1
     if not 2 <= num_cores <= 4:
@@ -60,8 +61,8 @@ class TTSpec:
     Neighbouring rows share slices of cores.
 
     Args:
-        rows: number of rows.
-        dim: elements per row.
+        rows: number of rows, >= 1.
+        dim: elements per row, 1 to 2^25.
         ranks: the inner ranks, one fewer than cores.
         row_factors: one factor per core, whose product is at least `rows`; () lets
             `emblib.tt.shapes` choose them.
@@ -70,11 +71,12 @@ class TTSpec:
         name: name of the table in messages.
         ids: order of the ids in the train. PERMUTED maps ids to rows by a bijection, which is
             better if ids are in random order or in order of frequency (see `emblib.tt.shapes`).
-        seed: seed of the bijection.
+        seed: seed of the bijection, >= 0; unused with AS_GIVEN.
 
     Raises:
         TypeError: a number that is no int.
-        ValueError: factors that do not fit, or other than 2 to 4 cores.
+        ValueError: a number out of its range, factors that do not fit, other than 2 to 4 cores, or
+            an unknown order.
 
     Example:
         >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
@@ -169,8 +171,9 @@ class TTSpec:
         factors of `emblib.tt.shapes`.
 
         Raises:
-            ValueError: cores of rank 1 take more bytes; factors of `like` that do not fit; a dtype
-                not in `FLOAT_DTYPES`.
+            TypeError: `rows` or `dim` that is no int.
+            ValueError: cores of rank 1 take more bytes; factors of `like` that do not fit; `cores`
+                outside 2 to 4; a dtype not in `FLOAT_DTYPES`.
 
         Example:
             >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
