@@ -76,13 +76,13 @@ def host_reads_device_memory(_: PretendGpu) -> None:
 
 
 @mistake
-def kernel_reads_past_a_table(_: PretendGpu) -> None:
-    from emblib import TableBatchedEmbeddingBags, TableSpec, optim
-    from emblib.columns import FeatureColumn
-
-    module = TableBatchedEmbeddingBags([TableSpec(50, 16)], optim.SGD(0.1), device="cuda")
-    module.features[0, FeatureColumn.ROWS] = 60  # the table has ten rows fewer
-    module(torch.tensor([55], device="cuda"), torch.tensor([0, 1], device="cuda")).cpu()
+def kernel_reads_past_a_gradient(_: PretendGpu) -> None:
+    features = torch.tensor([[0, 0, 50, 16, 0, 0, 0, 0]], device="cuda")
+    row, segments, lookup = torch.tensor([3]), torch.tensor([0, 1]).int(), torch.tensor([0]).int()
+    bag = torch.tensor([1]).int()  # the gradient has one bag, number 0
+    group = [x.cuda() for x in (row, segments, lookup, bag, torch.tensor([1]).int())]
+    grad, offsets = torch.ones(1, 128, device="cuda"), torch.tensor([0, 1], device="cuda")
+    torch.ops.emblib.tbe_row_grads(grad, features, *group, offsets, None, None, 0, 16).cpu()
 
 
 @mistake

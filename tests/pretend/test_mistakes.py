@@ -20,7 +20,7 @@ CAPTURING = "operation not permitted when stream is capturing"
 # What an error must say: the operation, the thread, the allocation and its owner.
 ERRORS = {
     "host_reads_device_memory": rf"host code \(thread \d+\) touches device memory: byte 0 {IN_USE}",
-    "kernel_reads_past_a_table": r"kernel emb::cuda::\w+<.*>, enqueued at emblib/.*: simt: block "
+    "kernel_reads_past_a_gradient": r"kernel emb::cuda::\w+<.*>, enqueued at .*: simt: block "
     r"\(0, 0, 0\), thread \d+: illegal memory access: past the end, at byte \d+ of allocation",
     "kernel_reads_freed_memory": rf"cudaMemcpyAsync, {ENQUEUED}: byte 0 {FREED}",
     "stream_without_a_wait": r"wrong result \[nan",

@@ -56,7 +56,10 @@ RACES = {
         KERNEL_COPY,
         Side("writes: the host, which frees it", "del source"),
     ),
-    "two_streams_update_a_table": (Side("", "update(module"), Side("", "update(module")),
+    "two_streams_update_a_table": (
+        Side("reads: kernel emb::cuda::short_bags_kernel", "update(module"),
+        Side("writes: kernel emb::cuda::update_kernel", ""),
+    ),
     "lookup_during_an_update": (
         LOOKUP,
         Side("writes: kernel emb::cuda::update_kernel", ""),
