@@ -4,6 +4,7 @@
 // has copied the parameters by then.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -58,7 +59,7 @@ template <int kWords, class Launcher>
 void upload_words(const Launcher& launcher, const uint64_t* from, int num_words, uint64_t* to,
                   const BeginStep& begin) {
   UploadWords<kWords> words;
-  std::memcpy(words.word, from, static_cast<size_t>(num_words) * sizeof(uint64_t));
+  std::copy_n(from, num_words, words.word);  // `from` may be null if there are none
   const unsigned word_blocks = blocks_for(num_words, kUploadThreads, kWords);
   const unsigned zero_blocks =
       blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(kResidentBlocksPerSm / 2));

@@ -127,7 +127,7 @@ def test_two_modules_do_not_share_a_directory(tmp_path: Path) -> None:
             cache=CacheConfig(directory=tmp_path),
         )
     with pytest.raises(ValueError, match=r"CacheConfig\(directory="):
-        TableBatchedEmbeddingBags([TableSpec(10, 4, placement=Placement.DISK)])
+        TableBatchedEmbeddingBags([TableSpec(10, 4, placement=Placement.DISK)], optim.SGD(0.1))
 
 
 @pytest.mark.slow
