@@ -46,13 +46,14 @@ struct FeatureBags {
       const BagLayout& layout = map.layout[bag];
       const bool ascends = layout.feature >= f && layout.feature < num_features;
       while (ascends && f < layout.feature) first_bags[++f] = bag;
-      const int64_t dim = ascends ? feature[f].dim : 0;
-      STD_TORCH_CHECK(
-          ascends && (pooling == Pooling::kNone ||
-                      (layout.element >= 0 && dim <= columns && layout.element <= columns - dim)),
-          op, ": bag_layout must name features of 0 to ", num_features - 1,
-          " that ascend, and rows inside the ", columns, " elements of the output; bag ", bag,
-          " has feature ", layout.feature, " at element ", layout.element);
+      STD_TORCH_CHECK(ascends, op, ": bag_layout must name features of 0 to ", num_features - 1,
+                      " that ascend; bag ", bag, " has feature ", layout.feature);
+      if (pooling == Pooling::kNone) continue;
+      const int64_t dim = feature[f].dim;
+      STD_TORCH_CHECK(layout.element >= 0 && dim <= columns && layout.element <= columns - dim, op,
+                      ": bag_layout must name rows inside the ", columns,
+                      " elements of the output; bag ", bag, " of feature ", f, " is at element ",
+                      layout.element);
     }
     while (f < num_features) first_bags[++f] = num_bags;
   }

@@ -24,6 +24,7 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/fiber.h"
@@ -324,8 +325,9 @@ class Machine {
       threads_[t].copies.clear();
       threads_[t].copy_groups = 0;
       if (fibers_[t] == nullptr) {
-        fibers_[t] = std::make_unique<Fiber>();
-        fibers_[t]->start(&Machine::fiber_main);
+        auto fiber = std::make_unique<Fiber>();
+        fiber->start(&Machine::fiber_main);
+        fibers_[t] = std::move(fiber);
       }
     }
     current_ = reverse_ ? warps() * 32 - 1 : 0;  // `next` begins with the current warp

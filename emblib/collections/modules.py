@@ -546,9 +546,12 @@ class EmbeddingBagCollection(TableCollection):
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
         if not self._units:
-            return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.device()))
+            return KeyedTensor(
+                [], [], torch.empty(batch.stride(), 0, dtype=torch.float32, device=batch.device())
+            )
         if batch.values().is_meta:  # without data: shapes
-            out = torch.empty(batch.stride(), sum(self._columns), device="meta")
+            size, dtype = (batch.stride(), sum(self._columns)), self.groups.output_dtype
+            out = torch.empty(size, dtype=dtype, device="meta")
             return KeyedTensor(self._names, self._columns, out)
         groups = self.groups
         weights = self._sample_weights(batch) if self._weighted else None

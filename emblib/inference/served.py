@@ -283,7 +283,9 @@ class InferenceEmbeddingBagCollection(InferenceCollection):
         """
         if not self._names:
             batch = KeyedJaggedTensor.adopt(features)
-            return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.device()))
+            return KeyedTensor(
+                [], [], torch.empty(batch.stride(), 0, dtype=torch.float32, device=batch.device())
+            )
         blocks: dict[int, Tensor] = {}
         for tables, positions, batch in self._inputs(features):
             weights = batch.weights_or_none() if self.is_weighted else None

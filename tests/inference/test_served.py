@@ -308,9 +308,14 @@ def test_a_sharded_dynamic_table_is_converted_on_all_ranks() -> None:
 
 
 def test_a_collection_without_tables() -> None:
-    source = EmbeddingBagCollection([])
-    for bags in (source, for_inference(source)):
-        assert bags(batch()).values().shape == (3, 0)
+    source, features = EmbeddingBagCollection([]), batch()
+    torch.set_default_dtype(torch.float64)
+    try:
+        blocks = [bags(features).values() for bags in (source, for_inference(source))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for block in blocks:
+        assert (block.shape, block.dtype) == ((3, 0), torch.float32)
     assert for_inference(EmbeddingCollection([]))(batch()) == {}
 
 

@@ -288,10 +288,10 @@ def _layout(bag: int, feature: int, element: int) -> Tensor:
         ({"slots": torch.zeros(5, dtype=torch.int32)}, "one entry per lookup = 6, got 5"),
         ({"bag_layout": torch.zeros(5, 2, dtype=torch.int64)}, "for bags = 6, one less than"),
         ({"bag_layout": torch.zeros(6, 2)}, "bag_layout must be int64"),
-        ({"bag_layout": _layout(5, 2, 28)}, "features of 0 to 1 .* bag 5 has feature 2 at"),
+        ({"bag_layout": _layout(5, 2, 28)}, "features of 0 to 1 .* bag 5 has feature 2"),
         ({"bag_layout": _layout(4, 0, 20)}, "that ascend.* bag 4 has feature 0"),
-        ({"bag_layout": _layout(5, 1, 29)}, "inside the 36 elements .* feature 1 at element 29"),
-        ({"bag_layout": _layout(0, 0, -1)}, "bag 0 has feature 0 at element -1"),
+        ({"bag_layout": _layout(5, 1, 29)}, "inside the 36 elements .* feature 1 is at element 29"),
+        ({"bag_layout": _layout(0, 0, -1)}, "bag 0 of feature 0 is at element -1"),
         ({"bag_layout": None}, "feature 0 lies outside|output_dim"),
     ],
 )
