@@ -51,11 +51,15 @@ def _counts(call: Callable[[], object]) -> dict[str, int]:
 
 
 def _ops(call: Callable[[], object]) -> list[str]:
-    """Return the ops of emblib in a call; of torch there are allocations and views alone."""
+    """Return the ops of emblib in a call; of torch there are allocations and views alone.
+
+    A report of bounds that has arrived in host memory may be read, by `tolist`.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
     names = [event.name for event in profile.events()]
     allowed = {"aten::empty_strided", "aten::empty", "aten::detach", "aten::view"}
+    allowed |= {"aten::resolve_conj", "aten::resolve_neg"}
     others = {name for name in names if name.startswith("aten::")} - allowed
     assert not others, names
     return [name.removeprefix("emblib::") for name in names if name.startswith("emblib::")]
