@@ -2,11 +2,11 @@
 // RouteTable (route/args.h).
 //
 // The work is to find the block of each id. With few blocks, an id is compared with the start of
-// every block, which vectorises. With many blocks of equal size, it is multiplied by the reciprocal
-// of the size. Otherwise a binary search or a hash (route_id) takes one id after the other.
-// Counting processes long bags one by one, with a loop over the ids per block, and short bags in
-// chunks of ids. Moving writes the ids of each block at the block's cursor, and copies the result
-// for further copies of the block.
+// every block, which vectorises. With many blocks of equal size, of which the last may be smaller,
+// it is multiplied by the reciprocal of the size. Otherwise a binary search or a hash (route_id)
+// takes one id after the other. Counting processes long bags one by one, with a loop over the ids
+// per block, and short bags in chunks of ids. Moving writes the ids of each block at the block's
+// cursor, and copies the result for further copies of the block.
 #include <cstdint>
 
 #include "route/args.h"
@@ -43,7 +43,7 @@ struct FeatureRoute {
   const RouteBlock* blocks;
   const Routing& routing;
   int64_t begin, end;  // bags, relative to the first of the feature
-  int64_t step;        // rows per block if there are many blocks of equal size, else 0
+  int64_t step;        // rows per block for find_equal; 0 if it cannot find the blocks
 
   // Bags [first, last) of the batch, all of feature f.
   FeatureRoute(const Routing& all, int64_t f, int64_t first, int64_t last)
@@ -59,6 +59,7 @@ struct FeatureRoute {
       const int64_t start = k * step;
       if (blocks[k].first_row != (start < feature.rows ? start : feature.rows)) step = 0;
     }
+    if (step > 0 && (feature.rows - 1) / step >= feature.num_blocks) step = 0;  // a larger last one
   }
 
   // Return whether ids are compared with the start of every block.
@@ -152,8 +153,9 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// find() for many blocks of equal size (FeatureRoute::step) and ids of the table: the product with
-// the reciprocal, rounded down, is the block or off by one, which is corrected.
+// find() for many blocks of equal size (FeatureRoute::step): the product of a row with the
+// reciprocal, rounded down, is the block or off by one, which is corrected. Ids that are no rows go
+// unchanged to block 0.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* rank_id) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -306,7 +308,7 @@ struct WriteCursors {
 };
 
 // Move n ids, at most kChunk, from position `first` on. Return false if the output of a block with
-// copies is full before all of them are written.
+// copies is full before all of its ids are written.
 template <class I>
 bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
                 int64_t first, int64_t n) {

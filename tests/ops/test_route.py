@@ -63,6 +63,20 @@ def test_routes_as_the_reference(device: torch.device, name: str) -> None:
     _check(make(CASES[name]), device)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_equal_blocks_and_a_larger_last_one(device: torch.device, dtype: torch.dtype) -> None:
+    num_blocks, size, rows = 14, 2, 100
+    routing = Routing(
+        first_bags=torch.tensor([0, 1]),
+        features=torch.tensor([[0, num_blocks, rows, 0]]),
+        blocks=torch.tensor([[k * size, k, 1] for k in range(num_blocks)]),
+        copies=torch.arange(num_blocks),
+        units=torch.arange(num_blocks + 1),
+    )
+    ids = torch.arange(rows, dtype=dtype)
+    _check(Problem(ids, torch.tensor([0, rows]), routing, torch.ones(rows)), device)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     bags=st.lists(st.integers(0, 12), max_size=5),
