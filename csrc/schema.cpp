@@ -6,8 +6,8 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(emblib, m) {
-  // Group positions by key. Returns the distinct keys, where each group starts, and the stable
-  // order of positions by key.
+  // Group positions by key. Returns the distinct keys, where each group starts, the stable order of
+  // positions by key, and the number of groups.
   m.def(
       "group(Tensor keys, SymInt num_keys)"
       " -> (Tensor unique, Tensor segments, Tensor permutation, Tensor count)");
@@ -122,7 +122,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"
       " SymInt before) -> Tensor");
-  // Rows by slot: `values` is [slots, dim], and slot -1 has no row.
+  // Rows by slot: `values` is [slots, dim]; slots outside it, such as -1, have no row.
   m.def(
       "hash_find_rows(Tensor[] index, Tensor ids, Tensor starts, Tensor tables, Tensor values,"
       " float default_value) -> (Tensor rows, Tensor found)");
@@ -141,8 +141,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
-  // Rows that move between a dynamic table and its backing store, on the CPU. `evicted`, `slots`
-  // and `status` are results of `hash_insert_` for the misses of one table.
+  // Rows that move between a dynamic table and its backing store, on the CPU. In `tier_swap_`,
+  // `slots`, `status` and `evicted` are results of `hash_insert_` for the misses of one table.
   m.def(
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"

@@ -47,8 +47,8 @@ struct MissArrays {
   int64_t* evicted;                         // output, by miss, three words each; null if not wanted
 };
 
-// Insert the admitted misses of every table: change the index and its counters, write the slot and
-// the status of every miss, and write the evicted entries unless arrays.evicted is null.
+// Insert the admitted misses of every table: change the index, its counters and queues, write the
+// slot and the status of every miss, and write the evicted entries unless arrays.evicted is null.
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool must_compete,
                    const Misses& misses, const MissArrays& arrays);
 
@@ -69,12 +69,12 @@ Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& s
 class InitialRows {
  public:
   // The caller must have called in.check(op). Throws unless the rows in `layout` lie inside their
-  // row buffers.
+  // row buffers and have strides from `dim` to INT32_MAX.
   InitialRows(const char* op, const InitialInputs& in);
 
   // Write, in parallel, row slots[i] of each row buffer of table t for its misses i, which are
-  // offsets[t] to offsets[t + 1] - 1. The key of miss i is ids[first_positions[i]]. A miss whose
-  // slot has no row, such as -1, is skipped.
+  // offsets[t] to offsets[t + 1] - 1. The key of miss i is ids[first_positions[i]]. Row buffers
+  // without a row for the slot, such as all for -1, are skipped.
   void write(const int64_t* ids, const int64_t* first_positions, const int64_t* offsets,
              const int64_t* slots, int64_t seed) const;
 
@@ -102,14 +102,14 @@ inline constexpr int64_t kMaxPrefetchBytes = 16 * kCacheLineBytes;
 inline constexpr int64_t kRowsAhead = 8;        // rows between a prefetch and the copy
 inline constexpr int64_t kCopyGrain = 1 << 16;  // grain of parallel_balanced for copies
 
-// Prefetch the lines of a row of `bytes` bytes, which may begin at any address.
+// Prefetch at most the first kMaxPrefetchBytes of a row of `bytes` bytes, at any address.
 inline void prefetch_row(const char* row, int64_t bytes) {
   const int64_t prefetched = std::min(bytes, kMaxPrefetchBytes);
   for (int64_t i = 0; i < prefetched; i += kCacheLineBytes) __builtin_prefetch(row + i);
   if (bytes > 0) __builtin_prefetch(row + prefetched - 1);
 }
 
-// Return an uninitialised int64 tensor of these sizes on the CPU.
+// Return an uninitialised int64 tensor of these sizes on the device of `like`.
 inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& sizes) {
   return allocate(like, sizes, ScalarType::Long);
 }
@@ -175,8 +175,9 @@ struct PackedRows {
   }
 };
 
-// The records of a store, uint8 [count, stride]. A record has some words of 64 bits, then a packed
-// row, which may have no bytes. Records are in memory or in a mapped file; the tensor owns them.
+// The records of a store, uint8 [count, stride]. A record has as many words of 64 bits as fit
+// before a packed row, then the row, which may have no bytes. Records are in memory or in a mapped
+// file; the tensor owns them.
 struct Records {
   char* data;
   int64_t count;      // records, one per slot of the store

@@ -16,7 +16,8 @@ struct KeyTouch {
 };
 
 // Begin a batch, before hash_touch_kernel: advance the clock, count the lookups of each table,
-// write the plan of the batch in `parts` parts, empty the cells, and clear the counts of misses.
+// write the plan of the batch in `parts` parts, empty the cells, and clear the counts of misses and
+// of parts.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, BatchPlan plan,
                             int parts) {
@@ -68,7 +69,8 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
 }
 
 // Find every key. Write its slot to `slots` [n], update the entry of a hit, and claim a cell for a
-// missing key. Count hits in the index, and distinct missing keys per table in `misses` [T].
+// missing key; keys.cell_of of the other positions becomes kNoCell. Count hits in the index, and
+// distinct missing keys per table in `misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
                       int64_t* misses, int64_t* slots) {

@@ -106,9 +106,9 @@ EMB_HD void probe_chosen(const HashTable& table, int64_t position, Probes* p) {
   __builtin_prefetch(table.entry(read_slot(p->slot[i], p->candidates[i])), 0, 2);
 }
 
-// Return the slot of the lowest candidate if it has the key, else -1. In that case, add the
-// position to `unresolved` if the key may be elsewhere: in another candidate, or in the second
-// bucket if the first was chosen.
+// Return the slot of the lowest candidate if it has the key, else -1. If the result is -1 and the
+// key may be elsewhere, add the position to `unresolved`: it may be in another candidate, or in the
+// second bucket if the first was chosen.
 EMB_HD int64_t compare(const HashTable& table, int64_t position, int64_t key, const Probes& p,
                        Unresolved* unresolved) {
   const int i = Probes::ring_index(position);
@@ -171,8 +171,8 @@ EMB_HD int64_t resolve(const HashTable& table, int64_t position, int64_t key, co
   return find_in(table, p.second[i], p.tag[i], key);
 }
 
-// `find`; kTouches says whether `touch` is not null. Keys that are unresolved after a chunk are
-// resolved after the next chunk, when the lines that they need have been prefetched.
+// Do what `find` does; kTouches says whether `touch` is not null. Keys that are unresolved after a
+// chunk are resolved after the next chunk, when the lines that they need have been prefetched.
 template <bool kTouches>
 int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {

@@ -162,8 +162,8 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   }
 }
 
-// Correct `slots` [n], the slots of the batch's keys: find each key again that is no longer in its
-// slot. Slots of -1 stay.
+// Correct `slots` [n], the slots of the batch's keys: find each key of a grown table again that is
+// no longer in its slot. Negative slots stay.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_refresh_kernel(Growth growth, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
@@ -180,8 +180,9 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   });
 }
 
-// Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. This allocates the
-// scratch of `growth`. `buckets`, the number of buckets in the memory of the index, sizes the grid.
+// Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. The scratch pointers
+// of `growth` are set here, from `work`. `buckets`, the number of buckets in the memory of the
+// index, sizes the grid.
 template <class Work>
 void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slots,
                  int64_t buckets) {

@@ -337,7 +337,7 @@ void fill_positions(const InsertCall& call) {
 
 }  // namespace
 
-// Insert the admitted misses of a batch. A miss gets an empty slot or the slot of an entry that the
+// Insert the admitted misses of a batch. Each gets an empty slot or the slot of an entry that the
 // batch does not use, which is evicted; otherwise it is refused. InsertCall describes the arguments
 // and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
@@ -397,8 +397,8 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
 namespace {
 
 // Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
-// first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these buckets were
-// emptied.
+// first_bucket + num_buckets), which must lie below its kMaxBuckets. Return bool [num_buckets *
+// 32]: which slots of these buckets were emptied; none in buckets that are not in use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -530,8 +530,8 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
 }
 
 // Write a row to each slot. If a slot is repeated, its last row remains. Slots outside the matrix
-// are skipped. A hash assigns every slot to one thread, and every thread visits all positions in
-// order.
+// are skipped. A hash assigns every slot to one part of the work, and every part visits all
+// positions in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   const RowBytes target = call.matrix.as_bytes({});
@@ -562,7 +562,8 @@ void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
   }
 }
 
-// Add rows to the rows in slots. AddRowsCall describes the arguments.
+// Add rows to the rows in slots; groups whose slot has no row are skipped. AddRowsCall describes
+// the arguments.
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);

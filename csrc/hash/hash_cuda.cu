@@ -1,8 +1,7 @@
 // The ops of the hash index on the GPU: checks and launches. check.h describes arguments and
-// results, by which the comments below name them, and the `*.cuh` files have the kernels. The
-// results are those of the CPU. The contents of tensors stay on the device and are not checked:
-// `tables` and segments must come from the module that owns the index. Nothing here waits for the
-// device.
+// results, and the `*.cuh` files have the kernels. Results that are not unspecified are those of
+// the CPU. The contents of tensors stay on the device and are not checked: `tables` and segments
+// must come from the module that owns the index. Nothing here waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -113,7 +112,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   launch_grow(work, growth, key_batch(call), call.slots, call.index.num_slots / kBucketSlots);
 }
 
-// Insert the admitted misses of a batch. A miss gets an empty slot or the slot of an entry that the
+// Insert the admitted misses of a batch. Each gets an empty slot or the slot of an entry that the
 // batch does not use, which is evicted; otherwise it is refused. Return InsertCall::results().
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
@@ -155,7 +154,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
 
 // Remove the keys of table t whose stamp is less than `before` from its buckets [first_bucket,
 // first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these buckets were
-// emptied.
+// emptied; none in buckets that table t does not use.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -170,9 +169,9 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-// Write row slots[i] of each row buffer, at most kMaxInitialBuffers, for every miss i, unless the
-// slot has no row, such as -1. InitialInputs describes the tensors; `seed` selects the random
-// numbers.
+// Write row slots[i] of each row buffer, at most kMaxInitialBuffers, for every miss i, except in
+// row buffers without a row for the slot, such as all for -1. InitialInputs describes the tensors;
+// `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {

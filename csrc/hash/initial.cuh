@@ -1,6 +1,6 @@
 // `hash_initial_rows_` on the GPU: writes the initial rows of new keys. A warp takes up to 32 new
 // rows of one table, in one row buffer after the other. A lane computes four neighbouring elements
-// of a row at a time, which random distributions take from one Philox counter. All pointers are to
+// of a row at a time, for which random distributions take one Philox counter. All pointers are to
 // device memory of the caller; their contents are not checked.
 #pragma once
 

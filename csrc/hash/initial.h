@@ -1,7 +1,7 @@
 // The initial values of the rows of new keys. A value depends only on the seed, the table's rule
-// and stream, the key and the element. So a row has the same bits on any device, on any rank and
-// for any order of batches. The arithmetic is in double with explicit fused operations, so that no
-// compiler can round differently.
+// and stream, the key, the element and the dtype of the row buffer. So a row has the same bits on
+// any device, on any rank and for any order of batches. The arithmetic is in double with explicit
+// fused operations, so that no compiler can round differently.
 #pragma once
 
 #include <cmath>
@@ -36,8 +36,8 @@ static_assert(sizeof(InitialRule) == kInitialRuleColumns * sizeof(double));
 // Where the rows of a table are in a row buffer: a row of the tensor `layout`, int64 [T, P, 5].
 struct InitialLayout {
   int64_t offset;  // elements before row 0
-  int64_t stride;  // elements from one row to the next
-  int64_t rows;    // number of rows of the table; slots from there on are ignored
+  int64_t stride;  // elements from one row to the next, at least `dim`
+  int64_t rows;    // number of rows of the table; slots outside [0, rows) are ignored
   int64_t dim;     // elements to initialise per row
   int64_t stream;  // distinguishes tables that have keys in common; only the low 32 bits are used
 };
@@ -81,9 +81,9 @@ EMB_HD double log_of(double x) {
   return fma(exponent, 0.6931471805599453, s * 2.0 * sum);  // log(2)
 }
 
-// Return the value below which the standard normal distribution has probability p, with a relative
-// error of about 1e-7: PPND7 of Wichura, "Algorithm AS 241: the percentage points of the normal
-// distribution", 1988.
+// Return the value below which the standard normal distribution has probability p in [0, 1], with a
+// relative error of about 1e-7; tails below 1e-300 count as 1e-300: PPND7 of Wichura, "Algorithm AS
+// 241: the percentage points of the normal distribution", 1988.
 EMB_HD double normal_quantile(double p) {
   const double q = p - 0.5;
   const double r = fma(-q, q, 0.180625);

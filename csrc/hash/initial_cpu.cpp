@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kElementGrain = 4096;  // grain of parallel_balanced, in elements
 
-// Check that `offsets` ascend, and that first_positions are positions in `ids`. Slots need no
-// check, because slots without a row are ignored.
+// Check that `offsets` ascend in [0, misses], and that the first_positions between them are
+// positions in `ids`. Slots need no check, because slots without a row are ignored.
 void check_misses(const char* op, const InitialInputs& in) {
   const auto* offsets = in.offsets.const_data_ptr<int64_t>();
   bool ascending = offsets[0] >= 0 && offsets[in.num_tables()] <= in.first_positions.numel();
@@ -32,8 +32,9 @@ void check_misses(const char* op, const InitialInputs& in) {
   }
 }
 
-// Write row slots[i] of each row buffer for every miss i, unless the slot has no row, such as -1.
-// InitialInputs describes the tensors; `seed` selects the random numbers.
+// Write row slots[i] of each row buffer for every miss i, except in row buffers without a row for
+// the slot, such as all for -1. InitialInputs describes the tensors; `seed` selects the random
+// numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {

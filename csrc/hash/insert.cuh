@@ -43,10 +43,10 @@ struct ChosenSlot {
 struct Insertion {
   DeviceIndex index;
   HashOrder order;
-  bool must_compete;   // whether a new key must rank as high as the entry that it evicts
+  bool must_compete;   // whether a new key must rank at least as high as the entry it evicts
   const int64_t* ids;  // [n], the keys of the batch, by position
   const int64_t* first_positions;  // by miss: the first position of the key
-  const int64_t* totals;           // by miss: uses of the key in the batch
+  const int64_t* totals;           // by miss: uses of the key, in the batch and before
   const int64_t* batch_scores;     // [T], the score of the batch in each table; null for 0
   DeviceMisses misses;
   // Results, see InsertCall in check.h.
@@ -114,7 +114,7 @@ EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
 }
 
 // Return, in every lane, the candidate of the lowest rank of all lanes, or no entry if no lane has
-// one. The way of a lane's candidate must be the lane. All 32 lanes must call this.
+// one. The way of a lane's candidate must be the lane, or -1. All 32 lanes must call this.
 EMB_DEVICE Candidate min_over_warp(HashOrder order, const Candidate& candidate) {
   bool is_lowest = candidate.way >= 0;
   if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
@@ -184,8 +184,8 @@ EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
 }
 
 // Choose a bucket for this lane's miss of table t if `is_active`. Add the miss to the chain of the
-// bucket and return true, or set its status to kRefused and return false. The table does not
-// change. All 32 lanes must call this.
+// bucket and return true, or set its status to kRefused and return false. Return false for a lane
+// that is not active. The table does not change. All 32 lanes must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool is_active) {
   NewEntry entry{};
   int32_t first = 0, second = 0;  // the buckets of the key
@@ -705,7 +705,7 @@ inline int wide_rounds(int64_t n, int64_t buckets) {
 }
 
 // Launch `hash_insert_` for a batch of n positions. `buckets` is the number of buckets in the
-// memory of the index. This allocates the scratch of `insertion`.
+// memory of the index. The scratch pointers of `insertion` are set here, from `work`.
 template <class Work>
 void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
                    int64_t buckets) {

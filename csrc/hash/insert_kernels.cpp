@@ -1,8 +1,8 @@
 // Inserts missing keys and splits buckets on one CPU thread: the steps of a round of `hash_insert_`
-// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket, and all
-// misses see the same state of the table. Then the choices are executed in the order of misses. A
-// bucket assigns at most slots_per_round slots; the later misses that chose it stay pending.
-// HashInsertKernels in args.h describes the functions and their arguments.
+// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket or an entry,
+// and all misses see the same state of the table. Then the choices are executed in the order of
+// misses. A bucket assigns at most slots_per_round slots; the later misses that chose it stay
+// pending. HashInsertKernels in args.h describes the functions and their arguments.
 //
 // The eviction queue of a full bucket (args.h) tells which entry the bucket evicts first, usually
 // the entry of the first element. If that entry was used since it became an element, the element
@@ -430,7 +430,8 @@ EMB_HD void replace(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
   add_element(bucket, way);
 }
 
-// Execute a choice that is not kRefused, unless the bucket has assigned all slots of the round.
+// Execute a choice that is not kRefused, unless the bucket has assigned all slots of the round or
+// has no entry left that the miss may evict.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kBucketSlots;

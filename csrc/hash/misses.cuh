@@ -11,7 +11,7 @@
 // order. A block publishes how many first positions its part has, waits for the counts of the
 // earlier parts, and writes the number of each of its misses into the cell, where later positions
 // of the key read it. A block waits only for parts that were taken before its own, hence by blocks
-// that are running.
+// that run or have finished.
 #pragma once
 
 #include "hash/args.h"
@@ -29,8 +29,8 @@ struct CellClaim {
   bool is_new;
 };
 
-// A scratch hash table of keys. A cell is kEmptyCell, or the lowest position so far of its key;
-// after the key is numbered, kNumberedCell | number of its miss.
+// A scratch hash table of pairs of a table and a key. A cell is kEmptyCell, or the lowest position
+// so far of its pair; after the pair is numbered, kNumberedCell | number of its miss.
 struct KeyCells {
   uint32_t* cells;    // [mask + 1]
   uint32_t mask;      // a mask of ones; there are at least as many cells as positions
@@ -88,11 +88,11 @@ struct BatchPlan {
   // published.
   int32_t* part_firsts;
   int32_t* taken_parts;  // [1], the number of parts that blocks have taken
-  int32_t* is_valid;     // [1], whether the segments cover the batch in order
+  int32_t* is_valid;     // [1], whether the segments cover the batch from starts[0] on, in order
 };
 
-// Return the number of cells for a batch of n keys: a power of two, at least twice the number of
-// keys up to 2^30 keys, and never more than 2^31.
+// Return the number of cells for a batch of n < 2^31 keys: a power of two from 64 to 2^31, at least
+// twice the number of keys up to 2^30 keys.
 inline int64_t num_cells(int64_t n) {
   int64_t cells = 64;
   while (cells < 2 * n && cells < int64_t{1} << 31) cells *= 2;
@@ -252,9 +252,9 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
 inline constexpr int kNumberBlocksPerSm = 6;
 
 // Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
-// each. The grid must have one block per part, and all cells must have been claimed. Entries of
-// out.first_positions and out.totals after the last miss become 0: each position that is not the
-// first position of a miss writes one of them, counted from the end.
+// each. The grid must have one block per part, and all missing keys must have claimed their cells.
+// Entries of out.first_positions and out.totals after the last miss become 0: each position that is
+// not the first position of a miss writes one of them, counted from the end.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, kNumberBlocksPerSm)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {

@@ -22,7 +22,7 @@ namespace emb::cuda {
 }
 
 // Empty the slot of every key that has one. In `slots`, only the first position of the key keeps
-// the slot; the others get kNoSlot. Count the erased keys.
+// the slot; the others get kNoSlot. Count the erased keys, and correct the sizes of the tables.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
@@ -87,7 +87,7 @@ void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, i
   launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, keys, slots);
 }
 
-// Launch `hash_expire_`: write `removed` and change the index.
+// Launch `hash_expire_`: write `removed`, [num_buckets * kBucketSlots], and change the index.
 template <class Launcher>
 void launch_expire(const Launcher& launcher, const DeviceIndex& index, const ExpireWindow& window,
                    bool* removed) {

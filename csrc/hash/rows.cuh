@@ -4,8 +4,8 @@
 //
 // Copies: a warp takes 32 positions. Each lane computes, once, the source and the target address of
 // the row of its position. Then groups of lanes copy the rows and get the addresses by shuffles. A
-// group has kRowsInFlight rows in registers before it stores the first. Rows are copied as bytes,
-// in units of 16 bytes if all addresses allow it, otherwise of 8, 4 or 2.
+// group has a unit per lane of kRowsInFlight rows in registers before it stores the first. Rows are
+// copied as bytes, in units of 16 bytes if all addresses allow it, otherwise of 8, 4 or 2.
 //
 // Writes: if a batch repeats a slot, the last of its rows is written. Positions claim cells of a
 // scratch table by slot. Whatever the order of threads, a cell ends with the last position of its
@@ -105,8 +105,8 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
 }
 
 // Copy the rows of the warp's lanes; `copy` is the copy of this lane's row. kTwice says whether
-// second_target may be set, kStreams that no kernel reads the targets `to` soon. `fill` is the word
-// of default values, see RowMatrix::fill. All 32 lanes must call this.
+// second_target may be set, kStreams whether to store to `to` as data that is not read soon. `fill`
+// is the word of default values, see RowMatrix::fill. All 32 lanes must call this.
 template <bool kTwice, bool kStreams, class Unit>
 EMB_DEVICE void copy_lane_rows(const RowUnits& shape, RowCopy<Unit> copy, uint32_t fill) {
   const unsigned copies = __ballot_sync(simt::kFullMask, copy.to != nullptr);
@@ -171,11 +171,11 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 // The rows with which new keys start: the row of miss g starts as row first_positions[g] of `data`,
-// and the thread of that position writes it.
+// and the warp of that position writes it.
 template <class Unit>
 struct StartingRows {
   const Unit* data;       // [n], contiguous rows by position; null to start no rows
-  const int32_t* groups;  // [n], by position: the miss of the key, -1 if its row is not new
+  const int32_t* groups;  // [n], by position: the miss of the key, negative if its row is not new
   // [n], by miss: the first position of the key, in [0, n); not checked.
   const int64_t* first_positions;
 };
@@ -341,8 +341,8 @@ struct EvictedMatrix {
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
 }
 
-// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless `entries` is
-// null. The grid must have as many blocks as that of hash_count_evicted_kernel.
+// Gather the rows of evicted keys of one matrix to `rows`, and their entries unless the pointers of
+// `entries` are null. The grid must have as many blocks as that of hash_count_evicted_kernel.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits shape,
@@ -425,7 +425,8 @@ void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int6
   });
 }
 
-// Launch `hash_write_rows_`: write the rows `from` [n] to their slots.
+// Launch `hash_write_rows_`: write the rows `from` [n] to their slots, for a repeated slot the
+// last.
 template <class Work>
 void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, int64_t n,
                        const void* from) {
@@ -464,7 +465,7 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
 }
 
 // Launch `hash_evicted_rows` for `num_matrices` matrices, at least one: gather the rows of each,
-// and the entries with the first. This allocates the scratch of `evicted`.
+// and the entries with the first. evicted.counts is set here, from `work`.
 template <class Work>
 void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries,
                          const EvictedMatrix* matrices, int num_matrices) {

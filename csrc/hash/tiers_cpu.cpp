@@ -9,8 +9,8 @@
 // evicted key out of the slot and the stored row into the slot while the slot is in the cache. The
 // addresses are random, so rows are prefetched some rows ahead.
 //
-// The slots that an op writes must be distinct, except -1; not checked. Then threads may work in
-// any order, and no result depends on the number of threads.
+// The slots that an op writes must be distinct, except -1; not checked. Then no result depends on
+// the number of threads.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ namespace {
 
 // The slot of a miss, and the rows that a swap copies out of it and into it.
 struct SlotSwap {
-  int64_t slot;         // -1 for none: then no row is copied
+  int64_t slot;         // -1 for none, which is not allowed with a demoted row: no row is copied
   int64_t demoted_row;  // number of the demoted row that leaves the slot, -1 for none
   int64_t stored_row;   // number of the stored row that enters the slot, -1 for none
 };
@@ -48,8 +48,8 @@ struct SwapCall {
   std::vector<int64_t> evicting;  // the misses that evict a key, ascending
   // Results for k evicted keys and r refused misses.
   Tensor slots;         // int64 [n], by miss: the slot, or the overflow row of a refused miss
-  Tensor status;        // uint8 [n], by miss: kHit if the row is in the store, else kNew if the
-                        // miss was refused, else the status of the insertion
+  Tensor status;        // uint8 [n], by miss: kHit if the row is in the store, even if the miss
+                        // has no slot, else kNew if it was refused, else as the insertion says
   Tensor demoted;       // int64 [3, k]: keys, stamps and scores of the evicted entries
   Tensor demoted_rows;  // uint8 [k, row_bytes], their rows
   Tensor refused;       // int64 [r]: the refused misses
@@ -86,7 +86,7 @@ struct SwapCall {
  private:
   // Write `slots`, `status` and `refused`, and begin `swaps`. Refused misses get overflow rows in
   // order. `miss_slots` and `miss_status` are the results of the insertion. Throws for a slot
-  // outside the buffers.
+  // outside the buffers, and for an evicting miss with slot -1.
   void assign_slots(const int64_t* miss_slots, const uint8_t* miss_status, int64_t first_overflow) {
     int64_t* slot = slots.mutable_data_ptr<int64_t>();
     auto* new_status = static_cast<uint8_t*>(status.mutable_data_ptr());
@@ -164,8 +164,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
 }
 
-// Read the records in all `slots`, int64 [n], except -1. Return the positions in `slots` that were
-// read, int64 [m], their words, int64 [num_words, m], and rows, uint8 [m, row_bytes].
+// Read the records in all `slots`, int64 [n], except -1; slots may repeat. Return the positions in
+// `slots` that were read, int64 [m], ascending, their words, int64 [num_words, m], and rows, uint8
+// [m, row_bytes].
 std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Tensor& slots_in,
                                              int64_t row_bytes) {
   const char* op = "tier_read";
@@ -232,8 +233,8 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
-// A store in host memory: an index of one table, and records by its slots. A record has stamp,
-// score and row.
+// A store in host memory: an index of one table, and records by its slots, at least one per slot. A
+// record has stamp, score and row.
 struct HostStore {
   HashIndex index;
   Records records;
@@ -319,12 +320,13 @@ std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* e
   return {dropped, dropped_rows};
 }
 
-// Remove the keys `lifted`, int64 [m], from a store, and put rows into it. `entries`, int64 [n, 3],
-// has the keys, stamps and scores of the rows, `rows` is uint8 [n, row_bytes]. The keys of
-// `entries` must be distinct; not checked. A row replaces the stored row of its key. A new key
-// whose buckets are full evicts the row of the lowest rank in them that the same call did not put;
-// if there is none, the new row is dropped. If n > 0, the clock of the store advances beyond the
-// stamps of `entries`. Return the evicted and dropped entries and rows, see copy_dropped.
+// Remove the keys `lifted`, int64 [m], from a store; keys that it does not have are ignored. Then
+// put rows into it. `entries`, int64 [n, 3], has the keys, stamps and scores of the rows, `rows` is
+// uint8 [n, row_bytes]. The keys of `entries` must be distinct; not checked. A row replaces the
+// stored row of its key. A new key whose buckets are full evicts the row of the lowest rank in them
+// that the same call did not put; if there is none, the new row is dropped. If n > 0, the clock of
+// the store advances beyond the stamps of `entries`. Return the evicted and dropped entries and
+// rows, see copy_dropped.
 std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
                                      const Tensor& lifted, const Tensor& entries_in,
                                      const Tensor& rows_in, int64_t order_code) {
@@ -358,7 +360,7 @@ std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
     newest = std::max(newest, entries[3 * i + HashEntry::kStamp]);
   }
   // hash_insert_ evicts only entries with stamps below the clock, which hash_touch_ increments: so
-  // every stored row can be evicted.
+  // it can evict every stored row whose key is not among `entries`.
   *store.index.clock = std::max(*store.index.clock, newest);
   const bool counts_uses = order_counts_uses(store.order);
   std::optional<Tensor> no_uses, none;

@@ -1,9 +1,10 @@
 // CRC-32 of bytes as zlib computes it: the reflected polynomial 0xEDB88320, start and end inverted.
 //
-// crc32_by_tables takes 16 bytes per step and looks each up in a table ("slicing by 16"), on any
-// processor. crc32_by_folding needs PCLMULQDQ and folds 64 bytes per step by carry-less
-// multiplications, as in V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
-// PCLMULQDQ Instruction" (Intel, 2009). It uses the tables for the last bytes and for short inputs.
+// crc32_by_tables takes 16 bytes per step and looks each up in a table ("slicing by 16"); on
+// big-endian processors, one byte. crc32_by_folding needs PCLMULQDQ and SSE4.1, and folds 64 bytes
+// per step by carry-less multiplications, as in V. Gopal et al., "Fast CRC Computation for Generic
+// Polynomials Using PCLMULQDQ Instruction" (Intel, 2009). It uses the tables for the last bytes and
+// for short inputs.
 #pragma once
 
 #include <array>
@@ -41,7 +42,7 @@ constexpr CrcTables make_crc_tables() {
 
 inline constexpr CrcTables kCrcTable = make_crc_tables();
 
-// Continue a CRC, which is not inverted, over `size` bytes.
+// Return `crc`, a CRC that is not inverted, continued over `size` >= 0 bytes.
 inline uint32_t extend_crc32_by_tables(uint32_t crc, const unsigned char* data, int64_t size) {
   if constexpr (std::endian::native == std::endian::little) {
     for (; size >= kCrcTables; data += kCrcTables, size -= kCrcTables) {
@@ -60,7 +61,7 @@ inline uint32_t extend_crc32_by_tables(uint32_t crc, const unsigned char* data, 
   return crc;
 }
 
-// Return the CRC-32 of `size` bytes.
+// Return the CRC-32 of `size` >= 0 bytes.
 inline uint32_t crc32_by_tables(const unsigned char* data, int64_t size) {
   return ~extend_crc32_by_tables(~uint32_t{0}, data, size);
 }
@@ -80,8 +81,8 @@ __attribute__((target("pclmul,sse4.1"))) inline __m128i fold_crc(__m128i value, 
   return _mm_xor_si128(_mm_xor_si128(low, high), next);
 }
 
-// Return the CRC-32 of `size` bytes. The constants are from the paper above: factors x^k mod P,
-// bit-reflected, for the distances of the folds, and the polynomial with its quotient.
+// Return the CRC-32 of `size` >= 0 bytes. The constants are from the paper above: factors x^k mod
+// P, bit-reflected, for the distances of the folds, and the polynomial with its quotient.
 __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_folding(const unsigned char* data,
                                                                           int64_t size) {
   if (size < kCrcFoldBytes) return crc32_by_tables(data, size);

@@ -7,9 +7,9 @@
 namespace emb {
 namespace {
 
-// Advise the system about the memory of `tensor`, which may ignore the advice (core/huge_pages.h).
-// `tensor` must be contiguous, which is not checked, and should not have been written yet. Its
-// values do not change.
+// Advise the system to use huge pages for the memory of `tensor`; the system may ignore the advice
+// (core/huge_pages.h). `tensor` must be contiguous, which is not checked, and should not have been
+// written yet. Its values do not change.
 void advise_huge_pages_(Tensor tensor) {
   advise_huge_pages(tensor.mutable_data_ptr(),
                     tensor.numel() * static_cast<int64_t>(tensor.element_size()));

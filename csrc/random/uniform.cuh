@@ -26,7 +26,7 @@ __global__ void fill_uniform_kernel(UniformArgs fill) {
   }
 }
 
-// Fill a tensor of dtype `type`.
+// Launch the kernel for a tensor of dtype `type`.
 template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtype type) {
   if (fill.numel == 0) return;

@@ -1,4 +1,5 @@
-// Uniform random numbers on one CPU thread, a block of random words at a time.
+// Uniform random numbers on one CPU thread, a block of random words at a time: the functions of
+// UniformTable (random/args.h).
 #include "core/random_block.h"
 #include "core/vec.h"
 #include "random/args.h"

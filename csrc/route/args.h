@@ -3,9 +3,9 @@
 // CPU and GPU share; and the arguments and function tables of the CPU kernels.
 //
 // A table is divided into *blocks* of rows. One rank stores a block, or several ranks store copies
-// of it. A *unit* is what one rank looks up for one feature: for each bag of the feature, the ids
-// that fall into the rank's block, in their order. An *output bag* is a bag of a unit. Pointers are
-// to memory of the device of the op, which the caller owns.
+// of it. A *unit* is what one rank looks up in one copy of a block for one feature: for each bag of
+// the feature, the ids that fall into the block, in their order. An *output bag* is a bag of a
+// unit. Pointers are to memory of the device of the op, which the caller owns.
 #pragma once
 
 #include "core/layout.h"
@@ -20,13 +20,13 @@ struct RouteRule {
 };
 
 // A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows;
-// `rule` is a RouteRule::Code.
+// `rule` is a RouteRule::Code. The ids of a feature without blocks are dropped.
 struct RouteFeature {
   int64_t first_block, num_blocks, rows, rule;
 };
 
-// A row of `blocks`: the first row of a block, and the units copies[first_copy], ...,
-// copies[first_copy + num_copies - 1] that get its ids.
+// A row of `blocks`: the first row of a block, which the rule kByKey does not read, and the units
+// copies[first_copy], ..., copies[first_copy + num_copies - 1] that get its ids.
 struct RouteBlock {
   int64_t first_row, first_copy, num_copies;
 };
@@ -69,8 +69,8 @@ struct RoutedId {
 };
 
 // Return the destination of an id of a feature; `blocks` are the blocks of the feature, at least
-// one. A pruned id (-1), and any other id that repair_index skips because the table has no rows,
-// goes to block 0 as -1. By key, every id keeps its number.
+// one. By range, a pruned id (-1), and any other id that repair_index skips because the table has
+// no rows, goes to block 0 as -1. By key, every id keeps its number.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == RouteRule::kByKey) return {block_of_key(id, feature.num_blocks), id};
   if (feature.rule == RouteRule::kByRangeElseSpread && id >= feature.rows) {
@@ -85,8 +85,9 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
 }
 
 // A row of `targets`: a matrix [rows, width] in the flat output, which begins at element `offset`
-// and has rows `stride` elements apart. It is the sum of pieces [first_piece, end_piece). If
-// `first_bag` is not negative, row i is divided by max(lengths[first_bag + i], 1).
+// and has rows `stride` elements apart. It is the sum of pieces [first_piece, end_piece), 0 if
+// there are none. If `first_bag` is not negative, row i is divided by max(lengths[first_bag + i],
+// 1).
 struct Target {
   int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
 };
@@ -127,8 +128,8 @@ struct RouteArgs {
 };
 
 // Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if the
-// arguments contradict each other: offsets that descend, or starts that are not sums of the lengths
-// of these ids. Nothing outside the outputs is written in any case.
+// arguments contradict each other: if `count` finds offsets that descend, or `move` finds that the
+// starts of the range are not those of its ids. Nothing outside the outputs is written in any case.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
 // The CPU kernels of `route_lengths` and `route_ids`. Calls for disjoint ranges may run at once.
@@ -137,15 +138,15 @@ struct RouteTable {
 };
 
 // The elements [begin, end) of a flat source that are in a separate tensor, `local`. The tensor of
-// the source has the other elements, without a gap. begin = end if there is no local part.
+// the source has the other elements, without a gap. begin = end if no element is in `local`.
 struct LocalPart {
   void* data;  // the memory of `local`, of the dtype of the source
   int64_t begin, end;
 
   EMB_HD int64_t size() const { return end - begin; }
 
-  // Return the section of an element: 0 before the local part, 1 in it, 2 after it. Return 0 if
-  // there is no local part.
+  // Return the section of an element: 0 before the local part, 1 in it, 2 after it. Return 0 if the
+  // local part is empty.
   EMB_HD int section(int64_t offset) const {
     return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
   }

@@ -18,7 +18,7 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 
 namespace {
 
-constexpr int64_t kRowsPerCall = 16;          // rows of a target per call of the kernel
+constexpr int64_t kRowsPerCall = 16;          // rows per call if all targets have as many rows
 constexpr int64_t kCombineGrain = 32 * 1024;  // elements of a parallel loop (its grain)
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.

@@ -1,5 +1,6 @@
 // `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
-// CombineTable (route/args.h). Neighbouring rows whose values do not change are copied as bytes.
+// CombineTable (route/args.h). Rows of a piece without row numbers (first_row) whose values and
+// dtype do not change are copied as bytes, by `combine` only if the target has no other piece.
 #include <type_traits>
 
 #include "core/pool_bag.h"

@@ -1,8 +1,9 @@
 // Counting and moving ids on the GPU. In a batch of short bags, a lane takes a bag of up to
 // kShortBag ids. Any other bag takes a warp, 32 ids at a time: a match instruction finds the lanes
-// whose ids go to the same block, and the first of them counts for all. No two threads write for
-// one bag at a time, so that no atomics are needed and ids keep their order. Layouts are on the
-// device and have not been checked: entries that lie outside the tensors are skipped.
+// whose ids go to the same block, and the first of them counts for all. No two threads change the
+// count of one output bag at a time, so that no atomics are needed and ids keep their order.
+// Layouts are on the device and have not been checked: entries that lie outside the tensors are
+// skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -31,7 +32,7 @@ struct DeviceRoute {
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
   float* out_weights;    // [total], an output, unless `weights` is null
-  int32_t* num_moved;    // [out_bags], in and out, 0 before: ids moved so far, per output bag
+  int32_t* num_moved;    // [out_bags], 0 before: ids moved so far to each output bag of a copy 0
 };
 
 // Return the last feature whose bags begin at or before `bag`, 0 if no feature does. There must be
@@ -241,7 +242,8 @@ __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
   route_bags<CountIds<I>>(in, bags_of_warp);
 }
 
-// Write the ids of every bag to in.out, from in.starts on.
+// Write the ids of every bag to in.out, from in.starts on; also in.positions and, with weights,
+// in.out_weights. in.num_moved must be 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, kRouteBlocksPerSm)
     route_move_kernel(DeviceRoute in, int bags_of_warp) {

@@ -15,8 +15,8 @@ inline constexpr int kScanThreads = 256;  // threads of a block, and segments of
 inline constexpr int kSegmentCopyBlocksPerSm = 4;
 
 // The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents need
-// not be checked: starts are clamped to the rows of the values, and a segment that does not exist
-// is empty.
+// not be checked: starts are clamped to the rows of the values, and a segment that does not exist,
+// or whose starts descend, is empty.
 struct Segments {
   IndexArray starts;                  // [num_segments + 1]
   const int64_t* order;               // [count] the wanted segments
@@ -66,7 +66,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   return value;
 }
 
-// Write in.sums_in_tile, and the rows of tile t to in.rows_before_tile[t + 1].
+// Write in.sums_in_tile, and the number of rows of each tile t to in.rows_before_tile[t + 1].
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_sums_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kTileThreads, kSegmentCopyBlocksPerSm)
   }
 }
 
-// Launch the copy in words of type Word; row_nbytes is a multiple of their size.
+// Launch the copy in words of type Word; row_nbytes and both addresses are multiples of their size.
 template <class Word, class Launcher>
 void launch_segment_copy(const Launcher& launcher, const Segments& in, const void* values,
                          void* out, int64_t total, int64_t row_nbytes) {
