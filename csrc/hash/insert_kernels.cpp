@@ -17,13 +17,13 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// These distances hide the latency of memory. No measurement of others is recorded. The number of
-// keys from the hash of a key to the later steps of its choice (ChoosingBucket).
+// Numbers of keys between the hash of a key and the later steps of its choice (ChoosingBucket),
+// which hide the latency of memory. No measurement of other numbers is recorded.
 constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
 constexpr int kKeysToFinish = kKeysToSettle + 8;
 constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
-// The number of choices from two prefetches for a choice to its execution: of the chosen entry, and
-// of the entries that `add_element` compares.
+// Numbers of choices between a prefetch for a choice and its execution: kChoicesAhead for the
+// chosen entry, kChoicesToNeighbours for the entries that `add_element` compares.
 constexpr int kChoicesAhead = 12, kChoicesToNeighbours = 6;
 constexpr int kMaxSteps = 8;  // elements that a new element is compared with
 constexpr int kWayBits = 5;   // bits of `way`, the number of a slot in its bucket

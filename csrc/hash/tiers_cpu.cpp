@@ -28,7 +28,7 @@ namespace {
 
 // The slot of a miss, and the rows that a swap copies out of it and into it.
 struct SlotSwap {
-  int64_t slot;         // -1 for none, which is not allowed with a demoted row: no row is copied
+  int64_t slot;         // -1 for none: then demoted_row is -1, and no row is copied
   int64_t demoted_row;  // number of the demoted row that leaves the slot, -1 for none
   int64_t stored_row;   // number of the stored row that enters the slot, -1 for none
 };

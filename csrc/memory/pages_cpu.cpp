@@ -53,7 +53,7 @@ const int64_t* number_array(const char* op, const char* name, const Tensor& tens
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Return a vector of int64 with these numbers.
+// Return an int64 vector with these numbers on the device of `like`.
 Tensor as_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
   Tensor tensor = allocate(like, {static_cast<int64_t>(numbers.size())}, ScalarType::Long);
   std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<int64_t>());
@@ -121,20 +121,21 @@ struct RowPages {
                     first_byte);
     const int64_t max_row = width == 0 ? kUnlimited : kUnlimited / 4 / width;
     for (int64_t i = 0; i < n; ++i) {
-      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ", rows[i],
-                      " of ", width, " bytes");
+      STD_TORCH_CHECK(rows[i] <= max_row, op,
+                      ": rows must begin at most 2^60 bytes after row 0, got row ", rows[i], " of ",
+                      width, " bytes");
     }
   }
 
   bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
-  // Return the first byte and the pages of rows[i]; has_bytes(i) must be true.
+  // Return the first byte, the first and the last page of rows[i]; has_bytes(i) must be true.
   int64_t begin(int64_t i) const { return first_byte + rows[i] * width; }
   int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
   int64_t last_page(int64_t i) const { return (begin(i) + width - 1) / page_bytes; }
 };
 
-// Return the pages of rows whose mark is 0, int64 [m], in the order of `rows`. A page of several
-// rows may repeat. Pages after the last mark are left out.
+// Return the pages with mark 0 that `rows` are on, int64 [m], in the order of `rows`. A page of
+// several rows may repeat. Pages after the last mark are left out, as are negative rows.
 Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t width,
                           int64_t first_byte, int64_t page_bytes) {
   const char* op = "pages_without_mark";
@@ -154,8 +155,9 @@ Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t
   return as_tensor(rows_in, unmarked);
 }
 
-// Set the marks of all pages of rows to 1, in every vector of marks. Throws, before anything is
-// written, if a row has a page beyond the end of one of the vectors.
+// Set the marks of all pages that `rows` are on to 1, in every vector of marks; negative rows are
+// on none. Throws, before anything is written, if a row has a page beyond the end of one of the
+// vectors.
 void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
@@ -179,8 +181,9 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
   }
 }
 
-// Return file_slots[slot] for every slot of an index, int64 [n]: -1 for slot -1, and for a file
-// slot whose entry of `is_hidden`, uint8 by file slot or null, is not 0.
+// Return file_slots[slot] for each of `slots`, int64 [n]: -1 for slot -1, and for a file slot whose
+// entry of `is_hidden`, uint8 by file slot or null, is not 0. Throws for other slots outside
+// `file_slots`, and for file slots beyond `is_hidden`.
 Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
                   const std::optional<Tensor>& is_hidden) {
   const char* op = "file_slots";
@@ -256,10 +259,11 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 #endif
 
-// Read the pages of rows of a mapped file that are not in memory. Rows on the same or adjacent
-// pages form a range. Returns, for each range with an unreadable page, the byte of `data` at which
-// its first such page begins, int64 [m], and the number of ranges that were read, int64 [1]: 0 if
-// the probed pages are in memory, and on systems other than Linux.
+// Read the pages of rows of a mapped file that are not in memory. Throws if a row begins beyond
+// `data`. Rows on the same or adjacent pages that follow each other in `rows` form a range.
+// Returns, for each range with an unreadable page, the byte of `data` at which its first such page
+// begins, int64 [m], and the number of ranges that were read, int64 [1]: 0 if the probed pages are
+// in memory, and on systems other than Linux.
 std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
                                        int64_t first_byte) {
   const char* op = "fetch_pages";

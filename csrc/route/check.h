@@ -17,10 +17,13 @@ namespace emb {
 inline void check_int64_rows(const char* op, const char* name, const Tensor& tensor,
                              int64_t columns, const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
-  const bool fits =
-      columns == 1 ? tensor.dim() == 1 : (tensor.dim() == 2 && tensor.size(1) == columns);
-  STD_TORCH_CHECK(fits && tensor.is_contiguous(), op, ": ", name, " must be a contiguous ",
-                  columns == 1 ? "vector" : "matrix", " of ", columns, " numbers per row");
+  if (columns == 1) {
+    STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
+                    " must be a contiguous vector");
+  } else {
+    STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(1) == columns && tensor.is_contiguous(), op,
+                    ": ", name, " must be a contiguous matrix of ", columns, " numbers per row");
+  }
   check_same_device(op, name, tensor, like);
 }
 
@@ -66,8 +69,8 @@ struct RouteInputs {
   Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
 };
 
-// The weights of ids, float32 [L], if there are any. Also checks the dtype of `starts`, and that
-// `total` is not negative.
+// The weights of ids, float32 [L], if there are any. Also checks the dtype and device of `starts`,
+// and that `total` is not negative.
 struct RouteWeights {
   Tensor tensor;                // holds the memory of `data`
   const float* data = nullptr;  // [L], null without weights
@@ -115,8 +118,9 @@ struct SegmentInputs {
   }
 };
 
-// The tensors of `combine` and `combine_backward`. The object keeps contiguous copies; `targets`
-// and `pieces` point into tensors of the op's caller.
+// The tensors of `combine`, `combine_backward` and `combine_backward_`. The object keeps `flat`,
+// `rows` and `lengths`, made contiguous; `targets`, `pieces` and `local` point into tensors of the
+// op's caller.
 struct CombineInputs {
   Tensor flat;                          // the source, or the gradient of the output
   std::optional<Tensor> rows, lengths;  // int32; int32 or int64; see SourcePiece and Target
@@ -191,7 +195,8 @@ struct CombineInputs {
 
 // Checks of contents, on the CPU only.
 
-// Check feature f: its blocks and their copies are in range, and its blocks ascend from row 0.
+// Check feature f: its blocks and their copies are in range, and its blocks ascend from row 0
+// unless its rule is kByKey.
 inline void check_blocks(const char* op, const Routing& routing, const RouteFeature& feature,
                          int64_t f) {
   STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
@@ -266,7 +271,7 @@ inline void check_routing(const char* op, const RouteInputs& in) {
 }
 
 // Return whether `rows` rows of `width` elements, from `offset` on and `stride` apart, are inside
-// [0, numel) and, if there are several, do not overlap.
+// [0, numel) and do not overlap. Rows without elements fit if no argument but `stride` is negative.
 inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width, int64_t numel) {
   if (offset < 0 || rows < 0 || width < 0) return false;
   if (rows == 0 || width == 0) return true;

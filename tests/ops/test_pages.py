@@ -226,7 +226,12 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         ("page_crc32", 2, 0, "page_bytes must be positive, got 0"),
         ("pages_without_mark", 1, torch.zeros(3), "rows must be int64, got float32"),
         ("pages_without_mark", 2, -1, "must not be negative .* got -1, 12 and 4096"),
-        ("pages_without_mark", 1, torch.tensor([2**62]), "before byte 2.62, got row 46116860"),
+        (
+            "pages_without_mark",
+            1,
+            torch.tensor([2**62]),
+            "at most 2.60 bytes after row 0, got row 46116860",
+        ),
         ("mark_pages_", 2, 2**61, "must be at most 2.60, got 2305843009213693952 and 12"),
         ("fetch_pages", 3, 2**61, "must be at most 2.60, got 260 and 2305843009213693952"),
         ("mark_pages_", 1, torch.tensor([0, 1000]), "on the first 13 pages, got row 1000"),

@@ -440,6 +440,7 @@ def test_wrong_routing_is_refused() -> None:
         (routing._replace(units=_changed(units, 1, 6)), "must have the 5 bags"),
         (routing._replace(units=units[:-1]), "each unit is named once in copies"),
         (routing._replace(features=features.view(-1)), "contiguous matrix of 4 numbers per row"),
+        (routing._replace(copies=copies.view(1, -1)), "copies must be a contiguous vector$"),
         (routing._replace(copies=copies.int()), "copies must be int64"),
     ):
         with pytest.raises(RuntimeError, match=message):
