@@ -198,8 +198,7 @@ struct DistinctKeys {
   int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
                       int64_t t) {
     const int64_t positions = tables.positions_before[t + 1] - tables.positions_before[t];
-    const auto size =
-        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(positions + positions / 2 + 1)));
+    const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(2 * positions + 1)));
     const uint64_t mask = static_cast<uint64_t>(size) - 1;
     const Scratch<int32_t> cells = new_scratch<int32_t>(size);
     std::memset(cells.get(), 0xff, size * sizeof(int32_t));
