@@ -15,7 +15,7 @@ def shows_attribute_errors(getter: Callable[[_M], _R]) -> Callable[[_M], _R]:
 
     Python calls `__getattr__` after a property that raised AttributeError, and that of `nn.Module`
     says that the module has no such property, whatever was missing. Getters of modules that call
-    more than builtins have this decorator, below `property` or `cached_property`.
+    functions or methods of emblib need this decorator, below `property` or `cached_property`.
 
     Example:
         >>> from emblib.attribute_errors import shows_attribute_errors

@@ -5,12 +5,14 @@ CUDA graph is one launch, but it repeats kernels with the shapes and the address
 captured with. `CapturedStep` gives every batch such fixed shapes:
 
 1. All batches must have one `BatchLayout`; another one raises before anything is written.
-2. A `_SizeClass` has a `StaticBatch` for batches of at most `bound` ids, which pads them.
+   (`run_eagerly` takes any batch.)
+2. Batches are divided into size classes by `bounds`. A `_SizeClass` has a `StaticBatch` of one
+   bound, which pads its batches; one with more ids than all bounds runs uncaptured and unpadded.
 3. The first steps of a class run uncaptured, on the stream of the capture. They are the warm-up and
    train, so nothing must be restored. The next step is captured, which runs no kernel, and
    replayed.
 
-On the CPU there are no graphs: each step is padded in the same way and runs at once.
+On the CPU there are no graphs: a step is padded in the same way and runs at once.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ class CapturedStep:
     each batch: its Python runs in the first steps of a size class and in the capture, not in
     replays.
 
-    A batch is any tree of lists, tuples and dicts. The ids of each `KeyedJaggedTensor` and
-    `JaggedTensor` in it may vary in number, up to a bound; all else keeps its shape. The step gets
-    an equal tree of static tensors on `device`. Its jagged tensors have as many values as the bound
-    of their size class: ids of -1 come first, then those of the batch, and `offsets()[0]` is the
-    number of padding ids. Modules of emblib skip the padding; other code that reads
-    `values()` must skip it too.
+    A batch is any tree of lists, tuples and dicts. The values of each `KeyedJaggedTensor` and
+    `JaggedTensor` in it may vary in number; other tensors keep their shape, and plain values do not
+    change. The step gets an equal tree of static tensors on `device`. Its jagged tensors have as
+    many values as the bound of their size class: padding comes first (-1 in integers, 0 in floats
+    and weights), then the batch, and `offsets()[0]` is the number of padding values. Modules of
+    emblib skip the padding; other code that reads `values()` must skip it too.
 
     The result is that of the step, with tensors detached. After a replay its tensors are static:
     the next batch of the same size class overwrites them, so clone what you keep. The same holds
@@ -73,15 +75,17 @@ class CapturedStep:
 
     Args:
         step: function of a batch that returns any tree of tensors and other values.
-        bounds: numbers of ids, one graph each. A batch uses the smallest bound that is not below
-            the ids of any of its jagged tensors; one with more ids runs uncaptured and unpadded.
+        bounds: ascending numbers of ids, one graph each. A batch uses the smallest bound that is
+            not below the ids of any of its jagged tensors; one with more ids than all bounds runs
+            uncaptured and unpadded.
         device: device of the static tensors; None is the device of the first batch. Batches may be
             on the host or on the device.
         warmup: uncaptured steps before the first capture, at least 1; `DistributedDataParallel`
             needs 11. Every later size class has one uncaptured step.
 
     Raises:
-        ValueError: `bounds` that are no ascending positive ints, or a `warmup` below 1.
+        ValueError: `bounds` that are empty or no ascending ints in [1, 2^31 - 4096], or a `warmup`
+            that is no int >= 1.
 
     Example:
         >>> optimizer = emblib.optim.SGD(0.1)
@@ -126,7 +130,9 @@ class CapturedStep:
             ValueError: a batch that differs from the first one in more than the number of ids, is
                 on another device, or has no fixed shape (`BatchLayout.of`).
             RuntimeError: the step cannot be captured; or a number of an optimizer has changed, or a
-                parameter or state was replaced, since the capture. In each case nothing is changed.
+                parameter or state was replaced, since the capture. In each case no table,
+                parameter or state is changed.
+            Exception: an uncaptured step raised it.
         """
         layout, leaves = self._check_layout(batch)
         bound = self._bound_of(layout.num_ids(leaves))
@@ -177,7 +183,11 @@ class CapturedStep:
         self._optimizers.clear()
 
     def bound_of(self, batch: Any) -> int | None:
-        """Return the bound of the size class of a batch; None if it runs uncaptured."""
+        """Return the bound of the size class of a batch; None if it has more ids than all bounds.
+
+        Raises:
+            TypeError, ValueError: a batch that no layout describes, see `BatchLayout.of`.
+        """
         layout, leaves = BatchLayout.of(batch)
         return self._bound_of(layout.num_ids(leaves))
 
@@ -196,7 +206,11 @@ class CapturedStep:
         return self.device
 
     def _check_layout(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
-        """Return the common layout and a batch's leaves; raise ValueError if they do not fit."""
+        """Return the common layout and a batch's leaves; raise if they do not fit.
+
+        Raises:
+            TypeError, ValueError: see `__call__`.
+        """
         layout, leaves = BatchLayout.of(batch)
         if self._layout is not None:
             self._layout.check(layout)
@@ -247,7 +261,12 @@ class CapturedStep:
         return size_class.result
 
     def _capture(self, size_class: _SizeClass) -> None:
-        """Capture the step of a class: no kernel runs, and a failure changes nothing."""
+        """Capture the step of a class; no kernel runs.
+
+        Raises:
+            RuntimeError: the step cannot be captured. Gradients of the optimizers' parameters are
+                as before.
+        """
         graph = torch.cuda.CUDAGraph()
         gradients = [(p, p.grad) for o in self._optimizers.values() for p in _parameters_of(o)]
         values_before = self._optimizer_values()
@@ -382,10 +401,10 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 class _SizeClass:
-    """The batches of at most `bound` ids, and the graph of their step.
+    """The batches of one bound, and the graph of their step.
 
     Attributes:
-        inputs: the static tensors.
+        inputs: the static tensors, of the size of the bound.
         graph: the CUDA graph of the step; None until it is captured.
         result: the static result of the step.
         optimizer_values: the optimizers' hyperparameters at the capture, by optimizer, group, name.
@@ -431,7 +450,10 @@ def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
 
 @contextmanager
 def _collect_waits(waits: list[str]) -> Any:
-    """Collect the device waits of the block, by operation and line; pass other warnings on."""
+    """Replace `waits` by the device waits of the block, as text; pass other warnings on.
+
+    Nothing happens if torch's debug mode for waits is set already.
+    """
     if torch.cuda.get_sync_debug_mode() != 0:  # the caller looks for waits
         yield
         return

@@ -110,7 +110,7 @@ class TTTableColumn(IntEnum):
 
 
 class CacheCounter(IntEnum):
-    """Columns of the counters of a cache, int64 `[T + 1, 8]`."""
+    """Columns of the counters of a cache, int64 `[T + 1, 8]`; the last row is of all tables."""
 
     CALLS = 0
     LOOKUPS = 1
@@ -155,7 +155,7 @@ class HashCounter(IntEnum):
 
 
 class InsertStatus(IntEnum):
-    """The result of the insertion of a key, uint8 per miss."""
+    """The status of a key after a batch, uint8."""
 
     MISS = 0
     HIT = 1

@@ -21,6 +21,10 @@ class Uniform:
 
     Rounding to the dtype of the table may give a value just outside the interval.
 
+    Raises:
+        ValueError: one of the bounds without the other, or bounds that are not finite with
+            low < high.
+
     Example:
         >>> emblib.init.Uniform(-0.1, 0.1)
         Uniform(low=-0.1, high=0.1)
@@ -43,6 +47,9 @@ class Uniform:
 class Normal:
     """Draw from the normal distribution with this mean and standard deviation.
 
+    Raises:
+        ValueError: a number that is not finite, or a negative `std`.
+
     Example:
         >>> emblib.DynamicSpec(1_000, 16, initializer=emblib.init.Normal(std=0.01)).initializer
         Normal(mean=0.0, std=0.01)
@@ -61,8 +68,11 @@ class Normal:
 class TruncatedNormal:
     """Draw from the normal distribution truncated to [low, high], then round to the table's dtype.
 
-    The default interval is two standard deviations to either side of the mean. The interval must
-    hold at least a thousandth of the distribution.
+    The default interval is two standard deviations to either side of the mean.
+
+    Raises:
+        ValueError: a number that is not finite, a `std` that is not positive, `low` not below
+            `high`, or less than a thousandth of the distribution in the interval.
 
     Example:
         >>> emblib.init.TruncatedNormal(std=0.01, low=-0.02, high=0.02)
@@ -106,6 +116,9 @@ class TruncatedNormal:
 @dataclass(frozen=True)
 class Constant:
     """Set every element to one number.
+
+    Raises:
+        ValueError: the number is not finite.
 
     Example:
         >>> spec = emblib.DynamicSpec(100, 4, initializer=emblib.init.Constant(0.5))
@@ -177,7 +190,10 @@ class ByRows:
 
     Args:
         function: function of a tensor `[n, embedding_dim]` to fill and the range of its n rows in
-            the table; called for each block, in any order and on any rank.
+            the table. It may be called in any order, and on several ranks for one block.
+
+    Raises:
+        TypeError: `function` cannot be called.
 
     Example:
         >>> pretrained = torch.arange(12.0).view(6, 2)  # in practice, a memory-mapped file
@@ -198,5 +214,5 @@ class ByRows:
             )
 
     def __call__(self, weight: Any) -> None:
-        """Fill a whole table as one block."""
+        """Fill a whole table `[rows, dim]` as one block; torch's generators are not seeded."""
         self.function(weight, range(weight.shape[0]))

@@ -1,7 +1,7 @@
 """Metrics of models that predict clicks, over all ranks: normalized entropy and grouped AUC.
 
-They complement the metrics of torchmetrics, e.g. `BinaryAUROC`. Call `update` with every
-batch and `compute` once; it sums over the ranks of the default process group.
+They complement the metrics of torchmetrics, e.g. `BinaryAUROC`. Call `update` with each batch, then
+`compute` on all ranks, which includes the batches of all ranks of the default process group.
 
 Needs torchmetrics: `pip install torchmetrics`.
 """
@@ -28,10 +28,11 @@ class NormalizedEntropy(Metric):
     """Mean cross entropy of predictions ÷ the mean cross entropy of always predicting the mean.
 
     A model that predicts the mean label has 1; lower is better. `compute` returns a float64 scalar,
-    NaN without examples or if all labels are equal.
+    NaN without examples or if all labels are 0 or all are 1.
 
     Args:
         from_logits: whether predictions are logits; False if they are probabilities.
+        options: arguments of `torchmetrics.Metric`.
 
     Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014).
 
@@ -47,7 +48,7 @@ class NormalizedEntropy(Metric):
     higher_is_better = False
     full_state_update = False
 
-    cross_entropy: Tensor  # float64 scalar, sum over examples
+    cross_entropy: Tensor  # float64 scalar, weighted sum over examples
     positive: Tensor  # float64 scalar, weighted sum of the labels
     total: Tensor  # float64 scalar, sum of the weights
 
@@ -59,15 +60,16 @@ class NormalizedEntropy(Metric):
             self.add_state(name, zero, dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
-        """Add a batch.
+        """Add a batch; waits for the device.
 
         Args:
             predictions: float `[N]`, logits or probabilities.
             labels: `[N]`, 0 or 1, or the share of clicks.
-            weights: float `[N]`, weight of each example; None is 1.
+            weights: float `[N]`, weight of each example, not negative; None is 1.
 
         Raises:
-            ValueError: shapes differ, or a label or probability is outside of [0, 1].
+            ValueError: `predictions` is no vector, shapes differ, or a label or probability is
+                outside of [0, 1] or NaN. NaN logits and negative weights are not noticed.
         """
         _check_shapes(predictions, labels=labels, weights=weights)
         values, targets = predictions.detach().double(), labels.detach().double()
@@ -104,6 +106,7 @@ class GroupedAUC(Metric):
 
     Args:
         by_examples: whether the mean weights a group by its number of examples; else equally.
+        options: arguments of `torchmetrics.Metric`.
 
     Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
 
@@ -135,11 +138,11 @@ class GroupedAUC(Metric):
 
         Args:
             predictions: float `[N]`, any scores.
-            labels: `[N]`, 0 or 1.
+            labels: `[N]`, 0 or 1; any number above 0 counts as 1.
             groups: integers `[N]`, the group of each example.
 
         Raises:
-            ValueError: shapes differ, or groups are not integers.
+            ValueError: `predictions` is no vector, shapes differ, or groups are floating-point.
         """
         _check_shapes(predictions, labels=labels, groups=groups)
         if groups.is_floating_point():
@@ -196,10 +199,8 @@ def _concatenate(batches: Tensor | list[Tensor]) -> Tensor:
 def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     """Return the rank of each prediction in its group, from 1; ties get their mean rank.
 
-    Predictions must be sorted by group, then by value.
-
-    `predictions` and `group_of` are `[n]`, `sizes` has the predictions of each group; the ranks are
-    float64 `[n]`.
+    `predictions` `[n]`, of any dtype, must be sorted by group, then by value. `group_of` `[n]` is
+    the number of the group from 0 on, `sizes` the predictions per group; ranks are float64 `[n]`.
     """
     changes = torch.ones_like(predictions, dtype=torch.bool)
     changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
@@ -211,6 +212,7 @@ def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _check_shapes(predictions: Tensor, **optional_tensors: Tensor | None) -> None:
+    """Raise ValueError unless predictions are a vector, and the tensors None or of its shape."""
     if predictions.dim() != 1:
         raise ValueError(
             f"predictions must be a vector [N], got {tuple(predictions.shape)}; flatten them"

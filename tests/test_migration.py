@@ -191,6 +191,18 @@ def with_hook(module: nn.Module) -> nn.Module:
     return module
 
 
+def with_gradient_hook(module: nn.Embedding) -> nn.Module:
+    """Return a module whose weight has a hook, which a new table would not call."""
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+def with_backward_pre_hook(module: nn.Module) -> nn.Module:
+    """Return a module with a hook before its backward."""
+    module.register_full_backward_pre_hook(lambda *_: None)
+    return module
+
+
 def with_padding_row(row: float) -> nn.Module:
     """Return an embedding whose padding row has been written."""
     module = nn.Embedding(ROWS, DIM, padding_idx=0)
@@ -212,6 +224,8 @@ LEFT = {
     "torch.float64": lambda: nn.Embedding(ROWS, DIM, dtype=torch.float64),
     "Named is a subclass": lambda: Named(ROWS, DIM),
     "it has hooks": lambda: with_hook(nn.Embedding(ROWS, DIM)),
+    "has hooks": lambda: with_gradient_hook(nn.Embedding(ROWS, DIM)),
+    "hooks: remove": lambda: with_backward_pre_hook(nn.Embedding(ROWS, DIM)),
     "padding row": lambda: with_padding_row(1.0),
 }
 

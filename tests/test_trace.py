@@ -7,6 +7,7 @@ import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,11 +113,20 @@ def test_every_module_of_tables(include_last_offset: bool) -> None:
             emblib.DynamicEmbeddingBags([emblib.DynamicSpec(64, 4)], sgd),
             InferenceEmbeddingBags(quantised, [index]),
         ]
+        modules += composed_tables()
     for module in modules:
         offsets = torch.tensor([0, 1, 3] if include_last_offset else [0, 1])
         trace = recorded(module, torch.tensor([7, 8, 49]), offsets)
         assert bags(trace) == [[7], [8, 49]], type(module)
         assert len(trace.features) == 1
+
+
+def composed_tables() -> list[nn.Module]:
+    """Return a served table of 50 ids that share rows."""
+    storage = emblib.storage.QuotientRemainder(10)
+    config = emblib.EmbeddingBagConfig(50, 4, "item", storage=storage)
+    served: Any = emblib.inference.for_inference(emblib.EmbeddingBagCollection([config]))
+    return list(served.parts)
 
 
 def test_padding_before_the_first_bag_is_not_recorded() -> None:

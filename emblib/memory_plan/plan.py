@@ -1,10 +1,11 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
-Every table has candidates: unchanged, 16-bit or shorter rows, tensor trains, hashed rows, quotient
-and remainder, a hash table that evicts, or rows in slower memory behind a cache. A candidate has a
-size in bytes and a *loss*: the fraction of the table's information that is lost, 0 for the
-unchanged table and 1 if all ids share one row. `plan_memory` picks one candidate per table to
-minimise the sum of losses, each times the *importance* of its table.
+A table with `Dense()` storage has candidates: unchanged, 16-bit or shorter rows, tensor trains,
+hashed rows, quotient and remainder, a hash table that evicts, or rows in slower memory behind a
+cache. Other tables stay as they are. A candidate has a size in bytes and a *loss*: the estimated
+fraction of the table's information that is lost, 0 for the unchanged table and for a cached one.
+`plan_memory` picks one candidate per table; it minimises the sum of losses, each times the
+*importance* of its table, as far as its search goes (`selection`).
 
 Losses have two sources. If ids share rows or have none, the loss follows from the skew of the
 lookups (`IdSkew`). For the other methods it was measured with `python run.py
@@ -66,7 +67,7 @@ from emblib.tt import shapes
 _LOG = logging.getLogger(__name__)
 
 Curve = Sequence[tuple[float, float]]
-"""Points (x, loss) of a method; x is the rank of tensor trains, the share of bytes of others."""
+"""Points (x, loss) of a method, see `_curve_x`: the loss falls, or stays, as x grows."""
 
 MEASURED: dict[str, Curve] = {
     "bf16": ((0.5, 0.003),),
@@ -79,7 +80,7 @@ MEASURED: dict[str, Curve] = {
 EVICTED = 0.9  # share of a lookup's information that is lost if its id has no row, measured too
 
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
-"""Methods that `plan_memory` chooses from by default, besides tables as they are."""
+"""Methods that `plan_memory` chooses from by default, without backing memory."""
 
 _MEASURED_ROWS = 9065  # rows of the largest table of MEASURED
 _LONG_TRAIN_ROWS = 10 * _MEASURED_ROWS  # from more rows on the plan names an assumption
@@ -100,12 +101,13 @@ class BackingMemory:
     Args:
         nbytes: bytes for all such tables and their optimizer states: of host memory where the
             device is "cuda", of a disk where it is "cpu".
-        directory: directory for the files on a disk; each table gets a subdirectory.
+        directory: directory for the files on a disk; each table gets a subdirectory. None, for
+            host memory.
         min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
         TypeError: `nbytes` is no integer.
-        ValueError: `nbytes` is below 1, or `min_hit_rate` is not in [0, 1].
+        ValueError: `nbytes` is below 1, or `min_hit_rate` is outside [0, 1].
 
     Example:
         >>> backing = emblib.BackingMemory(nbytes=1 << 33, directory="tables", min_hit_rate=0.8)
@@ -131,7 +133,7 @@ class MemoryPlan:
         choices: one choice per table, in the order of the tables.
         budget: maximum bytes of device memory.
         assumptions: assumptions of the plan, one sentence each.
-        backing: memory behind caches; None if tables must be in device memory.
+        backing: memory for tables behind caches; None if the plan puts no table there.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
@@ -167,7 +169,7 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tables in device memory."""
+        """Return the bytes of all tables in device memory, with their optimizer states."""
         return sum(choice.nbytes for choice in self.choices)
 
     @property
@@ -231,34 +233,38 @@ def plan_memory(
     device: str = "cpu",
     backing: BackingMemory | None = None,
 ) -> MemoryPlan:
-    """Choose how each table is stored: all fit into `budget` bytes, with the least loss.
+    """Choose how each table is stored: all fit into `budget` bytes, with as little loss as found.
 
-    Tables with a storage other than `Dense()` are not changed, but their bytes count.
+    Tables with a storage other than `Dense()` are not changed, but their bytes count. The model is
+    not changed.
 
     Args:
         tables: a model with collections, or configurations of tables.
         budget: bytes of device memory for all tables and their optimizer states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
-            `TraceRecorder` calls them. None assumes Zipf-distributed ids.
-        optimizer: optimizer of the tables, if `tables` is not a model and they have none.
+            `TraceRecorder` calls them. Ids of tables without traced lookups are assumed to be
+            Zipf-distributed; None: of all tables.
+        optimizer: optimizer of configurations that have none; None for no optimizer states. It is
+            ignored if `tables` is a model.
         serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;
             methods that compute rows keep their dtype. None: the budget is for training.
-        methods: names of the methods to choose from: any of `METHODS`, "evicting", which makes a
-            hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
-        losses: your measured losses, by method, in place of `MEASURED`.
+        methods: names of the methods to choose from, besides tables as they are: any of `METHODS`,
+            "evicting", which makes a hash table by key, and "cached", which `backing` needs. None
+            is `METHODS`, plus "cached" if there is `backing`.
+        losses: your measured losses, by method, in place of those of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
         device: device of the tables, "cpu" or "cuda".
         backing: memory in which tables may be stored behind a cache; they lose nothing, but lookups
-            that miss the cache take longer. Of plans with equal losses, the one with the fewest
-            misses is chosen.
+            that miss the cache take longer. Of plans with equal losses, those with fewer misses
+            are preferred. None for no such memory.
 
     Returns:
         A `MemoryPlan`, whose `configs` make collections.
 
     Raises:
-        BudgetError: the smallest choices of all tables take more than the budget.
-        TypeError, ValueError: wrong arguments, an unknown table in `importance`, or a model with
-            `SharedTables`, which stay dense.
+        BudgetError: no choices were found that fit into the budget and `backing`.
+        TypeError, ValueError: wrong arguments, no tables, two tables of one name, an unknown table
+            in `importance`, or a model with `SharedTables`, which stay dense.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(10_000_000, 64, "user")
@@ -410,7 +416,7 @@ def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
-    """Yield hash tables of fewer rows, which evict, as options."""
+    """Yield hash tables of fewer rows, which evict."""
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
@@ -460,7 +466,11 @@ def _measured_option(table: _PlannedTable, method: str, storage: Storage) -> _Op
 
 
 def _curve_x(config: TableConfig) -> float:
-    """Return the x of a table on the curve of its method: its rank, or its share of bytes."""
+    """Return the x of a table on the curve of its method.
+
+    It is the geometric mean of the ranks of a tensor train, columns ÷ dim of a narrow table, and
+    stored rows ÷ rows of quotients and remainders. For 16-bit rows it is `_BF16_SHARE`.
+    """
     storage, rows = config.storage, config.num_embeddings
     if isinstance(storage, TensorTrain):
         return math.prod(storage.ranks) ** (1 / len(storage.ranks))
@@ -640,7 +650,7 @@ def _first_names(names: Sequence[str]) -> str:
 def _traced_counts(
     trace: LookupTrace, table: ConfiguredTable, planned: frozenset[str]
 ) -> Tensor | None:
-    """Return the number of lookups per id, int64 `[rows]`; None if the trace lacks the table.
+    """Return the number of lookups per id, int64 `[rows]`; None if the trace has no valid one.
 
     Without a traced table at `path.name`, the only traced table of this name is used, unless it is
     another planned table; `planned` are the `path.name` of all.
@@ -667,7 +677,7 @@ def _checked_methods(
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> Sequence[str]:
-    """Return the methods to choose from; raise ValueError for wrong methods or losses."""
+    """Return the methods to choose from; raise ValueError for wrong methods, losses or backing."""
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
     if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):

@@ -43,8 +43,8 @@ def planned_tables(
         optimizer: optimizer of tables whose configuration has none, if `tables` is a list.
 
     Raises:
-        TypeError: something else in the list.
-        ValueError: no tables, shared ones, or two of one name in a list.
+        TypeError: `tables` is neither a model nor a list of configurations.
+        ValueError: no tables, tables shared by collections, or two of one `path_name`.
     """
     if not isinstance(tables, nn.Module):
         configs = list(tables)  # any iterable is read once
@@ -86,6 +86,7 @@ def importances_of(
     """Return the importance of each table, found by its `path.name`, else by its name, else 1.
 
     Raises:
+        TypeError: an importance that is no number.
         ValueError: a name that no table has, or an importance that is negative or not finite.
     """
     by_name, known_names = dict(importance or {}), set()

@@ -1,9 +1,10 @@
-"""Pick one choice per table: minimise the sum of costs within the limits of one or two memories.
+"""Pick one choice per table: a small sum of costs within the limits of one or two memories.
 
 Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
-`choose_options` solves a knapsack over both memories, with bytes rounded up to coarse units. It
-compares the result with plans that treat all tables alike, and spends the bytes that rounding left
-unused on the choices with the largest gain per byte.
+`choose_options` solves a knapsack, with bytes rounded up to coarse units: over device memory, and
+if backing memory does not suffice for that plan, over both. It compares the result with plans that
+treat all tables alike, and spends the bytes that rounding left unused on the choices with the
+largest gain per byte. So the sum is not always the least.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _COST_PER_MISS = 1e-6  # so small that it decides only between equal losses
 
 
 class BudgetError(ValueError):
-    """Tables do not fit into the budget, however they are stored.
+    """No way to store the tables was found that fits into the budget and into backing memory.
 
     Attributes:
-        missing_nbytes: number of missing bytes.
+        missing_nbytes: bytes by which the smallest plan that was found exceeds one of the two.
 
     Example:
         >>> tables = [emblib.EmbeddingBagConfig(10_000, 64, "item")]
@@ -64,7 +65,7 @@ class MemoryChoice:
         path: path of the collection that has the table; "" if there is no model.
         before: the configuration before planning.
         config: the chosen configuration.
-        method: "as it is", or one of the methods.
+        method: `AS_IT_IS`, or one of the methods of `plan_memory`.
         nbytes: bytes of the table in device memory: in training with optimizer states, or served.
         plain_nbytes: bytes of the table as configured before, counted like `nbytes`.
         loss: estimated fraction of the table's information that is lost, 0 to 1.
@@ -72,7 +73,7 @@ class MemoryChoice:
         why: the next larger and smaller choices, in a sentence.
         backing_nbytes: bytes of the table in host memory or on disk.
         hit_rate: expected share of lookups that the cache serves; 1 for a table without a cache.
-        lookups: the table's share of all lookups.
+        lookups: the table's share of the lookups of all tables.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
@@ -108,7 +109,7 @@ Options = Sequence[Sequence[MemoryChoice]]
 
 
 class Limits(NamedTuple):
-    """Maximum bytes of device memory, and of backing memory, for all tables; None: no limit."""
+    """Maximum bytes of device memory, and of backing memory (None: no limit), for all tables."""
 
     budget: int
     backing: int | None = None
@@ -120,7 +121,11 @@ class Limits(NamedTuple):
 
 
 def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
-    """Return the Pareto-optimal choices, the largest first."""
+    """Return the choices that no other one dominates, the largest in device memory first.
+
+    A choice dominates another one if it takes no more bytes of either memory, and loses less or,
+    with equal loss, has no lower hit rate.
+    """
     frontier: list[MemoryChoice] = []
     for candidate in sorted(
         choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)
@@ -135,7 +140,7 @@ def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
 
 
 def choose_options(options: Options, limits: Limits) -> list[int]:
-    """Return the index of one choice per table, with the least sum of costs within the limits.
+    """Return the index of one choice per table, with a small sum of costs within the limits.
 
     Raises:
         BudgetError: no combination of choices was found that fits.
@@ -160,7 +165,7 @@ def choose_options(options: Options, limits: Limits) -> list[int]:
 
 
 def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes of device memory and of backing memory."""
+    """Return the bytes of device memory and of backing memory of the picked choices."""
     picked_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
     return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
 
@@ -172,7 +177,7 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
     per saved byte of backing memory.
 
     Raises:
-        BudgetError: they take more than a limit.
+        BudgetError: these choices take more than a limit.
     """
     indices = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, indices)
@@ -218,7 +223,8 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
     """Return the index of the best choice per table; empty if bytes rounded up do not fit.
 
     Dynamic programming: `least_cost[i, j]` is the least cost of the tables so far, within i units
-    of device memory and j of backing memory. `units` are the numbers of units of both limits.
+    of device memory and j of backing memory. `units` says into how many units each limit is
+    divided; 0 for backing memory without limit.
     """
     least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
     chosen_by_table = []

@@ -90,7 +90,7 @@ class Trained:
         group: parameter group with the weight.
         state: states of the weight by name; empty before the first step.
         order: parameters of the group before the migration, for `restore`.
-        in_backward: whether torch applies the optimizer in backward, so that no group has others.
+        in_backward: whether torch applies the optimizer in backward, to this weight alone.
     """
 
     optimizer: TorchOptimizer
@@ -103,8 +103,10 @@ class Trained:
     def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
         """Return how a weight is trained; None if no optimizer has it.
 
+        An optimizer that torch applies in backward is taken before one of `optimizers`.
+
         Raises:
-            NotMigrated: several optimizers train the weight.
+            NotMigrated: several optimizers or groups train the weight.
         """
         in_backward = list(getattr(weight, "_in_backward_optimizers", ()))
         trained_by = [
@@ -126,7 +128,7 @@ class Trained:
     def replace(self, before: nn.Parameter, after: Sequence[nn.Parameter]) -> None:
         """Replace a parameter of the group by others, and forget its states.
 
-        Nothing happens for an optimizer in backward, which is dropped with its parameter.
+        Nothing happens for an optimizer in backward: it belongs to the parameter.
         """
         if self.in_backward:
             return
@@ -136,7 +138,7 @@ class Trained:
         self.optimizer.state.pop(before, None)
 
     def restore(self, parameter: nn.Parameter) -> None:
-        """Add a removed parameter to the group again, at its former position."""
+        """Add a removed parameter to the group again, at its position in `order`."""
         if self.in_backward:
             return
         params = [*self.group["params"], parameter]
@@ -180,7 +182,8 @@ def optimizer_for(
 ) -> tuple[Optimizer | None, str]:
     """Return the optimizer that backward applies to a table, or None, and a note on differences.
 
-    It is `tables` if given, else the `counterpart` of the optimizer that trained the weight.
+    It is `tables` if that is not None, else the `counterpart` of the optimizer that trained the
+    weight. None if there is no counterpart, or without `tables` for a weight that is not trained.
 
     Raises:
         NotMigrated: torch applies an optimizer in backward that has no counterpart.
@@ -202,7 +205,7 @@ class MigratedTable:
     """A table that replaced a weight.
 
     Attributes:
-        rows: view of the rows, `[rows, dim]`.
+        rows: view of the rows, `[rows, dim]`; flat, of all tables, in FBGEMM's dense module.
         states: views of the optimizer states by name, `[rows, dim]` or `[rows]`.
         module: module with the table, which has `optimizer`, `step` and `set_step`.
         parameter: parameter with the memory of the rows.
@@ -220,7 +223,7 @@ class MigratedTable:
 
     @property
     def memory(self) -> TrainingMemory:
-        """Return the bytes of a fused table."""
+        """Return the bytes of rows and states of a fused table, which stores no gradient."""
         return TrainingMemory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
 
 
@@ -248,7 +251,7 @@ class TorchWeight:
     """A weight of the old module.
 
     Attributes:
-        weight: the parameter, `[rows, dim]`.
+        weight: the parameter, `[rows, dim]`; flat, of all tables, in FBGEMM's dense module.
         trained: training of the weight; None if no optimizer has it.
         sparse: whether its gradient is sparse.
     """
@@ -261,8 +264,9 @@ class TorchWeight:
     def memory(self) -> TrainingMemory:
         """Return the bytes that the weight takes in training, after the first step.
 
-        Before it, the states of optimizers of other libraries are known only if these allocate them
-        when they are constructed.
+        States with another number of entries than one per element or row do not count. Before the
+        first step, states are known only of optimizers that allocate them when they are constructed
+        and of those in `_STATES_PER_WEIGHT`.
         """
         weight, trained = self.weight, self.trained
         gradient = 0 if self.sparse or not weight.requires_grad else weight.nbytes
@@ -282,7 +286,10 @@ class TorchWeight:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
 
     def carry_over(self, table: MigratedTable) -> None:
-        """Copy rows and states into a table; the optimizer of torch does not change."""
+        """Copy rows, states, step and `requires_grad` into a table; torch's optimizer stays.
+
+        States go only to a fused table, and only if both have one of that name.
+        """
         weight, trained = self.weight, self.trained
         table.rows.copy_(weight)
         if not table.is_fused:
@@ -306,7 +313,7 @@ class TorchWeight:
             trained.optimizer.state[table.parameter] = trained.state
 
     def carry_back(self, table: MigratedTable) -> None:
-        """Copy rows and states back, and restore the weight in the optimizer's group."""
+        """Copy rows and states back, and put the weight into the optimizer's group again."""
         weight, trained = self.weight, self.trained
         weight.copy_(table.rows)
         if trained is None:
@@ -336,7 +343,8 @@ class TorchWeight:
     def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
         """Return copies of the states, by name, that the optimizer of torch would have now.
 
-        `rows`: numbers of the rows whose state is returned, int64 `[n]`; None for all.
+        The weight must be trained. `rows`: numbers of the rows whose states are returned, int64
+        `[n]`; None for all. States that are not by element or row are copied whole.
         """
         assert self.trained is not None
         state = dict(self.trained.state)
@@ -399,12 +407,12 @@ class Replaced(ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Return whether backward updates all tables."""
+        """Return whether backward of the new module updates a table."""
         return bool(self.optimizers)
 
     @property
     def is_trained(self) -> bool:
-        """Return whether a training step changes the rows."""
+        """Return whether a training step changes rows of the old module."""
         return self.is_fused
 
     @property
@@ -432,16 +440,19 @@ class Replaced(ABC):
     def replace_in_optimizers(self) -> None:  # noqa: B027
         """Put the new parameters into the groups of torch's optimizers in place of the old ones.
 
-        The base class has none: most modules to migrate update their own rows.
+        The base class does nothing: it suits modules that update their own rows.
         """
 
     @abstractmethod
     def carry_back(self) -> None:
-        """Copy rows and states into the old module, and restore the groups of optimizers."""
+        """Copy rows and states into the old module, and put its parameters back into the groups."""
 
     @without_gradients
     def copy_values(self, source: Any, target: Any) -> None:
-        """Copy from old to new module, or back, the values that the old one's state dict has."""
+        """Copy from old to new module, or back, the values that the old one's state dict has.
+
+        The base class copies the rows.
+        """
         for rows, values in zip(self.rows(target), self.rows(source), strict=True):
             rows.copy_(values)
 
@@ -450,7 +461,8 @@ class Replaced(ABC):
         """Return a copy of the old module with the current rows and states, and its optimizers.
 
         Args:
-            max_rows: number of rows per table; None copies all.
+            max_rows: number of rows per table, about; None copies all. FBGEMM's dense module, whose
+                states are of all tables, is copied whole.
             seed: seed of the selection of rows.
         """
 
@@ -468,7 +480,10 @@ class Replaced(ABC):
 
 
 def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
-    """Return `max_rows` random row numbers below `count`, int64; None returns all, in order."""
+    """Return at most `max_rows` distinct random numbers below `count`, int64; None: all, in order.
+
+    Fewer than `max_rows` are returned if `count` is less.
+    """
     if max_rows is None:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:max_rows]

@@ -35,8 +35,8 @@ class Difference:
     Attributes:
         path: name of the module.
         output: largest difference of the outputs for the same ids.
-        rows: largest difference of the rows after a training step; None if nothing trains the
-            tables.
+        rows: largest difference of the rows after a training step; None if nothing trained the
+            old module.
     """
 
     path: str
@@ -74,7 +74,7 @@ class Speed:
     Attributes:
         path: name of the module.
         lookup_times: times of lookups without gradients.
-        step_times: times of lookup, backward and update; None if nothing trains the tables.
+        step_times: times of lookup, backward and update; None if nothing trained the old module.
     """
 
     path: str
@@ -123,7 +123,7 @@ class _Twins:
     Args:
         replaced: the swapped module.
         migrate: function that migrates one copy.
-        max_rows: number of rows per table; None copies all.
+        max_rows: see `Replaced.sample`.
         seed: seed of the selection of rows.
     """
 
@@ -162,7 +162,10 @@ class _Twins:
 
 
 def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
-    """Return the largest differences between the two modules, on samples of their rows."""
+    """Return the largest differences between the two modules, on samples of their rows.
+
+    A training step is compared if the old module was trained, else a lookup.
+    """
     twins = _Twins(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, bags = twins.rows("old"), []
@@ -195,7 +198,8 @@ def measure(
 ) -> Speed | None:
     """Return the times of two modules; None if the trace has no full batch of the module.
 
-    `rounds` is the number of timed calls of each. They are called in turn, and begin in turn.
+    `rounds` is the number of timed lookups of each, and of timed training steps. The modules are
+    called in turn, and begin in turn.
     """
     batches = _batches(trace, replaced, batch_size)
     if not batches:

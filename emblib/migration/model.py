@@ -28,7 +28,10 @@ from emblib.specs import check_count
 from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
-"""Function of paths, module, optimizers of torch and `tables`, see `migrate`; or `NotMigrated`."""
+"""Function of paths, module, optimizers of torch and `tables`, see `migrate`.
+
+It returns a `Replaced`, or raises `NotMigrated`.
+"""
 
 # Python modules whose `FACTORIES` replace modules of a library, by class name. They belong to a
 # layer above this one, so they are imported only when a model has a module of their library.
@@ -132,10 +135,10 @@ class Migration:
         migrate(model, optimizers, tables=self._tables)
 
     def check(self, seed: int = 0) -> list[Difference]:
-        """Compare old and new modules, on copies of 64 rows of each table and of their states.
+        """Compare old and new modules, on copies of some rows of each table and of their states.
 
-        Both look up the same random ids, then make a training step with the same gradient. The
-        model is not changed.
+        Both look up the same random ids. Modules that were trained before the migration then make a
+        training step with the same gradient. The model is not changed.
 
         Raises:
             RuntimeError: the migration was undone, or a new module has been replaced since.
@@ -152,7 +155,7 @@ class Migration:
             trace: trace of the model before it was migrated, by `TraceRecorder`; its features have
                 the names of the modules.
             batch_size: samples per call.
-            rounds: calls per module, with the batches of the trace in turn.
+            rounds: timed lookups, and training steps, per module; batches come in turn.
 
         Raises:
             TypeError: `batch_size` or `rounds` is no int.
@@ -178,8 +181,8 @@ class Migration:
 
         Arguments, times and errors are as for `measure`. Bytes are those of rows, states and
         gradients of the old modules after their first step, and the memory of the new modules; the
-        rest of the model is left out. They are exact for optimizers of `torch.optim` whose states
-        have a number per element or row.
+        rest of the model is left out. Optimizer states with another number of entries than one per
+        element or row are not counted.
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
@@ -200,7 +203,8 @@ class Migration:
             The result of `nn.Module.load_state_dict`.
 
         Raises:
-            RuntimeError: the migration was undone, or a new module has been replaced since.
+            RuntimeError: keys or shapes do not fit the model, as in `nn.Module.load_state_dict`;
+                the migration was undone, or a new module has been replaced since.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
@@ -269,13 +273,16 @@ def migrate(
 ) -> Migration:
     """Swap the embeddings of a model for tables of emblib, in place, and report the result.
 
+    What cannot be swapped, e.g. a module with hooks, is left, see `Migration.left`.
+
     `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If
     their optimizer has a counterpart that makes the same updates, backward applies it, the states
     move into the table, and the weight leaves the optimizer's groups. These have one: optimizers
     fused into FBGEMM's modules; and, without weight decay and `maximize`, SparseAdam, SGD without
     momentum, and Adagrad and TorchRec's RowWiseAdagrad without `lr_decay`. Any other optimizer
-    trains the new parameter as it trained the old one.
+    trains the new parameter as it trained the old one; a module is left if torch applies such an
+    optimizer in backward and `tables` is None.
 
     Args:
         model: model to change. A module that occurs twice is swapped for one module.
@@ -287,8 +294,8 @@ def migrate(
             a state with one number per row gets the mean of those of its elements.
 
     Raises:
-        TypeError: `model` is an embedding itself, backward does not apply `tables`, or an optimizer
-            is a wrapper of TorchRec.
+        TypeError: `model` is no module or an embedding itself, backward does not apply `tables`, or
+            `optimizer` has something else than optimizers of torch, or a wrapper of TorchRec.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8), torch.nn.Linear(8, 1))
@@ -396,13 +403,25 @@ def _owners(model: nn.Module) -> dict[int, int]:
 
 
 def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
-    """Raise NotMigrated for a module that has hooks or shares weights with another."""
+    """Raise NotMigrated for a module that shares weights with another, or has hooks on calls.
+
+    Hooks of its state dict are not looked for.
+    """
     for child in module.modules():
-        if any(owners[id(weight)] > 1 for weight in child.parameters(recurse=False)):
+        weights = list(child.parameters(recurse=False))
+        if any(owners[id(weight)] > 1 for weight in weights):
             raise NotMigrated(
                 "its weight is tied to another module, which would not see updates in backward"
             )
-        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks:
+        module_hooks = (
+            child._forward_hooks,
+            child._forward_pre_hooks,
+            child._backward_hooks,
+            child._backward_pre_hooks,
+        )
+        if any(module_hooks) or any(
+            weight._backward_hooks or weight._post_accumulate_grad_hooks for weight in weights
+        ):
             raise NotMigrated("it has hooks: remove them first")
 
 

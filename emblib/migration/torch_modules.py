@@ -92,7 +92,10 @@ class _DropIn(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load the rows of a state dict of torch's module; optimizer states do not change."""
+        """Load a state dict of this module, or the rows of one of torch's module.
+
+        Optimizer states do not change in the second case.
+        """
         rows = state_dict.pop(f"{prefix}weight", None)
         if rows is not None:
             state_dict.update(self.table.state_dict(prefix=f"{prefix}table."))
@@ -126,7 +129,7 @@ class MigratedEmbeddingBag(_DropIn):
             per_sample_weights: weights of the shape of `input`, only for the mode "sum".
 
         Raises:
-            ValueError: `offsets` with ids of two dimensions, or none with ids of one.
+            ValueError: `offsets` with ids of two dimensions, or none with ids of another number.
             NotImplementedError: `per_sample_weights` with another mode, as in `nn.EmbeddingBag`.
         """
         if per_sample_weights is not None and self.mode != "sum":
@@ -160,7 +163,10 @@ class MigratedEmbedding(_DropIn):
     """A table of emblib with the interface of the `nn.Embedding` that it replaces."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the vector of each id, `[*, embedding_dim]`; ids are int32 or int64 `[*]`."""
+        """Return the vector of each id, `[*, embedding_dim]`; ids are int32 or int64 `[*]`.
+
+        The vector of `padding_idx` is zeros.
+        """
         ids = input.flatten()
         if self.padding_idx is not None:  # whose row is zeros and is not trained
             ids = torch.where(ids == self.padding_idx, -1, ids)
@@ -204,12 +210,12 @@ class ReplacedEmbedding(Replaced):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizer of the table, if backward applies it."""
+        """Return the optimizer of the table if backward applies it, else an empty list."""
         return [self.new.table.optimizer] if self._table.is_fused else []
 
     @property
     def is_trained(self) -> bool:
-        """Return whether an optimizer of torch trained the weight."""
+        """Return whether an optimizer of torch trained the weight before the migration."""
         return self.weight.trained is not None and self.old.weight.requires_grad
 
     @property
@@ -230,7 +236,10 @@ class ReplacedEmbedding(Replaced):
         self.weight.carry_back(self._table)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a copy of the module of torch, with the padding row first if it has one."""
+        """Return a copy of the module of torch, and its optimizer if one trained the weight.
+
+        With `max_rows` a padding row is the first one, so there may be `max_rows + 1`.
+        """
         old, table = self.old, self._table
         rows = chosen_rows(old.num_embeddings, max_rows, seed)
         if max_rows is not None and old.padding_idx is not None:

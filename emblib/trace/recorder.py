@@ -101,15 +101,19 @@ def _reading_of(module: nn.Module) -> Reading | None:
         return _read_embedding
     if isinstance(module, TTEmbeddingBag):
         return _read_tensor_train
-    if isinstance(module, _BATCHED) or _is_indexed(module):
+    if isinstance(module, _BATCHED) or _has_quantised_rows(module):
         return _read_batched
     if hasattr(module, "embedding_specs") and hasattr(module, "feature_table_map"):
         return _read_fbgemm
     return _read_keyed if _configurations(module) else None
 
 
-def _is_indexed(module: nn.Module) -> bool:
-    """Return whether a module maps ids to rows before its lookup: `InferenceEmbeddingBags`."""
+def _has_quantised_rows(module: nn.Module) -> bool:
+    """Return whether a module maps ids to the rows of a `QuantizedEmbeddingBags`.
+
+    `InferenceEmbeddingBags`, with `indexes`, and `ComposedEmbeddingBags` do. They belong to a layer
+    above this one, so they are recognised by their attributes.
+    """
     return isinstance(getattr(module, "rows", None), QuantizedEmbeddingBags)
 
 
@@ -177,7 +181,7 @@ def _read_batched(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     """Return the bags of a call of a table-batched module of emblib, feature by feature."""
-    is_indexed = _is_indexed(module)  # then there are more ids than rows
+    is_indexed = hasattr(module, "indexes")  # then there are more ids than rows
     bags: Any = module.rows if is_indexed else module
     features = []
     for f, t in enumerate(bags.feature_tables):
