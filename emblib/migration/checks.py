@@ -123,7 +123,7 @@ class _Twins:
     Args:
         replaced: the swapped module.
         migrate: function that migrates one copy.
-        max_rows: see `Replaced.sample`.
+        max_rows: number of rows per table, see `Replaced.sample`; None copies all.
         seed: seed of the selection of rows.
     """
 

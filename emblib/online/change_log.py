@@ -1,8 +1,9 @@
 """ChangeLog: the log of the changes of a model's tables, written while it trains.
 
 `record` copies the changed rows; a thread encodes them and appends the bytes to the sink. If that
-fails, the entry stays in memory; the next call raises, and lets the thread try again. From time to
-time all rows are written, a compaction, and entries older than the previous compaction are dropped.
+fails, the entry stays in memory; the next call raises, and lets the thread try again. Snapshots and
+compactions have all rows; when one is written, the entries before the previous one that this log
+has written are dropped.
 """
 
 import threading
@@ -58,11 +59,11 @@ class ChangeLog:
     Args:
         model: module with plain and dynamic tables, whose updates are fused.
         sink: sink of this rank, which may have an older log.
-        step: step that the tables are at.
+        step: number of the training step that the tables are at.
         states: whether entries have optimizer states.
-        compact_every: number of steps after which all rows are written again, and entries from
-            before the last time are dropped. None: `snapshot` alone does so, the log does not begin
-            with one, and the sink must be empty.
+        compact_every: number of steps after which all rows are written again, and entries before
+            the last ones with all rows are dropped. None: `snapshot` alone does so, the log does
+            not begin with one, and the sink must be empty.
         max_pending: number of entries that may wait to be written; one more where all rows are due.
         when_full: reaction of `record` where so many wait.
 
@@ -73,8 +74,8 @@ class ChangeLog:
             table whose evictions are tracked already; states of a table sharded by columns;
             collections over different ranks; a count that is too small; or, without
             `compact_every`, a sink with records.
-        LogError: the last record in the sink is damaged.
-        OSError: the sink cannot be read.
+        LogError: a record in the sink is damaged.
+        OSError: the sink cannot be read; sinks may raise errors of other types.
 
     Example:
         >>> import tempfile
@@ -156,13 +157,15 @@ class ChangeLog:
                 entry. Ranks must log the same steps.
 
         Returns:
-            False where the changes wait for the next entry, see `WhenFull.MERGE`.
+            True if there is an entry; False if the changes wait for the next one, see
+            `WhenFull.MERGE`.
 
         Raises:
             ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
                 this step's changes then wait for the next call.
             RuntimeError: tables made steps that the log has not seen, or were replaced, or the log
                 is closed. Rows that a program writes are not noticed.
+            TypeError: the step is no int.
             ValueError: the step is not after the last one, or more keys left a dynamic table since
                 the last entry than its record of evictions holds.
         """
@@ -191,6 +194,7 @@ class ChangeLog:
         Raises:
             ChangeLogError: an earlier entry could not be written.
             RuntimeError: the log is closed.
+            TypeError, ValueError: the step is no int >= 0.
         """
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
@@ -222,13 +226,13 @@ class ChangeLog:
         """Wait until all entries are written.
 
         Raises:
-            ChangeLogError: one could not be written.
+            ChangeLogError: an entry could not be written.
             RuntimeError: the log is closed.
         """
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what waits, and end the log; the model may go on training.
+        """Write the pending entries, end the log and close the sink; the model may go on training.
 
         Raises:
             ChangeLogError: an entry could not be written; `close` may be called again.
@@ -251,7 +255,10 @@ class ChangeLog:
 
 
 def _last_of(sink: Sink) -> tuple[int, int]:
-    """Return generation and sequence of the last record in a sink; (0, 0) if it is empty."""
+    """Return generation and sequence of the last record in a sink; (0, 0) if it is empty.
+
+    Reads the whole sink.
+    """
     newest = deque(sink.read(), maxlen=1)
     if not newest:
         return 0, 0
@@ -260,7 +267,11 @@ def _last_of(sink: Sink) -> tuple[int, int]:
 
 
 def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> None:
-    """Raise ValueError for a name of two tables: with the same rows and columns, or one keyed."""
+    """Raise ValueError for a name of two tables.
+
+    Shards of one table have one name, but differ in their first row or column. A table by row
+    number and a dynamic one must not have the same name.
+    """
     corners = [(table.name, table.first_row, table.first_column) for table in tables]
     repeated_names = sorted(
         {corner[0] for corner in corners if corners.count(corner) > 1}
@@ -274,16 +285,16 @@ def _check_names(tables: Sequence[PlainTable], keyed_names: Collection[str]) -> 
 
 
 class _Writer:
-    """The thread that writes records, and the queue of those that wait.
+    """The thread that writes records, and the queue of records to write.
 
-    `_changed` guards the queue and the error; the sink belongs to the thread until it ends.
+    `_changed` guards the queue and the error. Only the thread calls the sink until it has ended.
     """
 
     def __init__(self, sink: Sink, max_pending: int) -> None:
         self._sink, self._max_pending = sink, max_pending
         self._queue: deque[Record] = deque()
         self._changed = threading.Condition()
-        self._error: Exception | None = None  # the thread waits until it is raised
+        self._error: Exception | None = None  # the thread waits until `raise_error` clears it
         self._is_closing = self._is_closed = False
         self._last_whole_position: str | None = None
         self._thread = threading.Thread(target=self._run, name="emblib change log", daemon=True)
@@ -311,7 +322,7 @@ class _Writer:
                 self._changed.notify_all()
 
     def _write(self, record: Record) -> None:
-        """Append a record; one with all rows makes those before it superfluous."""
+        """Append a record; if it has all rows, drop the records before the previous such one."""
         position = self._sink.append(encode(record), starts_segment=record.is_whole)
         if record.is_whole:
             if self._last_whole_position is not None:
@@ -319,7 +330,12 @@ class _Writer:
             self._last_whole_position = position
 
     def raise_error(self) -> None:
-        """Raise the error of the thread, if there is one, and let it try again."""
+        """Raise ChangeLogError if the thread has failed, and let it try again.
+
+        Raises:
+            ChangeLogError: the thread could not write a record.
+            RuntimeError: the log is closed.
+        """
         if self._is_closing:
             raise RuntimeError("the change log is closed: make another one for the same sink")
         with self._changed:
@@ -339,17 +355,17 @@ class _Writer:
             return len(self._queue) >= self._max_pending
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Wait until `is_done`, or raise the error of the writing thread."""
+        """Wait until `is_done()` or an error of the thread; raise as `raise_error`."""
         with self._changed:
             self._changed.wait_for(lambda: is_done() or self._error is not None)
         self.raise_error()
 
     def wait_for_space(self) -> None:
-        """Wait until another record may be put."""
+        """Wait until the queue has fewer than the maximum of records."""
         self._wait_until(lambda: len(self._queue) < self._max_pending)
 
     def put(self, record: Record) -> None:
-        """Add a record to the queue."""
+        """Add a record to the queue, also if it is full."""
         with self._changed:
             self._queue.append(record)
             self._changed.notify_all()
@@ -359,7 +375,10 @@ class _Writer:
         self._wait_until(lambda: not self._queue)
 
     def close(self) -> None:
-        """Write all records, end the thread, and close the sink; do nothing if that is done."""
+        """Write all records, end the thread, and close the sink; do nothing if it is closed.
+
+        After an error it may be called again.
+        """
         if self._is_closed:
             return
         if not self._is_closing:

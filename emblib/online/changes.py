@@ -3,7 +3,7 @@
 Hooks on the lookups note the ids of training forwards, so nothing is compared, and tables are
 scanned only where their rows may be in a backing store: for keys used since a tick, as dumps of
 changes are. Keys that left are those that an eviction log has seen. `collect` returns a change
-again until `commit` is called, so the next record has the changes of one that could not be made.
+again until `commit` is called, so no change is lost if an error comes between the two.
 """
 
 from collections.abc import Sequence
@@ -56,11 +56,11 @@ class LookupHook:
     """Note the ids of the training forwards of a module; copied or unpickled, it does nothing.
 
     Args:
-        tables: the table of each feature of the module.
+        tables: the table of each feature of the module; none, to note nothing.
 
     Attributes:
         tables: the argument `tables`, as a list.
-        num_forwards: number of forwards since the last `forget`.
+        num_forwards: number of noted forwards since the last `forget`.
     """
 
     def __init__(self, tables: Sequence[PlainTable]) -> None:
@@ -104,7 +104,10 @@ class LookupHook:
         self._batches = []
 
     def rows(self, identity: Identity) -> list[Tensor]:
-        """Return the distinct rows or keys of a table that were looked up."""
+        """Return the distinct rows or keys of a table that were looked up, in a list.
+
+        The list is empty if the module has not looked up the table, else it has one int64 tensor.
+        """
         self._make_distinct()
         return [self._rows[identity]] if identity in self._rows else []
 
@@ -202,7 +205,7 @@ class PlainChanges:
                 )
 
     def collect(self, lookups: Lookups | None) -> ChangesByName:
-        """Copy the rows that were looked up; None copies all rows. Waits for the device."""
+        """Copy the rows of these lookups; None copies all rows. Waits for the device."""
         changes: ChangesByName = {}
         for table in self._tables:
             if lookups is None:
@@ -257,7 +260,7 @@ class _LoggedShard(NamedTuple):
 class KeyedChanges:
     """The changed entries of the dynamic tables of a model, on this rank.
 
-    Tables whose evictions are not tracked get a `WatchedEvictions`, until `close`.
+    Tables whose evictions are not tracked get a `WatchedEvictions`; logs of one model share it.
 
     Args:
         model: the model.
@@ -319,9 +322,10 @@ class KeyedChanges:
                 )
 
     def collect(self, lookups: Lookups | None) -> ChangesByName:
-        """Copy the entries used since the last commit, and name the keys that left.
+        """Copy the entries of these lookups, and the keys that left since the last commit.
 
-        None copies all entries. Waits for the device.
+        Of a table with a backing store, entries used since the last commit are copied. If `lookups`
+        is None, all entries are, and no keys that left. Waits for the device.
 
         Raises:
             ValueError: the eviction log does not reach back to the last commit.
@@ -346,7 +350,7 @@ class KeyedChanges:
         return changes
 
     def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:
-        """Return the change of a hash table: host copies of entries and of `removed` keys `[n]`."""
+        """Return the change of a hash table: its entries on the host, and `removed` keys `[n]`."""
         module = location.module
         rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
         weight = rows.pop("weight")

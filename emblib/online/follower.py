@@ -3,7 +3,7 @@
 Each rank of the trainer has a log. A boundary is a step for which all logs have a record; `apply`
 goes from boundary to boundary. It checks and converts the records up to the next boundary, and then
 writes them while no reader is inside, so readers see all of a boundary or nothing. Only if writing
-raises, readers see a mix of two boundaries until the next snapshot is applied.
+raises, readers see a mix of two boundaries until the next record with all rows is applied.
 """
 
 import threading
@@ -21,8 +21,8 @@ from emblib.online.served import ServedTable, concatenate, join_columns, served_
 from emblib.online.sinks import Sink, check_sink
 from emblib.specs import check_count
 
-# A log that is not behind another reads no more while as many records are pending. One poll reads
-# at most as many.
+# Pending records at which a log that is not behind another reads no more, and the maximum number of
+# records that one poll reads.
 _MAX_PENDING = 64
 
 Key = tuple[int, int]  # generation and step of a record
@@ -32,9 +32,10 @@ class Lag(NamedTuple):
     """Distance of a follower behind its trainer.
 
     Attributes:
-        steps: steps from the one that is served to the newest in the logs; None before the first.
-        seconds: age of the oldest record that is not applied, by the clocks of both machines; 0.0
-            if all are applied.
+        steps: steps from the one that is served to the newest in the logs, at least 0; None before
+            the first boundary.
+        seconds: age of the oldest record that is not applied, by the clocks of both machines, at
+            least 0.0; 0.0 if all are applied.
 
     Example:
         >>> emblib.online.Lag(steps=0, seconds=0.0)
@@ -49,7 +50,8 @@ class LogFollower:
     """Serve the tables of a model at the steps of a trainer's change logs.
 
     Threads look up through `follower(...)` or inside `follower.reading()`, and see the tables at
-    one boundary, a step that the logs of all ranks have. One call of `apply` runs at a time.
+    one boundary, a step that the logs of all ranks have; before the first one, the model as it was.
+    One call of `apply` runs at a time; others wait.
     Quantised tables quantise the rows they take as `for_inference` does. Lookups by others, e.g.
     of the model itself, may see a part of a boundary.
 
@@ -58,7 +60,8 @@ class LogFollower:
             `TableBatchedEmbeddingBags`, or an unsharded model that has such tables and collections.
             Dynamic tables need the capacity of the trainer's tables.
         sources: sink of the log, or a list or tuple of the sinks of all ranks' logs, in any order.
-        step: step that the tables are at, e.g. of a frozen file; None loads a snapshot first.
+        step: step that the tables are at, e.g. of a frozen file; None waits for a record with all
+            rows, and begins with it.
         tables: names of the tables to follow; None for all in the log, which the model must have.
 
     Raises:
@@ -116,14 +119,14 @@ class LogFollower:
 
     @property
     def step(self) -> int | None:
-        """Return the step that is served; None before the first.
+        """Return the step that is served; None before the first boundary.
 
         After an error while tables were written it is the step before.
         """
         return self._step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model without gradients, at one step."""
+        """Call the model without gradients, with all tables at one step; return its result."""
         with self._lock.reading():
             return in_grad_mode(self.model, enabled=False)(*args, **kwargs)
 
@@ -139,7 +142,7 @@ class LogFollower:
 
         Raises:
             LogError: a record is damaged.
-            OSError: a source cannot be read.
+            OSError: a source cannot be read; sinks may raise errors of other types.
         """
         with self._applying:
             unapplied = [*filter(None, (log.unapplied(self._is_new) for log in self._logs))]
@@ -160,13 +163,13 @@ class LogFollower:
 
         Raises:
             LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
-                the last boundary. Also where a dynamic table has too few slots, see `Exception`.
-            OSError: a source cannot be read.
-            RuntimeError: this thread is inside `reading()`, and would wait for itself.
-            ValueError: the format of a table does not hold a row; the tables stay at the last
-                boundary.
+                the last boundary. Also if a dynamic table has too few slots, see `Exception`.
+            OSError: a source cannot be read; sinks may raise errors of other types.
+            RuntimeError: this thread is inside `reading()`, and there is a boundary to write.
+            ValueError: a table does not accept a row, e.g. its format does not hold it; the tables
+                stay at the last boundary.
             Exception: writing a table raised it; the tables are at no boundary until the next
-                snapshot is applied.
+                record with all rows is applied.
         """
         with self._applying:
             has_more = True
@@ -183,14 +186,14 @@ class LogFollower:
             return self._step
 
     def _poll(self) -> bool:
-        """Read more of the logs; return whether there was more."""
+        """Read more records of the logs; return whether there were any."""
         newest = max((log.newest for log in self._logs if log.newest is not None), default=None)
         has_base = self._key is not None or self._has_base
         # Each log is read, although one of them has more.
         return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Apply new boundaries every `interval_s` seconds until `stop` is set; raise errors."""
+        """Apply new boundaries every `interval_s` seconds until `stop` is set; raise as `apply`."""
         while not stop.is_set():
             self.apply()
             stop.wait(interval_s)
@@ -198,10 +201,14 @@ class LogFollower:
     # Boundaries
 
     def _next_boundary(self) -> Key | None:
-        """Return the key of the next step that all logs have; None while there is none.
+        """Return the key of the next boundary; None while there is none.
 
-        Drops records up to the last boundary. After a gap a snapshot is needed: the last boundary
-        is forgotten, or the logs are read again from their oldest records.
+        After a gap the last boundary is forgotten. Without a last boundary, it is the newest step
+        of which all logs have a record with all rows. Else it is the first step after the last
+        boundary of which all logs have a record; records up to the last boundary are dropped.
+
+        Raises:
+            LogError: see `_check_ranks`.
         """
         self._check_ranks()
         if any(log.has_gap for log in self._logs):
@@ -217,9 +224,9 @@ class LogFollower:
         return min(set.intersection(*keys), default=None)
 
     def _begin_at_base(self) -> None:
-        """Find the generation of the base, once all logs have records.
+        """Make `step`, which the caller named, the last boundary, once all logs have records.
 
-        If changes after the base are missing, a snapshot is needed instead.
+        If changes after it are missing, the logs are read again, for records with all rows.
         """
         heads = [log.pending[0] for log in self._logs if log.pending]
         if len(heads) < len(self._logs) or self._step is None:
@@ -233,7 +240,7 @@ class LogFollower:
             self._key = max(record.generation for record in heads), self._step
 
     def _check_ranks(self) -> None:
-        """Raise LogError unless the logs are of different ranks, one of each, of one trainer."""
+        """Raise LogError unless pending records are of different ranks, of as many as the logs."""
         heads = [log.pending[0] for log in self._logs if log.pending]
         ranks = sorted(record.rank for record in heads)
         for record in heads:
@@ -287,8 +294,11 @@ class LogFollower:
     def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
         """Check and convert the records of a boundary; return the functions that write them.
 
-        With `is_whole` these are the records with all rows, else those with changes: a compaction
+        With `is_whole` the records with all rows are used, else those with changes: a compaction
         has the rows that the changes before it lead to.
+
+        Raises:
+            LogError, ValueError: a table does not accept its changes, see `ServedTable`.
         """
         changes: dict[str, list[TableChange]] = {}
         for record in records:
@@ -308,7 +318,11 @@ class LogFollower:
         return writes
 
     def _table(self, name: str) -> ServedTable | None:
-        """Return the table that a log names; None if it is not followed."""
+        """Return the table that a log names; None if it is not followed.
+
+        Raises:
+            LogError: the model has no such table.
+        """
         if self._names is not None and name not in self._names:
             return None
         if name not in self._tables:
@@ -348,7 +362,10 @@ class _Log:
 
         Args:
             newest: the newest boundary that any log has read.
-            needs_whole: whether changes are skipped before the first snapshot.
+            needs_whole: whether changes before the first record with all rows are skipped.
+
+        Raises:
+            LogError: a record is damaged, or records before it are missing and it has changes only.
         """
         count = 0
         is_ahead = newest is None or self.newest is None or self.newest >= newest
@@ -413,7 +430,7 @@ class ReaderLock:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Enter when there is no writer, or this thread reads already."""
+        """Enter when no writer is inside or waits, or this thread reads already."""
         depth = getattr(self._of_thread, "depth", 0)
         if depth == 0:
             with self._changed:

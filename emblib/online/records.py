@@ -89,7 +89,7 @@ class _Prefix(NamedTuple):
 
 
 class TableChange(NamedTuple):
-    """The changed rows of one table or shard; tensors are on the CPU.
+    """The changed rows of one table or shard; tensors are on the CPU, of a dtype in `_DTYPES`.
 
     Attributes:
         keys: int64 `[n]`, distinct rows or keys.
@@ -99,11 +99,12 @@ class TableChange(NamedTuple):
         first_column: column of the table at which the columns of `weight` begin.
         dim: columns of the whole table.
         stamps: int64 `[n]`, tick of the last use of a key; None for tables by row number.
-        scores: int64 `[n]`, eviction scores; None where there are none.
-        tick: tick of a dynamic table.
-        hash_key: key of its hash; None if shards differ.
-        hyperparams: numbers of the optimizer, float64; sent with the states.
-        fallback: all fallback rows of the shard, by name, see `emblib.dynamic.saving.fallback`.
+        scores: int64 `[n]`, eviction scores; None for tables without.
+        tick: tick of a dynamic table; 0 for others.
+        hash_key: key of the hash of a dynamic table; None for others, or if shards differ.
+        hyperparams: hyperparameters of the optimizer, float64; None without states.
+        fallback: all fallback rows of the shard, by name, see `emblib.dynamic.saving.fallback`;
+            empty without.
     """
 
     keys: Tensor
@@ -136,8 +137,8 @@ class Record(NamedTuple):
         kind: whole tables, or changes since the previous record.
         rank: rank of the trainer that wrote it.
         num_ranks: number of ranks of the trainer.
-        generation: number of snapshots so far.
-        sequence: number of records so far.
+        generation: number of snapshots so far, with this record.
+        sequence: number of records so far, with this one.
         step: training step up to which the tables are recorded.
         time: seconds since 1970 on the trainer's clock.
         tables: changes by name of the table, one per shard that the rank has.
@@ -154,7 +155,10 @@ class Record(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return generation and step, which order records: steps may go back at a snapshot."""
+        """Return generation and step, which order records: steps may go back at a snapshot.
+
+        A delta and the compaction that follows it have the same key.
+        """
         return self.generation, self.step
 
     @property
@@ -228,10 +232,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def body_bytes(prefix: bytes, location: str) -> int:
-    """Return the length of the body behind a prefix.
+    """Return the bytes of the body behind a prefix of `PREFIX_BYTES`.
 
     Raises:
-        LogError: it is no prefix of a record; the message begins with `location`.
+        LogError: it is no prefix of a record, or of another version; the message begins with
+            `location`.
     """
     fields = prefix[: _FIELDS.size]
     (crc,) = _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
@@ -250,16 +255,19 @@ _WAY_OUT = "start the trainer's log in another place, or copy the log again from
 
 
 def is_complete(data: bytes) -> bool:
-    """Return whether the body behind a valid prefix is the one that was written."""
+    """Return whether the body behind a valid prefix is the one that was written.
+
+    `data` must begin with a prefix of `PREFIX_BYTES`; the body may be cut off.
+    """
     prefix, body = _Prefix.of(data), memoryview(data)[PREFIX_BYTES:]
     return len(body) == prefix.body_bytes and zlib.crc32(body) == prefix.body_crc
 
 
 def decode(data: bytes, location: str) -> Record:
-    """Return the record in `data`.
+    """Return the record in `data`; its tensors share one copy of `data`.
 
     Raises:
-        LogError: it is damaged, or of another version; the message begins with `location`.
+        LogError: it is cut off, damaged, or of another version; the message begins with `location`.
     """
     if len(data) < PREFIX_BYTES:
         raise LogError(f"{location} is truncated; {_WAY_OUT}")

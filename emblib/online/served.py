@@ -34,7 +34,7 @@ from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 Write = Callable[[], None]
 """Function that writes a prepared change; the follower calls it once, without readers.
 
-It may raise, e.g. for lack of memory, and then has written a part of the change.
+It may raise, e.g. for lack of memory, and then may have written a part of the change.
 """
 
 # Not measured.
@@ -49,8 +49,9 @@ class ServedTable(Protocol):
     """A table of a follower, which must write changes in the order in which it prepared them.
 
     Methods raise LogError if the change is of another table, and ValueError for rows that the
-    format of the table does not hold; nothing is written then. The function of `prepare_whole`
-    raises LogError, after it has written, if a dynamic table has too few slots for the keys.
+    table does not accept, e.g. that its format does not hold; nothing is written then. The function
+    of `prepare_whole` raises LogError, after it has written, if a dynamic table has too few slots
+    for the keys.
     """
 
     def prepare(self, change: TableChange) -> Write:
@@ -65,7 +66,7 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
 
     Raises:
         TypeError: the model is sharded.
-        ValueError: two tables of one name.
+        ValueError: two tables of one name, a pruned table, or a float table on disk.
     """
     model_tables = find_tables(model)
     if model_tables.num_ranks > 1:
@@ -149,7 +150,7 @@ def _check_dim(name: str, change: TableChange, dim: int) -> None:
 
 
 class FloatRows:
-    """A float table whose ids are row numbers, of a module that may look up while it follows.
+    """A float table whose ids are row numbers.
 
     Raises:
         ValueError: the table is on disk.
@@ -164,7 +165,10 @@ class FloatRows:
         self._table = table
 
     def prepare(self, change: TableChange) -> Write:
-        """Check rows or columns of rows; states are written where the table has them."""
+        """Check whole rows; states and hyperparameters are written if the table has the same.
+
+        A change may also have some columns of the rows, from `first_column` on.
+        """
         table = self._table
         _check_rows(table.name, change, table.num_rows, table.dim)
 
@@ -347,7 +351,7 @@ class IndexedRows:
         self._unused_rows = is_free.nonzero().view(-1)
         self._freed_rows = self._unused_rows[:0]
         self._removed_row = index.missing
-        # Only the row of removed keys has several keys, if an earlier follower has removed some.
+        # Only the row of removed keys has several keys, if an earlier follower has removed several.
         repeated_rows = rows[counts > 1].tolist()
         if index.missing < 0 and repeated_rows:
             (self._removed_row,) = repeated_rows
@@ -423,10 +427,10 @@ def _search_entries(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, T
 
 
 def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
-    """Insert keys that are not there; return whether there was an entry for each.
+    """Insert distinct keys that are not in the table; return whether there was an entry for each.
 
-    Shapes are as in `_search_entries`; `rows` is int64 `[k]`. Keys whose searches end at one
-    entry are inserted one per round.
+    If not, some of the keys are inserted. Shapes are as in `_search_entries`; `rows` is int64
+    `[k]`. Keys whose searches end at one entry are inserted one per round.
     """
     while keys.numel():
         positions, _ = _search_entries(entries, bits, keys)
@@ -443,7 +447,7 @@ def _insert_entries(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> b
 
 
 class DynamicRows:
-    """A dynamic table, of a module that may look up while it follows."""
+    """A dynamic table on one rank."""
 
     def __init__(self, handle: DynamicTable) -> None:
         self._name = handle.name
@@ -517,7 +521,7 @@ def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
         changes: changes of one table; the changes of a shard must be in the order of their steps.
 
     Raises:
-        LogError: some columns of a row are missing.
+        LogError: some columns are missing, or the shards have different rows.
     """
     if all(change.weight.size(1) == change.dim for change in changes):
         return list(changes)

@@ -36,9 +36,10 @@ class Stored(NamedTuple):
 class Sink(Protocol):
     """A stored log of one rank, for one writer and any number of readers.
 
-    A position is a text that only the sink understands. Methods raise OSError or errors of their
-    own; the writer then calls `append` with the same record again. `append`, `trim` and `close` are
-    called by one thread at a time, and `read` by any.
+    A position is a text that only the sink understands. Methods may raise any exception; the writer
+    then calls `append` with the same record again, also if `trim` after it has failed, so a record
+    may be there twice. `append`, `trim` and `close` are called by one thread at a time, and `read`
+    by any.
 
     Example:
         >>> import tempfile
@@ -56,13 +57,16 @@ class Sink(Protocol):
     def read(self, after: str | None = None) -> Iterator[Stored]:
         """Yield the complete records behind a position, in order; None begins with the oldest.
 
-        A position whose records were removed, or that lies behind the end of the log, begins there
-        too. The caller must not pass a position of another log, which is not noticed wherever this
-        log is longer. The iterator ends at the newest record.
+        If the records at the position were removed, it begins with the oldest one too; a sink
+        should do so for a position behind the end of the log, where a new log has begun. The caller
+        must not pass a position of another log. The iterator ends at the newest record.
         """
 
     def trim(self, before: str) -> None:
-        """Remove the records before the segment that the record at this position started."""
+        """Remove the records before a record that `append` wrote with `starts_segment`.
+
+        `before` is the position that `append` returned for it.
+        """
 
     def close(self) -> None:
         """Stop writing; the next `append` begins again."""
@@ -72,7 +76,7 @@ def check_sink(sink: Any) -> Sink:
     """Return `sink`.
 
     Raises:
-        TypeError: it is no sink, for example the path of a directory.
+        TypeError: it has no method `read`, for example the path of a directory.
     """
     if not callable(getattr(sink, "read", None)):
         raise TypeError(f"a log is in a sink, e.g. DirectorySink(path), got {sink!r}")
@@ -92,7 +96,7 @@ class DirectorySink:
         ValueError: `segment_bytes` is below 1.
         BlockingIOError: `append`, if another process writes to the directory.
         LogError: `append`, if the last file is damaged.
-        OSError: `append`, if the record could not be written; the log is as it was.
+        OSError: `append`, if the record could not be written.
 
     Example:
         >>> import tempfile
@@ -165,10 +169,11 @@ class DirectorySink:
         self._file, self._segment, self._size = file, self._segment + 1, 0
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
-        """See `Sink`.
+        """See `Sink`; a position behind the end of the log begins with the oldest record.
 
         Raises:
             LogError: a record is damaged.
+            OSError: a file cannot be read.
         """
         segments = self._segments()
         segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
@@ -219,7 +224,7 @@ class DirectorySink:
                 self._segment_path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files, and let another process write."""
+        """Close the files, and let another process write; may be repeated."""
         if self._lock >= 0:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes that were forked have it, too
         for handle in (self._file, self._lock):
@@ -256,7 +261,7 @@ class RedisSink:
         stream: key of the stream, one per rank.
 
     Raises:
-        ImportError: `client` is a URL, and the extra `emblib[redis]` is not installed.
+        ImportError: `client` is a URL, and the package `redis` is not installed.
         Exception: methods raise the errors of the client.
 
     Example:
@@ -285,7 +290,7 @@ class RedisSink:
         return str(position.decode())
 
     def read(self, after: str | None = None) -> Iterator[Stored]:
-        """See `Sink`."""
+        """See `Sink`; a position behind the end of the stream yields nothing."""
         after = after or "0-0"
         while answer := self._client.xread({self.stream: after}, count=self._BATCH):
             for position, fields in dict(answer)[self.stream.encode()]:
@@ -293,7 +298,7 @@ class RedisSink:
                 yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
 
     def trim(self, before: str) -> None:
-        """See `Sink`."""
+        """See `Sink`; any position of a record will do."""
         self._client.xtrim(self.stream, minid=before, approximate=False)
 
     def close(self) -> None:

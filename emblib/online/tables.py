@@ -1,8 +1,8 @@
 """`find_tables`: the tables of a model whose ids are row numbers, and the modules that look up.
 
-The tables of this rank are found wherever they are in the model: as tables of a module, or as
-slices of a `TableGroups`, whose modules are no submodules of the model. Dynamic tables, whose ids
-are keys, have handles instead (`emblib.dynamic.handles.tables_of`).
+The tables of this rank are found as tables of a module, or as slices of a `TableGroups`, whose
+modules are no submodules of the model. Dynamic tables, whose ids are keys, have handles instead
+(`emblib.dynamic.handles.tables_of`).
 """
 
 from dataclasses import dataclass, field
@@ -20,18 +20,18 @@ from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
 @dataclass(frozen=True)
 class PlainTable:
-    """Rows and columns of a table, which are table `number` of `module`.
+    """A table, or a shard of rows or columns of it, that is table `number` of `module`.
 
-    Of a dynamic table, for `ModelTables.calls`, only `module`, `number` and `is_keyed` are used.
+    Of a dynamic table, in `ModelTables.calls`, only `module`, `number` and `is_keyed` are used.
 
     Attributes:
-        name: name of the table.
-        module: module with its memory.
-        number: number of the table there.
-        first_row: row of the whole table that is row 0 here.
-        first_column: column of the whole table that is column 0 here.
+        name: name of the whole table.
+        module: module with the memory of the shard.
+        number: index in `module.tables`.
+        first_row: row of the whole table that is row 0 of the shard.
+        first_column: column of the whole table that is column 0 of the shard.
         dim: columns of the whole table.
-        is_keyed: whether ids are keys, of a dynamic table.
+        is_keyed: whether the table is dynamic, so that ids are keys.
     """
 
     name: str
@@ -49,12 +49,12 @@ class PlainTable:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows here."""
+        """Return the number of rows of the shard."""
         return int(self.module.tables[self.number].rows)
 
     @property
     def num_columns(self) -> int:
-        """Return the number of columns here."""
+        """Return the number of columns of the shard."""
         return int(self.module.tables[self.number].dim)
 
 
@@ -65,7 +65,8 @@ class ModelTables:
     Attributes:
         tables: the tables, each once, without dynamic ones.
         calls: the modules that look up tables, dynamic ones too, with the table of each feature.
-        others: kinds of tables that have no rows of their own, by table name.
+        others: kinds of the tables that neither `tables` nor handles have, e.g. "tensor trains", by
+            table name.
         rank: this rank.
         num_ranks: number of ranks over which the model is sharded.
     """
@@ -77,13 +78,16 @@ class ModelTables:
     num_ranks: int = 1
 
     def add(self, tables: list[PlainTable]) -> None:
-        """Add tables, except for those that are here already."""
+        """Add those tables that `self.tables` lacks."""
         identities = {table.identity for table in self.tables}
         self.tables += [table for table in tables if table.identity not in identities]
 
 
 def find_tables(model: nn.Module) -> ModelTables:
     """Return the tables and lookups of a model on this rank; change nothing.
+
+    Tables that every rank has are left out on ranks above 0. `InferenceEmbeddingBags`, whose ids an
+    index maps to rows, are left out.
 
     Raises:
         ValueError: the collections of the model are sharded over different numbers of ranks.
