@@ -137,6 +137,9 @@ CASES = {
     "long bags": Case(bags=(2, 3), longest=1500, most_copies=1, seed=8, broken=True),
     "long bags among short ones": Case(bags=(40, 33), longest=3, uneven=True, seed=8, broken=True),
     "more rows than int32 holds": Case(rows=1 << 40, broken=True, seed=9),
+    "more rows than their int32 ids hold": Case(
+        rows=1 << 31, id_dtype=torch.int32, broken=True, seed=9
+    ),
     "empty tables": Case(rows=0, seed=10, broken=True),
     "nothing looked up": Case(longest=0, seed=11),
     "no bags": Case(bags=(0, 0), seed=12),

@@ -48,19 +48,20 @@ def blocks_and_local_ids(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[
     first_block, num_blocks, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
         return first_block + owners(ids, num_blocks), ids
+    dtype, ids = ids.dtype, ids.long()  # torch wraps `rows` when it compares it with int32 ids
     is_skipped = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
-    row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
+    row = torch.where((ids >= 0) & (ids < rows), ids, 0)
     first_rows = blocks[
         first_block : first_block + num_blocks, RouteBlockColumn.FIRST_ROW
     ].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
-    local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
+    local = torch.where(ids == row, row - first_rows[block], ids)
     block, local = torch.where(is_skipped, 0, block), torch.where(is_skipped, -1, local)
     if rule == RouteRule.BY_RANGE_ELSE_SPREAD:
         is_beyond = ids >= rows
         block = torch.where(is_beyond, ids % num_blocks, block)
         local = torch.where(is_beyond, ids // num_blocks, local)
-    return first_block + block, local
+    return first_block + block, local.to(dtype)
 
 
 class _UnitRoute(NamedTuple):

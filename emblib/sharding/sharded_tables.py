@@ -639,7 +639,7 @@ class ShardedTables(nn.Module):
             config = self.configs[feature.table]
             if config.storage.is_keyed:
                 continue
-            ids = inputs.ids[begin:end]
+            ids = inputs.ids[begin:end].long()  # torch would wrap a bound beyond int32
             invalid = ids[(ids < -1) | (ids >= config.num_embeddings)]
             if len(invalid):
                 raise RuntimeError(

@@ -179,6 +179,13 @@ def test_bounds_are_repaired_or_raise() -> None:
         bucketize.bounds_check_indices(rows, torch.tensor([5]), torch.tensor([0, 1, 1]), 0, count)
 
 
+def test_int32_indices_of_more_rows_than_int32_holds() -> None:
+    indices = torch.tensor([0, (1 << 31) - 1, -5, -1], dtype=torch.int32)
+    offsets, count = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    bucketize.bounds_check_indices(torch.tensor([1 << 31]), indices, offsets, 2, count)
+    assert indices.tolist() == [0, (1 << 31) - 1, 0, -1]
+
+
 @pytest.mark.parametrize("groups", [[["a", "c"], ["d", "b"]], [["a"], ["d", "b", "a"], ["c"]]])
 def test_groups_of_keys(groups: list[list[str]]) -> None:
     inputs = [torch.rand(2, 7, requires_grad=True), torch.rand(2, 11)]

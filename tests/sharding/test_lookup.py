@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from emblib import KeyedJaggedTensor, optim
+from emblib import EmbeddingBagConfig, KeyedJaggedTensor, optim
 from emblib.sharding import all_to_all, input_dist, input_messages
 from emblib.sharding.codecs import BF16, CommPrecision
 from emblib.sharding.headers import Content
@@ -26,7 +26,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import BoundsCheck, Pooling
-from emblib.storage import Hash
+from emblib.storage import Hash, TensorTrain
 from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
@@ -319,3 +319,17 @@ def _takes_any_key(ranks: RankGroup) -> None:
 
 def test_keys_of_hash_tables_have_no_bounds() -> None:
     worlds.run(2, _takes_any_key)
+
+
+def _takes_int32_ids(ranks: RankGroup) -> None:
+    table = EmbeddingBagConfig(1 << 31, 8, "t", storage=TensorTrain((2, 2)))
+    case = Case((table,), ("tw",))
+    source = make_source(case)
+    source.bounds_check = BoundsCheck.FATAL
+    ids = torch.tensor([0, 5, (1 << 31) - 1], dtype=torch.int32)
+    features = KeyedJaggedTensor(["t"], ids, lengths=torch.tensor([1, 2]))
+    assert flat(make_sharded(case, ranks, source)(features)).abs().sum() > 0
+
+
+def test_tables_of_more_rows_than_int32_holds_take_int32_ids() -> None:
+    worlds.run(2, _takes_int32_ids)

@@ -449,7 +449,7 @@ def bounds_check_indices(
     else:
         feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
     checked_ids = indices[int(repaired[0]) :]  # ids before the first bag are not looked up
-    rows = rows_per_table.to(indices.dtype)[feature]
+    rows = rows_per_table.long()[feature]
     is_invalid = (checked_ids < -1) | (checked_ids >= rows)
     count = int(is_invalid.sum()) + int((repaired != offsets).sum())
     if not count:
