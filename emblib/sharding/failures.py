@@ -411,6 +411,8 @@ def init_distributed(
         ...     print(ranks.rank, ranks.size)
         0 1
     """
+    if not heartbeat_timeout_s > 0:
+        raise ValueError(f"heartbeat_timeout_s must be above 0, got {heartbeat_timeout_s}")
     joins = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if joins:
         _init_process_group(backend, timedelta(seconds=timeout_seconds))

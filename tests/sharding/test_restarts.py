@@ -196,6 +196,11 @@ def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             init_distributed(timeout_seconds=0.2),
         ):
             pass
+    with (  # before it waits for the other rank
+        pytest.raises(ValueError, match="must be above 0, got 0"),
+        init_distributed(heartbeat_timeout_s=0),
+    ):
+        pass
     assert not dist.is_initialized()
 
 
