@@ -9,9 +9,9 @@
 namespace emb::cuda {
 namespace {
 
-// Fill `tensor`, contiguous and float32, float16 or bfloat16, with uniform numbers in [low, high)
-// that are then rounded to the dtype, so that `high`, rounded, can occur. The bits are those of the
-// CPU.
+// Fill `tensor`, contiguous and float32, float16 or bfloat16, with low + (high - low) * u for
+// uniform u in [0, 1). Rounding to the dtype may give `high`, rounded. check.h has the limits of
+// `low` and `high`. The bits are those of the CPU.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_uniform_fill("fill_uniform_", tensor, low, high);
   const UniformArgs fill{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),

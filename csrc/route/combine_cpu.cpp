@@ -103,7 +103,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
 
 // Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`,
 // divided by lengths if it has a first_bag, times `scale`.
-//   source              flat; float32, float16 or bfloat16, as `dtype`
+//   source              flat; its dtype and `dtype` are float32, float16 or bfloat16 each
 //   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
 //   rows, lengths       int32, and int32 or int64; null if no piece or target names them
 //   local, local_begin  the elements of the source in a separate tensor and the position of the
