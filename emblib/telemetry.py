@@ -2,8 +2,9 @@
 
 `prometheus_text` walks a model and writes the counters of its tables: dynamic tables with their
 tiers, caches of dense tables, and caches of tensor-train tables. It communicates with no other
-rank. Each rank exports its own shards, with its rank as a label, and the monitoring system adds
-them up. Reading counters waits for the device, so call it from time to time, not in every step.
+rank: each rank exports its shards, the caller gives it a label with the rank, and the monitoring
+system adds them up. Reading counters waits for the device, so call it from time to time, not in
+every step.
 """
 
 from __future__ import annotations
@@ -71,12 +72,11 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
 
     Args:
         model: a module of tables, or a model with some; also one over ranks.
-        labels: labels of all samples, e.g. `{"rank": "0"}`.
+        labels: labels of all samples, e.g. `{"rank": "0"}`; None for none.
 
     Raises:
-        TypeError: a label is neither a string nor an int.
-        ValueError: a label that Prometheus does not accept, or that has the name of one of
-            emblib's labels.
+        TypeError: the value of a label is neither a string nor an int.
+        ValueError: a label has a name that Prometheus does not accept, or one of emblib's labels.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
@@ -98,7 +98,11 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
 
 
 def _check_labels(labels: Labels | None) -> dict[str, str]:
-    """Return labels as text; raise TypeError or ValueError for others than Prometheus accepts."""
+    """Return labels as text.
+
+    Raises:
+        TypeError, ValueError: see `prometheus_text`.
+    """
     texts = {}
     for name, value in ({} if labels is None else dict(labels)).items():
         if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name) or name in _RESERVED:
@@ -121,6 +125,7 @@ def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = N
     Raises:
         OSError: the file cannot be written, then the old one stays; or the path is a device, pipe
             or directory, which cannot be replaced.
+        TypeError, ValueError: labels, see `prometheus_text`.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -319,14 +324,14 @@ def append_csv(
     Args:
         model: a module of tables, or a model with some.
         path: the file; a new one gets a line of column names.
-        labels: labels of the lines, in one column as `rank=0;host=a`.
+        labels: labels of the lines, in one column as `rank=0;host=a`; None for none.
         time_s: time in seconds since 1970; None is now.
 
     Raises:
         OSError: the file cannot be written; then it stays as it was.
-        TypeError: a label is neither a string nor an int.
-        ValueError: the file has other columns, a label is none that Prometheus accepts, or its
-            value contains ";".
+        TypeError: the value of a label is neither a string nor an int.
+        ValueError: the file has other columns, a label has a name that `prometheus_text` refuses,
+            or a value with ";".
     """
     path, columns = Path(path), csv_columns()
     text = io.StringIO()

@@ -1,6 +1,6 @@
 """Arguments and optimizers of torch that emblib names differently or lacks: errors with advice.
 
-`refuse_names_of_torch` is the `__new__` of the bases of tables, configurations and optimizers.
+`refuse_names_of_torch` is the `__new__` of bases of tables, configurations and optimizers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ OPTIMIZERS = {
 
 
 def refuse_names_of_torch(cls: type[Any], *arguments: Any, **options: Any) -> Any:
-    """Construct an object; refuse keyword arguments of torch that its class does not have.
+    """Construct an object, uninitialised; refuse keywords of torch that its class does not have.
 
     Raises:
-        TypeError: such an argument; the message names the replacement.
+        TypeError: a keyword in `_ADVICE` that `__init__` does not take; the message has the advice.
     """
     for name in _ADVICE.keys() & options.keys():
         accepted = inspect.signature(cls.__init__).parameters

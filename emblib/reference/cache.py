@@ -11,7 +11,7 @@ the memory tier of its table. A missing row takes a way of its set, in order:
   row has the fewest lookups so far, at equal numbers the most recently used
 - LFU does not replace a row by one with fewer lookups
 
-Lookups so far include those of this batch, and are remembered for rows outside the cache. The
+Lookups so far (LFU) include those of this batch, and are remembered for rows outside the cache. The
 kernels of `csrc/cache` share no code and no data structure with this file.
 """
 
@@ -46,7 +46,7 @@ def set_of(row: int, sets: int) -> int:
 
 @dataclass
 class Way:
-    """One way of a set: its linear row, None if empty, and the number of the batch that used it."""
+    """One way of a set: its linear row, None if empty, and the batch that last used the row."""
 
     row: int | None = None
     stamp: int = 0
@@ -85,7 +85,7 @@ class CacheModel:
     def plan(self, lookups: Iterable[int], clock: int, oldest: int) -> CachePlan:
         """Plan batch number `clock`, and update cache and counters.
 
-        `lookups` are linear rows; they may repeat, and those outside of these tables are ignored.
+        `lookups` are linear rows; they may repeat, and those outside of `ranges` are ignored.
         `oldest` is the number of the oldest batch in flight: rows last used by that batch or a
         later one are not evicted.
         """
@@ -211,7 +211,7 @@ class CacheMemory:
 
 
 def move(memory: CacheMemory, plan: CachePlan) -> None:
-    """Fetch every row of the plan, after writing back the row that it evicts."""
+    """Fetch the rows that a plan fetches, each after writing back the row that it evicts."""
     for row, evicted in plan.fetched.items():
         slot = plan.slots[row]
         assert slot is not None, "a fetched row has a slot"

@@ -1,11 +1,11 @@
 """The hash table of dynamic tables as lists of slots, key by key: the definition of correct.
 
-`HashModel` is the state of all tables of an index. A training step calls `touch`, `misses`,
-`grow` and `insert` on a batch, a list of (table, key) by position; `find`, `erase` and `expire` are
-separate calls. `index` returns the same state as the tensors of `emblib.ops.hash`, whose docstring
-defines terms and rules; `HashModel.of` reads them. Keys, stamps and scores are signed: an unsigned
-id is the int64 of the same bits. `values` defines the initial rows of new keys. The kernels of
-`csrc/hash` share no code and no data structure with this file.
+`HashModel` is the state of all tables of an index. A training step calls `touch` and `misses` with
+a batch, a list of (table, key) by position, then `grow` and `insert` with its misses; `find`,
+`erase`, `expire` and `shrink` are separate calls. `index` returns the same state as the tensors of
+`emblib.ops.hash`, whose docstring defines terms; `HashModel.of` reads them. Keys, stamps and scores
+are signed: an unsigned id is the int64 of the same bits. `values` defines the initial rows of new
+keys. The kernels of `csrc/hash` share no code and no data structure with this file.
 
 The rules:
 
@@ -240,7 +240,7 @@ class HashModel:
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
         """Return the distinct keys without a slot, per table, in order of first occurrence.
 
-        `slots` must be what `touch` returned.
+        `slots` must be what `touch` returned. Misses are `admitted` until the caller changes that.
         """
         misses_by_key: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
@@ -260,8 +260,8 @@ class HashModel:
     def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
         """Insert or refuse every admitted miss; set its slot, status and evicted entry.
 
-        Misses choose their buckets in rounds, see `emblib.ops.hash`. All misses are counted by
-        their status.
+        Misses choose their buckets in rounds, see the rules above. `batch_scores` are the scores by
+        table ("assigned"). All misses are counted by their status.
         """
         for table, misses_of_table, score in zip(self.tables, misses, batch_scores, strict=True):
             pending: list[Miss] = []
@@ -525,7 +525,7 @@ def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
 
 
 def read_rows(values: Tensor, slots: Tensor, default_value: float) -> Tensor:
-    """Return the row of each slot, `[n, dim]`, a row of the default value for -1."""
+    """Return the row of each slot, `[n, dim]`; for slot -1 all values are `default_value`."""
     rows = torch.full((slots.numel(), values.size(1)), default_value, dtype=values.dtype)
     rows[slots >= 0] = values[slots[slots >= 0]]
     return rows
@@ -539,7 +539,9 @@ def start_rows_(
     starting: Tensor,
     default_value: float,
 ) -> Tensor:
-    """Write the rows of missing keys, each the first of its `starting` rows; return all rows.
+    """Write the rows of missing keys, each the first of its `starting` rows.
+
+    Returns the rows of all positions, `[L, dim]`.
 
     Args:
         values: `[slots, dim]`, changed in place.
@@ -630,7 +632,7 @@ def initial_rows_(
         ids: int64 `[L]`, the keys of the batch.
         first: int `[misses]`, first position of each miss, table after table.
         offsets: int `[T + 1]`, the misses of each table.
-        slots: int64 `[misses]`, -1 for none.
+        slots: int64 `[misses]`, -1 for none; slots from ROWS of the layout on are not written.
         seed: seed of the random numbers.
     """
     for table in range(offsets.numel() - 1):

@@ -2,7 +2,7 @@
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
-only stored values are rounded. A quotient with the denominator 0 is 0.
+only stored values are rounded. A step whose denominator (with eps) is 0 is 0.
 
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
@@ -47,10 +47,10 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
     """Round `values` (as float32) up or down at random to float16 or bfloat16.
 
-    The probability of either neighbour is proportional to its proximity, to 2^-13 of their distance
-    in float16. `words` are int64 in [0, 2^32), one per value: bfloat16 uses the low 16 bits,
-    float16 the low 13. Any other `dtype` is rounded to nearest without them. A finite value becomes
-    infinite only if rounding to nearest makes it infinite.
+    A magnitude is rounded up with the probability (magnitude - lower) / (upper - lower) of its
+    neighbours, for float16 cut to a multiple of 2^-13. `words` are int64 in [0, 2^32), one per
+    value: bfloat16 uses the low 16 bits, float16 the low 13. Any other `dtype` is rounded to
+    nearest without them. A finite value becomes infinite only if rounding to nearest does so.
     """
     values = values.float()
     if dtype not in (torch.float16, torch.bfloat16):
@@ -92,8 +92,8 @@ class RowBatch:
         states: states in the optimizer's order, `[U, D]` or `[U]`.
         lr: learning rate.
         step: number of this step, from 1.
-        numbers: hyperparameters that only this optimizer has, in the order of its functor in csrc;
-            optimizers of the Adagrad family begin with eps.
+        numbers: hyperparameters from `Hyper.OPTIMIZER_ARGS` on, in the order of the optimizer's
+            functor in csrc; optimizers of the Adagrad family begin with eps.
     """
 
     w: Tensor
@@ -401,8 +401,8 @@ def store(
 ) -> None:
     """Write `values` to `target[positions]`, rounded as `hyper` selects.
 
-    Stochastic rounding, of 16-bit values `[U, D]` only, draws random numbers by the linear rows
-    `ids` `[U]` and the number `tensor`.
+    Values `[U, D]` in 16 bits are rounded stochastically if the seed in `hyper` is not negative, by
+    the linear rows `ids` `[U]` and the number `tensor`; others are rounded to nearest.
     """
     seed = int(hyper[Hyper.SEED])
     is_narrow = target.dtype in (torch.float16, torch.bfloat16)

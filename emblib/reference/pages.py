@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def crc32(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
-    """Return zlib's CRC-32 of pages, uint8 `[n, 4]`.
+    """Return zlib's CRC-32 of pages, uint8 `[n, 4]` in the byte order of the machine.
 
     Args:
         data: uint8 `[N]`, the bytes of all pages; the last page may be short.
@@ -59,7 +59,8 @@ def mark_(
 def file_slots(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
     """Return `file_slots` of each slot, int64 `[n]`; -1 for slot -1 and for hidden entries.
 
-    `is_hidden` is uint8 by entry, 1 for an entry to hide; None hides none.
+    `slots` is int64 `[n]`, `file_slots` int64 by slot, -1 for none. `is_hidden` is uint8 by file
+    slot, not 0 for one to hide; None hides none.
     """
     entries = torch.full_like(slots, -1)
     entries[slots >= 0] = file_slots[slots[slots >= 0]]

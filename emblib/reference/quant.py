@@ -145,7 +145,8 @@ def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     """Return the rows, int64 `[L]`, of the ids of one feature.
 
     An id that the index does not have gets the row MISSING. Ids outside of `[0, NUM_IDS)`, such as
-    -1, are returned unchanged, and without an index all ids are. A negative NUM_IDS is no limit.
+    -1, are returned unchanged, and without an index all ids are. With a negative NUM_IDS any id is
+    a key, -1 too.
 
     Args:
         index: int64, the entries of all features. An array has one int32 row per id, two in an

@@ -1,8 +1,8 @@
 """Hashing of 64-bit keys, and counter-based random numbers, in plain PyTorch.
 
 Random numbers are Philox4x32-10 (Salmon et al., 2011) in int64 arithmetic: each block of four
-32-bit words is a function of a 64-bit seed and a 128-bit counter. csrc/core/random.h has the same
-functions.
+32-bit words is a function of a 64-bit seed and a 128-bit counter. `finalise`, `mix` and Philox are
+also in csrc/core/random.h.
 """
 
 from typing import TypeVar
@@ -55,7 +55,7 @@ def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(seed: int, blocks: Tensor) -> Tensor:
-    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of the blocks `[N]` of a seed."""
+    """Return the four random words, int64 `[N, 4]` in [0, 2^32), of blocks `[N]` >= 0 of a seed."""
     zero = torch.zeros_like(blocks)
     return philox_counters(seed, torch.stack([blocks & _MASK, blocks >> 32, zero, zero], dim=1))
 

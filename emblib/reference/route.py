@@ -1,11 +1,10 @@
 """Routing in plain PyTorch: ids to the ranks of their rows, and the pooled rows back.
 
 The arguments have the names of `emblib.ops.route`, whose docstring gives shapes and terms; ops take
-some more, which follow from these. A *block* is
-a range of a feature's rows, or a share of its keys; a *unit* is the part of a feature that one rank
-looks up; `copies` are the units that get the ids of a block. `routing` is the five tensors
-first_bags, features, blocks, copies and units. The loops run over features, blocks and segments,
-never over ids.
+some more, which follow from these. A *block* is a range of a feature's rows, or a share of its
+keys; a *unit* is the part of a feature that one rank looks up; `copies` are the units that get the
+ids of a block. `routing` is the five tensors first_bags, features, blocks, copies and units. No
+loop runs over ids.
 """
 
 from typing import NamedTuple

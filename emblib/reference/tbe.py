@@ -71,7 +71,10 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def num_lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return the number of ids before the first bag that are not padding (-1), a scalar tensor."""
+    """Return the number of ids before the first bag that are not padding (-1), a scalar tensor.
+
+    It is 0 if there are no bags.
+    """
     if offsets.numel() < 2:
         return indices.new_zeros(())
     return (indices[: int(repair_offsets(offsets, indices.numel())[0])] != -1).sum()
@@ -143,7 +146,8 @@ def lookup(
     and `sample_weights`.
 
     Args:
-        weights: flat tensor, or a list of flat tensors by `Tier`; the result has their dtype.
+        weights: tensor of all tables, or a list of tensors by `Tier`, each read as flat; tiers of
+            tables have one dtype, that of the result.
         features: int64 `[F, 8]`.
         indices: `[L]`.
         offsets: `[bags + 1]`; without a bag layout there are F * B bags, feature after feature.

@@ -33,17 +33,17 @@ def swap_(
 
     Args:
         row_buffers: changed in place.
-        slots: int64 `[n]`, the slot of each miss after its insertion.
+        slots: int64 `[n]`, the slot of each miss after its insertion, -1 for none.
         status: uint8 `[n]`, the result of the insertion of each miss.
         evicted: int64 `[n, 3]`, key, stamp and score of the key that each miss evicted.
-        found: int64 `[m]`, the misses that have a row in the store.
+        found: int64 `[m]`, numbers of the misses that have a row in the store.
         rows: uint8 `[m, row_bytes]`, these rows.
         first_overflow: the overflow row of the first refused miss; the others follow.
 
     Returns:
-        Slots `[n]`, overflow rows for refused misses; status `[n]`, NEW for these and HIT for
-        `found`; keys, stamps and scores of evicted keys, int64 `[3, k]`, and their rows; the
-        refused misses; the slots of `found`.
+        Slots `[n]`, overflow rows for refused misses; status `[n]`, NEW for these, then HIT for
+        `found`; keys, stamps and scores of evicted keys, int64 `[3, k]`, and their packed rows;
+        numbers of the refused misses; the slots of `found`.
     """
     slots, status = slots.clone(), status.clone()
     is_evicting = status == EVICTING

@@ -4,9 +4,9 @@ Core k is `[p_k, R_k * q_k * R_{k+1}]` with `R_0 = R_d = 1`, its rows laid out a
 `(R_k, q_k, R_{k+1})`. Row `i` of the table, with mixed-radix digits `i_0 .. i_{d-1}` (i_0 most
 significant), is the chain `G_0[i_0] G_1[i_1] ..` flattened to `D = prod(q)` values, the column
 digit of core 0 most significant. Decomposition and layout are those of TT-Rec (Yin et al., MLSys
-2021). Functions take any floating dtype and device, and are differentiable. Terms: L ids, D dim,
-d cores. `row_factors` are the p_k, `dim_factors` the q_k. `update_rows_` is the update of a core,
-whose rows are those of `[p_k, ...]`.
+2021). Cores may have any floating dtype and device; `rows`, `to_dense` and `lookup` are
+differentiable in them. Terms: L ids, D dim, d cores. `row_factors` are the p_k, `dim_factors` the
+q_k. `update_rows_` is the update of a core, whose rows are those of `[p_k, ...]`.
 """
 
 import math
@@ -112,7 +112,7 @@ def keys(
 
 
 def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
-    """Return the rows, int64 `[L]`, that have these `keys`, numbered as after the permutation.
+    """Return the rows, int64 `[L]`, whose `keys` these are: ids after the permutation.
 
     The keys must be valid: -1 is not handled.
     """

@@ -45,10 +45,10 @@ class LookupTrace:
     constructor checks nothing; `load` does.
 
     Attributes:
-        features: the features.
-        ids: ids of each feature, `[F][L_f]`, in the narrowest of uint8, int16, int32 and int64 that
-            holds them.
-        lengths: number of ids of each sample, `[F][samples]`, likewise.
+        features: the features, whose names differ.
+        ids: ids of each feature, `[F][L_f]`, of uint8, int16, int32 or int64; `TraceRecorder` uses
+            the narrowest that holds them.
+        lengths: number of ids of each sample, `[F][samples]`, of the same dtypes.
 
     Example:
         >>> trace = emblib.LookupTrace(  # one feature of two samples
@@ -67,6 +67,8 @@ class LookupTrace:
 
     def save(self, path: str | Path) -> str:
         """Write the file atomically; return its SHA-256 as 64 hexadecimal digits.
+
+        The parts of the trace are not checked: `load` refuses a file of inconsistent ones.
 
         Raises:
             OSError: the file could not be written, see `durable_files.saving`.
@@ -92,7 +94,7 @@ class LookupTrace:
         The whole file is read once, to compare its checksums.
 
         Raises:
-            OSError: there is no such file, or it cannot be read.
+            OSError: there is no such file, it is a directory, or may not be read.
             ValueError: a file of another kind or of an unknown version, or a damaged one.
         """
         try:
@@ -123,7 +125,7 @@ class LookupTrace:
 
     @classmethod
     def _from_content(cls, content: dict[str, Any]) -> LookupTrace:
-        """Return the trace that a file of torch.save holds."""
+        """Return the trace with the content of a file, as `save` writes it."""
         lengths = [
             _Lengths(values, samples).expand()
             for values, samples in zip(content["lengths"], content["samples"], strict=True)
@@ -132,7 +134,10 @@ class LookupTrace:
         return cls(features, tuple(content["ids"]), tuple(lengths))
 
     def _problem(self) -> str:
-        """Describe inconsistent parts, or return ""; reads the lengths, not the ids."""
+        """Describe inconsistent parts, or return ""; reads the lengths, not the ids.
+
+        Names of features are not compared.
+        """
         if not len(self.features) == len(self.ids) == len(self.lengths):
             return (
                 f"{len(self.features)} features, {len(self.ids)} ids, {len(self.lengths)} lengths"

@@ -34,7 +34,7 @@ class Bags(NamedTuple):
 
     Attributes:
         feature: the feature.
-        ids: integers, L in any shape, on any device; negative ones are not recorded.
+        ids: integers, L in any shape, on any device; negative ones are left out of the trace.
         lengths: integers `[bags]`, ids per bag, with the sum L; on any device.
     """
 
@@ -57,7 +57,7 @@ NamedEmbedding = tuple[str, nn.Module, Reading]  # name in the trace, module, it
 def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
     """Return the outermost embeddings in the modules, each once, under its first name.
 
-    A root without embeddings counts as an embedding itself.
+    A root without embeddings counts as an embedding that is called with a KeyedJaggedTensor.
     """
     by_id: dict[int, NamedEmbedding] = {}
     for root in roots:
@@ -256,7 +256,11 @@ def _configurations(module: nn.Module) -> list[Any]:
 def _read_keyed(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
-    """Return the bags of a call with a KeyedJaggedTensor, feature by feature."""
+    """Return the bags of a call with a KeyedJaggedTensor, feature by feature.
+
+    Raises:
+        TypeError: the first argument is no such object.
+    """
     jagged = args[0] if args else next(iter(kwargs.values()), None)
     if jagged is None or not all(hasattr(jagged, n) for n in ("keys", "values", "lengths")):
         raise TypeError(
@@ -288,14 +292,15 @@ class TraceRecorder:
     recorder.save("lookups.pt")
     ```
 
-    It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's modules
-    (of dynamic tables the keys), FBGEMM's (recognised by their attributes) and TorchRec's
-    collections (by their configurations);
-    of nested modules only the outermost. A module in `modules` that contains none of these must be
-    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
-    The recorder leaves out negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and forwards
-    that activation checkpointing repeats. Ids are copied to the CPU, so the host waits for a GPU.
-    Several threads may call the embeddings; the features of a call are recorded together.
+    It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), modules of tables
+    and collections of emblib (of dynamic tables the keys), FBGEMM's modules (recognised by their
+    attributes) and TorchRec's collections (by their configurations); of nested modules only the
+    outermost. A module in `modules` that contains none of these must be called with a
+    KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`; other calls raise
+    TypeError. The recorder leaves out negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and
+    forwards that activation checkpointing repeats. Ids are copied to the CPU, so the host waits for
+    a GPU. Several threads may call the embeddings; the features of a call are recorded together.
+    The block may be entered again, and adds to the trace.
 
     Args:
         modules: models, or embeddings themselves.
@@ -304,6 +309,7 @@ class TraceRecorder:
     Raises:
         ValueError: no module, or a negative number of calls.
         TypeError: an argument that is not a module.
+        RuntimeError: the block is entered inside itself.
 
     Example:
         >>> model = torch.nn.ModuleDict({"item": torch.nn.EmbeddingBag(1_000, 16)})
@@ -386,6 +392,7 @@ class TraceRecorder:
 
         Raises:
             ValueError: nothing was recorded.
+            OSError: the file could not be written.
         """
         return self.trace.save(path)
 
@@ -444,6 +451,6 @@ def _valid_lookups(bags: Bags) -> Bags:
 
 
 def _to_narrowest_dtype(values: Tensor) -> Tensor:
-    """Convert non-negative values to the narrowest integers that hold them."""
+    """Convert non-negative values to the narrowest of `INTEGERS` that holds them."""
     largest = int(values.max()) if values.numel() else 0
     return values.to(next(dtype for dtype in INTEGERS if largest <= torch.iinfo(dtype).max))

@@ -32,7 +32,7 @@ class IdSkew:
 
     @classmethod
     def of_counts(cls, counts: Tensor) -> IdSkew:
-        """Return the skew of ids that were looked up `counts` times, `[rows]`; at least one row.
+        """Return the skew of ids that were looked up `counts` >= 0 times, `[rows]`; rows >= 1.
 
         Without lookups all shares are 0.
         """
@@ -51,7 +51,10 @@ class IdSkew:
 
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
-        """Return the skew of `rows` >= 1 ids; id n has a share proportional to n^-exponent."""
+        """Return the skew of `rows` >= 1 ids; id n has a share proportional to n^-exponent.
+
+        Ids above some 128 have the share of the middle id of their group.
+        """
         head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
         low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
@@ -70,7 +73,7 @@ class IdSkew:
         return max(0.0, 1.0 - float(num_cached @ self.shares))
 
     def hit_rate(self, rows: int) -> float:
-        """Return the hit rate of a warm LRU cache of `rows` rows; 1 without lookups.
+        """Estimate the hit rate of a warm LRU cache of `rows` rows; 1 without lookups.
 
         By Che's approximation: an id of share s is in the cache if it was looked up in the last t
         lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.

@@ -1,15 +1,15 @@
 """Initial values of tensor-train cores, scaled so that rows get a chosen standard deviation.
 
-A scheme takes the sizes of the cores and `std`, and returns one float32 tensor
-`[p[k], R[k] * q[k] * R[k + 1]]` per core. Terms: p row factors, q dim factors, R ranks with the 1
-at both ends, d cores; `std` is `1 / sqrt(3 * rows)` in `TTEmbeddingBag`, the deviation of DLRM's
-uniform +-1/sqrt(rows). A row is a sum of products of core entries: independent entries of deviation
-s make rows of deviation `s**d * sqrt(prod(R))`. `gaussian`, `uniform` and `sampled_gaussian` solve
-this for s (`CoreLayout.entry_std`); `first_core` scales each core by its own rank, and
-`approx_uniform`, whose rows are no sums, by `(sqrt(3) * std)**(1 / d)`. So all `INITIALIZERS` give
-rows the deviation `std`. `UNSCALED_INITIALIZERS` ignore the ranks or the number of cores, so most
-of their rows have another deviation: they are FBTT-Embedding's formulas, to compare with its runs.
-Numbers come from torch's generator of the device.
+A scheme takes the sizes of the cores and `std`, and returns one tensor
+`[p[k], R[k] * q[k] * R[k + 1]]` per core, on the device of the layout; callers convert its dtype.
+Terms: p row factors, q dim factors, R ranks with the 1 at both ends, d cores; callers pass
+`row_std(rows)` as `std`, the deviation of DLRM's uniform +-1/sqrt(rows). A row is a sum of products
+of core entries: independent entries of deviation s make rows of deviation `s**d * sqrt(prod(R))`.
+`gaussian`, `uniform` and `sampled_gaussian` solve this for s (`CoreLayout.entry_std`); `first_core`
+scales core k > 0 by `1 / sqrt(R[k])`, and `approx_uniform`, whose rows are no sums, scales by
+`(sqrt(3) * std)**(1 / d)`. So rows of `INITIALIZERS` have about the deviation `std`.
+`UNSCALED_INITIALIZERS` are FBTT-Embedding's formulas, to compare with its runs; most of their rows
+have another deviation. Numbers come from torch's generator of the device.
 """
 
 import math
@@ -101,13 +101,13 @@ _JITTER = 0.01  # deviation of noise on core entries before they are scaled, of 
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw cores of rows whose values are uniform around zero and whose directions are independent.
+    """Draw cores of rows whose values are about uniform around zero, in independent directions.
 
     The last core has values spaced evenly between -1 and 1, in random order. The other cores select
     among them: for each rank index on their left they have one nonzero entry, +1 or -1, at a random
-    rank index on their right, so every value of a row is one entry of the last core with a sign. (A
-    sum of several entries would be closer to a normal distribution.) Noise of 1 % separates rows
-    with equal selections.
+    rank index on their right, so a value of a row is one entry of the last core with a sign. (A sum
+    of several entries would be closer to a normal distribution.) Noise of 1 % separates rows with
+    equal selections. Then all cores are scaled alike.
 
     `saw_tooth` selects by the last digits of row and column alone, so the rows of a table lie in
     few dimensions: in docs/tensor_trains.md a table of 64 columns has the effective rank 3.8 with
@@ -142,7 +142,7 @@ INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
 
 
 def row_std(rows: int) -> float:
-    """Return the deviation of the rows of a table, as of numbers uniform in +-1/sqrt(rows)."""
+    """Return the deviation of numbers uniform in +-1/sqrt(rows), `1 / sqrt(3 * rows)`."""
     return 1.0 / math.sqrt(3.0 * rows)
 
 
@@ -246,15 +246,16 @@ _SCALED_COUNTERPARTS = {
     "approx-normal": "sampled_gaussian",
     "naive-uniform": "uniform",
 }
-"""FBTT-Embedding's names, and the scheme of `INITIALIZERS` with the same distribution."""
+"""Names of FBTT-Embedding that no scheme has here, and the scheme of `INITIALIZERS` to use."""
 
 
 def find_initializer(name: str) -> Callable[[CoreLayout, float], list[Tensor]]:
     """Return the scheme called `name`: it takes the sizes of cores and the deviation of rows.
 
     Raises:
-        ValueError: no scheme has this name. For one of FBTT-Embedding's names the message says
-            which scheme draws the same numbers, and which the same distribution, scaled.
+        ValueError: no scheme has this name. The message names the schemes for former names and for
+            names of FBTT-Embedding. ("uniform" is a scheme here; FBTT-Embedding's is
+            "positive_uniform".)
     """
     schemes = {**INITIALIZERS, **UNSCALED_INITIALIZERS}
     if name in schemes:

@@ -1,8 +1,8 @@
-"""The state dict entry `tt_layout`: rows, dim, factors and ranks of a tensor train.
+"""The state dict entry `tt_layout`: rows, dim, factors, ranks and permutation of a tensor train.
 
 Cores of different tensor trains may have equal shapes: ranks (2, 8) with dim factors (8, 4, 2) give
 the same shapes as ranks (4, 4) with dim factors (4, 4, 4). So state dicts have this entry, and
-loading raises if it differs.
+loading raises if it differs. Functions here describe the difference.
 """
 
 import math
@@ -31,13 +31,19 @@ def from_spec(spec: Any) -> Tensor:
 
 
 def from_specs(specs: Sequence[Any]) -> Tensor:
-    """Return the entry of a module: `[n]` for one table, else `[T, n]`, padded with zeros."""
+    """Return the entry of a module with T >= 1 tables: `[n]` for one, else `[T, n]`.
+
+    Rows are padded with zeros at their end.
+    """
     rows = [from_spec(spec) for spec in specs]
     return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
 
 def _entry_per_table(saved: Tensor | None, count: int) -> list[Tensor | None]:
-    """Split the entry of a module into one per table, without padding; None where it has none."""
+    """Split the entry of a module into `count` entries without padding; None for missing ones.
+
+    An entry that is not `[T, n]` is returned for each table.
+    """
     if saved is None or saved.dim() != 2:
         return [saved] * count
     rows: list[Tensor | None] = [row[: int((row != 0).sum())] for row in saved]
@@ -45,10 +51,10 @@ def _entry_per_table(saved: Tensor | None, count: int) -> list[Tensor | None]:
 
 
 def describe_difference(saved: Tensor | None, current: Tensor) -> str:
-    """Describe how the saved entry differs from the current one; "" if it does not.
+    """Describe how the saved entry of one table differs from the current one; "" if it does not.
 
-    Older state dicts have no entry (None). Then the shapes of the cores must determine ranks and
-    factors, and the number of rows is not compared: common rows are equal.
+    Older state dicts have no entry (None). Then the ids must not be permuted, and the shapes of the
+    cores must determine ranks and factors; the number of rows is not compared.
     """
     current_fields = _parse_entry(current)
     if saved is None and current_fields["ids"] != "as_given":
@@ -84,7 +90,16 @@ def describe_difference(saved: Tensor | None, current: Tensor) -> str:
 def describe_mismatch(
     state_dict: Mapping[str, Any], prefix: str, specs: Sequence[Any], cores: Iterable[Tensor]
 ) -> str:
-    """Return why the cores in a state dict do not fit `specs`, as a message; "" if they do."""
+    """Return why the cores in a state dict do not fit `specs`, as a message; "" if they do.
+
+    Also "" if the state dict has none of the cores; their shapes are not compared here.
+
+    Args:
+        state_dict: state dict of a model.
+        prefix: prefix of the module's names in it, "" or with a dot at its end.
+        specs: specs of the module's tables.
+        cores: cores of the module, in the order of their numbers.
+    """
     expected_cores = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
     saved_names = [key for key in expected_cores if key in state_dict]
     if not saved_names:
@@ -100,7 +115,7 @@ def describe_mismatch(
 
 
 def _parse_entry(numbers: Tensor) -> dict[str, Any]:
-    """Return the fields of the entry of one table, by name; the inverse of `from_spec`."""
+    """Return the fields of the entry of one table, `[n]` without padding, by name."""
     rows, dim, *more_numbers = numbers.tolist()
     num_cores = (
         len(more_numbers) + 1

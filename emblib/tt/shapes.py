@@ -1,9 +1,8 @@
 """Factors of a tensor-train table: row factors cover its rows, dim factors multiply to its dim.
 
-Row factors are rounded-up roots, which take microseconds to compute. Three of them pad 10,000 rows
-by up to 5 %, 100,000 by 2.2 %, 10 million by 0.5 %. A search over prime factorisations takes
-seconds and may pad by 90 % (2**20 rows). Dim factors are exact: a table has no columns that the
-user did not ask for.
+Row factors are rounded-up roots. Three of them pad about 10,000 rows by up to 5 %, 100,000 by
+2.2 %, 10 million by 0.5 %. Dim factors are exact: a table has no columns that the user did not ask
+for.
 
 Rows share core slices if their ids share digits, so ids near each other share most of them. Ids are
 often ordered, e.g. by frequency; then the most frequent ids share all core slices but the last. A
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 
 def row_factors(rows: int, cores: int) -> tuple[int, ...]:
-    """Choose `cores` near-equal factors, descending, whose product is at least `rows`."""
+    """Choose `cores` near-equal factors, descending, whose product is at least `rows` >= 1."""
     factors = []
     for cores_left in range(cores, 0, -1):
         factor = _ceil_root(rows, cores_left)
@@ -28,7 +27,7 @@ def row_factors(rows: int, cores: int) -> tuple[int, ...]:
 
 
 def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
-    """Choose the most balanced exact factors of `dim`, ascending; 1 if a prime forces it.
+    """Choose the most balanced exact factors of `dim` >= 1, ascending; some are 1 if need be.
 
     Balanced means the least sum; among equal sums a last factor divisible by 4 is preferred, for
     vector registers. They ascend because the work per prefix depends on the first factors only.
@@ -53,7 +52,7 @@ def max_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[i
 def check_ranks(
     ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> None:
-    """Raise ValueError unless every rank is one that its cores can use, see `max_ranks`."""
+    """Raise ValueError unless there is a rank per cut that its cores can use, see `max_ranks`."""
     for k, (rank, max_rank) in enumerate(
         zip(ranks, max_ranks(row_factors, dim_factors), strict=True)
     ):
@@ -76,7 +75,7 @@ AS_GIVEN = Permutation(1, 0)
 """The permutation that changes nothing."""
 
 
-_MARGINS = 5  # a multiplier is at least 1/5 of the rows away from 0 and from the rows; not measured
+_MARGINS = 5  # multipliers are at least rows // 5, and as far below the rows; not measured
 
 
 def permutation(rows: int, seed: int) -> Permutation:
@@ -93,7 +92,7 @@ def permutation(rows: int, seed: int) -> Permutation:
 
 
 def inverse(permutation: Permutation, rows: int) -> Permutation:
-    """Return the inverse permutation."""
+    """Return the inverse of a permutation, whose multiplier must be coprime to `rows`."""
     multiplier, offset = permutation
     if rows == 1:
         return AS_GIVEN

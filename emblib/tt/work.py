@@ -44,11 +44,11 @@ class TTWork(NamedTuple):
         lefts: int,
         rights: int,
     ) -> TTWork:
-        """Return the work of a batch.
+        """Return the work of a batch in a train of 2 to 4 cores.
 
         Args:
             dim_factors: q, one per core.
-            full_ranks: R with the 1 at both ends.
+            full_ranks: R with the 1 at both ends, `cores + 1` numbers.
             rows: number of distinct rows.
             lefts: number of distinct left halves.
             rights: number of distinct right halves.
