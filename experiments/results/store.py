@@ -46,11 +46,11 @@ of older versions: an entry that came later is read with `get` and a default. ""
 
 
 class RunStore:
-    """The directory of a run that is written; every file can be read at any time.
+    """The directory of a run that is written; creating the object creates the directory.
 
-    Files are replaced as a whole (`write`), so that no reader sees half of one and no killed writer
-    leaves it. Only points.jsonl grows (`append`), and may end with half a line. A directory must
-    have one writer: `begin` claims it, other writers must call `claim`.
+    Its methods replace a file as a whole, so that no reader sees half of one and no killed writer
+    leaves it. Only points.jsonl grows (`append`), and may end with half a line. A run's directory
+    must have one writer: `begin` claims it; who continues a run must call `claim`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +59,12 @@ class RunStore:
 
     @classmethod
     def create(cls, folder: Path, experiment: str) -> RunStore:
-        """Create <folder>/<experiment>/<time>-<pid>; raise UsageError for a name with a path."""
+        """Create <folder>/<experiment>/<time>-<pid>, with a number added if that exists.
+
+        Raises:
+            UsageError: the experiment's name is not the name of a folder.
+            OSError: the directory cannot be created.
+        """
         if experiment != MULTIRUN:
             folder_name(experiment)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -77,7 +82,7 @@ class RunStore:
         """Create a run's directory below report.folder, with configuration and environment.
 
         Raises:
-            UsageError: the folder cannot be written.
+            UsageError: the folder cannot be written, or the run's name is not that of a folder.
         """
         try:
             store = cls.create(ROOT / config.report.folder, config.name)  # absolute ones stay
@@ -89,7 +94,10 @@ class RunStore:
         return store
 
     def claim(self) -> bool:
-        """Lock the directory for the life of this store; return False if another store has it."""
+        """Lock the directory while this object lives; return False if it is locked already.
+
+        A second call returns False too. Writers that do not call `claim` are not stopped.
+        """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,10 +132,10 @@ class RunStore:
         return self.write("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
     def append(self, *records: Record) -> None:
-        """Append records to points.jsonl in one write; a kill truncates at most the last line.
+        """Append records to points.jsonl; a kill can lose the last records and truncate a line.
 
-        An incomplete last line of an earlier writer is removed first. On a full disk, the bytes
-        written so far are removed before OSError is raised.
+        An incomplete last line of an earlier writer is removed first. If writing fails, as on a
+        full disk, the bytes written so far are removed before OSError is raised.
         """
         lines = "".join(json.dumps({"schema_version": SCHEMA_VERSION, **r}) + "\n" for r in records)
         data = lines.encode()
@@ -186,14 +194,18 @@ def read_records(path: Path) -> list[Record]:
     """Return the records of a run, [] without any; ignore an incomplete last line.
 
     Raises:
-        ValueError: another line is damaged.
+        ValueError: another line, or points.jsonl.xz, is damaged.
     """
     source = path / POINTS
     if not source.exists() and has_records(path):
         source = path / PACKED_POINTS
     records = []
     data = source.read_bytes() if source.exists() else b""
-    data = lzma.decompress(data) if source.name == PACKED_POINTS else data
+    if source.name == PACKED_POINTS:
+        try:
+            data = lzma.decompress(data)
+        except lzma.LZMAError as error:
+            raise ValueError(f"{source.name} is damaged ({error})") from error
     lines = data.decode(errors="replace").split("\n")
     for number, line in enumerate(lines):
         if not line:
@@ -217,7 +229,8 @@ def read_config(path: Path) -> DictConfig:
     """Return a run's config.yaml with present names and without keys that are gone.
 
     Raises:
-        ValueError: the file is damaged, or not the configuration of a run.
+        ValueError: the file `path` is damaged, or not the configuration of a run.
+        OSError: it cannot be read.
     """
     try:
         config = OmegaConf.load(path)

@@ -1,7 +1,7 @@
 """Several ranks on one machine: synchronised processes measure a cell together.
 
-Every rank builds the contenders and has batches of its own; `ProcessSync` synchronises them. Rank 0
-returns the records, whose samples are the slowest rank's times.
+Every rank builds the contenders, and draws its batches by `Session.pool_seed`; `ProcessSync`
+synchronises the ranks. Rank 0 returns the records; their samples are the slowest rank's times.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ GRACE_SECONDS = 2.0  # time for further ranks to fail after the first, which may
 
 
 class FailedElsewhere(RuntimeError):
-    """An arm failed on another rank and is therefore stopped on this one."""
+    """An arm or a clock failed on another rank, otherwise than by a lack of memory."""
 
 
 class ProcessSync(RankSync):
@@ -46,8 +46,8 @@ class ProcessSync(RankSync):
 
     Attributes:
         peers: communication with the other ranks.
-        failed: failure of the last call on this rank.
-        elsewhere: failures of arms on other ranks.
+        failed: failure of a phase on this rank in the present sample; None without one.
+        elsewhere: failures on other ranks, by the key of the arm.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -85,7 +85,10 @@ class ProcessSync(RankSync):
         return self.peers.exchange(value)
 
     def settle(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Set the outcome of an arm that failed on another rank to the failure of the first one."""
+        """Set an outcome that is ok here, but failed on other ranks, to the first one's failure.
+
+        All ranks must pass the same arms.
+        """
         by_rank = self.peers.exchange({key: (o.status, o.reason) for key, o in outcomes.items()})
         for key, outcome in outcomes.items():
             failures = [(rank, *o[key]) for rank, o in enumerate(by_rank) if o[key][0] != "ok"]
@@ -94,7 +97,11 @@ class ProcessSync(RankSync):
                 outcome.reason = f"rank {rank}: {reason}"
 
     def share(self, error: Exception | None) -> Exception:
-        """Return the error to raise after some ranks failed: this rank's, else the first one."""
+        """Return the error to raise after a rank failed: this rank's, else the first one's.
+
+        All ranks must call it, at least one of them with an error. A lack of memory on another rank
+        gives MemoryError, any other failure there FailedElsewhere.
+        """
         text = error and (f"{type(error).__name__}: {error}", is_out_of_memory(error))
         by_rank = self.peers.exchange(text)
         if error is not None:
@@ -137,7 +144,8 @@ class RankClock(Clock):
         failure = raised or ranks.failed  # the race has already caught the latter
         blame = NO_FAILURE
         if failure is not None:
-            blame = ARM_FAILURE if ranks.failed else CLOCK_FAILURE
+            # A broken GPU may fail a call, which the race catches, and then the clock.
+            blame = ARM_FAILURE if failure is ranks.failed else CLOCK_FAILURE
         by_rank = ranks.peers.gather(
             [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
         )
@@ -263,7 +271,14 @@ def _restrict_to_cores(rank: int, size: int) -> int:
 
 
 class RankProcesses:
-    """The child processes of all ranks, with the interface of `Child`."""
+    """The child processes of all ranks; as a context manager it ends them.
+
+    `receive` and `note` serve `run.worker.measure_job` like those of a `Child`.
+
+    Args:
+        request: cell to measure; `device.ranks` of its session is the number of processes.
+        limits: limits of a process, but its bytes are those of all ranks together.
+    """
 
     def __init__(self, request: MeasureRequest, limits: Limits) -> None:
         size = request.session.config.device.ranks
@@ -277,10 +292,11 @@ class RankProcesses:
         self.note = ""  # last note of the rank whose failure ended the cell
 
     def receive(self, watch: Callable[[str], object] | None = None) -> list[Record]:
-        """Return the records of rank 0; `watch` is called with its notes.
+        """Return the records of rank 0, once all ranks are done; `watch` is called with its notes.
 
         Raises:
-            Died: a rank died or failed; `note` is its note, as ranks may measure different arms.
+            Died: a rank died or failed, and all ranks were killed. `note` is now the note of that
+                rank, as ranks may measure different arms. `answered` is False.
         """
         failed_ranks: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:

@@ -1,8 +1,8 @@
-"""A run from configuration to report; even a run that ends early has a report.
+"""A run from configuration to report; an interrupted run has a report too.
 
 `run` expands the configuration to cells, starts a directory, and lets `JobRunner` measure the jobs:
-each in a process of its own, reused if an earlier run has its records, or left out when the budget
-is used up. Whatever happened, `finish` writes the report and derives the exit status.
+each in fresh processes, reused if an earlier run has its records, or left out when the budget is
+used up. Then `finish` writes the report and derives the exit status.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         words: words of the command line.
 
     Raises:
-        UsageError: the run is impossible; nothing was measured or written.
+        UsageError: the run is impossible; no contender was measured.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
@@ -88,7 +88,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device of a run; raise UsageError if it cannot be used."""
+    """Return the device of a run; raise UsageError if it has not what modes and ranks need."""
     kind = device_kind(config.device.kind)
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device=cuda: torch finds no GPU here; leave device out or use device=cpu")
@@ -139,12 +139,12 @@ class JobRunner:
         earlier: records of earlier runs to reuse.
         context_id: context of this run.
         fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
-        process_s: seconds of the last process of each cell.
+        process_s: seconds of the last measured process of each cell, by key.
         outcomes: number of records by status.
         jobs: number of jobs with records; for `reused` of them the records are of earlier runs.
         left_out: number of jobs without time.
-        remaining: further processes of each cell that was begun.
-        not_begun: cells without time.
+        remaining: number of further processes of each cell that was begun, by key.
+        not_begun: keys of the cells without time.
     """
 
     def __init__(
@@ -264,17 +264,21 @@ class JobRunner:
         return records
 
     def _same_tables(self, cell: Cell, scale: float) -> bool:
-        """Return whether an earlier job had tables of this run's size, `scale`.
+        """Return whether an earlier job, with `rows_scale` `scale`, had tables of this run's size.
 
-        Earlier runs may differ, because tables are shrunk to the free memory. A cell without a size
-        in `fitted` gets this one.
+        Earlier runs may differ, because tables are shrunk to the free memory. A cell that is not
+        yet in `fitted` gets the size of the earlier job.
         """
         if cell.key not in self.fitted:
             self.fitted[cell.key] = dataclasses.replace(cell, rows_scale=scale)
         return self.fitted[cell.key].rows_scale == scale
 
     def _seconds(self) -> float:
-        """Return the budget for timing the next job: its share of the remaining time of the run."""
+        """Return the budget for timing the next job, at most timing.cell_seconds.
+
+        With timing.total_seconds it is the job's share of the remaining time, but at least
+        MIN_SHARE of timing.cell_seconds.
+        """
         timing = self.session.config.timing
         if not timing.total_seconds:
             return timing.cell_seconds
@@ -310,7 +314,7 @@ def finish(
 ) -> int:
     """Write run.json and the report, print the answer, and return the exit status.
 
-    If writing fails or is interrupted, prints the command that writes the report later.
+    If writing fails or is interrupted, print the command that writes the report later.
 
     Args:
         store: directory of the run.
@@ -345,7 +349,8 @@ def finish(
 def fit_memory(cell: Cell, session: Session) -> Cell:
     """Return the cell, its tables shrunk if the contenders would exceed device.memory_share.
 
-    That is a share of the free memory. Compressed tables do not count.
+    That is a share of the free memory. Compressed contenders do not count; a cell with no others
+    counts as one with an uncompressed one.
     """
     kind = kinds.find(cell.kind)
     if not kind.measurement.makes_tables:

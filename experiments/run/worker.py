@@ -1,7 +1,7 @@
 """A job in its own process: the code of the child process, and the parent's.
 
-`measure_job` starts a child, which runs `serve`, and collects its records: one per arm and mode. A
-child that dies loses them, so its failed arm is named by its last note, and the others run again.
+`measure_job` starts a child, which runs `serve`, and collects its records. A child that dies or
+raises loses them, so its failed arm is named by its last note, and the others run again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def measure_job(
 ) -> list[Record]:
     """Measure a job in a child, and return its records.
 
-    If the child dies, the arm that it was measuring gets records of the failure, and another child
-    measures the other arms. If that arm is unknown, all arms get these records.
+    If the child dies or raises, the arm that it was measuring gets records of the failure, and
+    another child measures the other arms. If that arm is unknown, all arms get these records.
 
     Args:
         job: job to measure.
         session: run and process.
-        seconds: budget for timing.
+        seconds: budget for timing, for each child.
         watch: function that is called now and then with the child's note, "arm|activity".
     """
     started = time.monotonic()
@@ -84,7 +84,7 @@ def measure_job(
 
 
 def _start_child(request: MeasureRequest) -> Child | RankProcesses:
-    """Start the process, or the ranks, of a request; on a CPU limit its memory to MEMORY_LIMIT."""
+    """Start the process, or the ranks, of a request; on a CPU with a limit of memory."""
     config = request.session.config
     limit = None
     if request.session.device.type == "cpu":
@@ -115,7 +115,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
     """Return environment.json from a child, so that the parent never opens the GPU.
 
     Raises:
-        UsageError: the child died, or device.strict is set and the machine is unfit.
+        UsageError: the child died or raised, or device.strict is set and the machine is unfit.
     """
     with Child("experiments.run.worker:send_survey", (config, device, list(words))) as child:
         try:

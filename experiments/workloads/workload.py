@@ -1,4 +1,4 @@
-"""A workload: its tables, and a seeded pool of distinct batches of lookups."""
+"""A workload: its tables, and a seeded pool of batches of lookups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Pool:
     """The batches that a cell uses in turns, and facts about them.
 
     Attributes:
-        batches: distinct batches.
+        batches: the batches; on tiny tables some may be equal.
         lookups: mean number of lookups per batch, rounded.
         unique_rows: mean number of distinct rows per batch, counted per table.
         fingerprint: sha256 of all ids, and of the offsets of a trace.
@@ -106,16 +106,16 @@ def cache_sets(shapes: tuple[TableShape, ...], fraction: float) -> int:
 def make_pool(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
 ) -> Pool:
-    """Make up to `count` distinct batches; equal arguments give equal batches on every machine.
+    """Make up to `count` >= 1 batches; equal arguments give equal batches.
 
     Ids are in [0, rows) of their table, except those of a trace whose table has 0 rows (unknown).
 
-    A trace gives its first batches, whatever the seed; a short file gives fewer. Ids outside shrunk
-    tables are folded.
+    A trace gives the lookups of its first batches, whatever the seed, which then draws gradients
+    only; a short file gives fewer batches. Ids outside shrunk tables are folded.
 
     Raises:
-        TraceError: the trace is damaged, has no complete batch, or, with ids=exact, an id outside
-            its table.
+        TraceError: the trace is missing, damaged, has no complete batch, or, with ids=exact, an id
+            outside its table.
     """
     digest = hashlib.sha256()
     batches, unique, folded = [], 0, 0

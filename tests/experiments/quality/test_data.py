@@ -123,6 +123,8 @@ def test_interactions_have_as_many_that_did_not_happen(tmp_path: Path) -> None:
         ),
         ("interactions", "user,item\n1,2\n", "no column time"),
         ("interactions", "", "no CSV or npz"),
+        ("interactions", "user,item,time\n1,2,\n3,4,5\n", "every time must be a finite number"),
+        ("interactions", "user,item,time\n1,2,2026-01-01\n", "every time must be a finite number"),
     ],
 )
 def test_files_of_another_layout(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -130,6 +132,14 @@ def test_files_of_another_layout(tmp_path: Path, name: str, text: str, message: 
     path.write_text(text)
     with pytest.raises(Unreadable, match=message):
         load(DataSource(name, str(path)))
+
+
+def test_missing_users_and_items_are_an_id(tmp_path: Path) -> None:
+    path = tmp_path / "views.csv"
+    path.write_text("user,item,time\n" + "".join(f"u{n % 3},,{n}\n,i{n},{n}\n" for n in range(9)))
+    data = load(DataSource("interactions", str(path)))
+    assert data.rows == (4, 10)
+    assert data.ids.min() == 0
 
 
 def test_packaged_data_or_how_to_get_it() -> None:

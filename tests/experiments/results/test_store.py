@@ -41,6 +41,15 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
         read_records(tmp_path)
 
 
+def test_damaged_packed_records_are_a_value_error(tmp_path: Path) -> None:
+    RunStore(tmp_path).append({"number": 1})
+    pack_records(tmp_path)
+    packed = tmp_path / "points.jsonl.xz"
+    packed.write_bytes(packed.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"points.jsonl.xz is damaged"):
+        read_records(tmp_path)
+
+
 def test_a_damaged_run_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,35 @@ def test_a_clock_that_fails_takes_all_arms_of_the_round_on_all_ranks() -> None:
         assert all("illegal memory access" in str(m.error) for m in results.values())
 
 
+def test_a_clock_that_fails_with_the_call_takes_all_arms_too() -> None:
+    """As after a CUDA error that breaks the call and every later use of the GPU."""
+
+    class Broken(Scripted):
+        def _one(self, task: SampleTask) -> Reading:
+            reading = super()._one(task)
+            if broken and self.rank == 1:
+                raise RuntimeError("illegal memory access")
+            return reading
+
+    broken: list[int] = []
+
+    def work(ranks: ProcessSync) -> dict[str, Measured]:
+        calls = 0
+
+        def step(number: int) -> None:
+            nonlocal calls
+            calls += 1
+            if ranks.rank == 1 and calls == 9:
+                broken.append(calls)
+                raise RuntimeError("illegal memory access in step")
+
+        phases = {"forward": lambda n: None, "step": step}
+        return race(ranks, phases, clock=Broken(ranks.rank))[0]
+
+    for results in on_every_rank(work):
+        assert all("illegal memory access" in str(m.error) for m in results.values())
+
+
 def test_ranks_repeat_a_round_together() -> None:
     class Slowed(Telemetry):
         def __init__(self, *, slow: bool) -> None:
