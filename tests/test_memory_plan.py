@@ -698,6 +698,8 @@ def test_losses_of_ones_own() -> None:
         ({"tables": []}, ValueError, "there are no tables"),
         ({"tables": nn.Linear(2, 2)}, ValueError, "there are no tables"),
         ({"tables": [emblib.TableSpec(10, 4)]}, TypeError, "EmbeddingBagConfig"),
+        ({"tables": tables(10)[0]}, TypeError, "must be a model, or a list"),
+        ({"losses": [0.1]}, TypeError, "losses must be a dict"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -476,6 +476,10 @@ def test_wrong_arguments() -> None:
         emblib.migrate(nn.Embedding(3, 2))
     with pytest.raises(TypeError, match="backward applies"):
         emblib.migrate(Model(), tables=optim.External())
+    with pytest.raises(TypeError, match="backward applies"):
+        emblib.migrate(Model(), tables="adam")
+    with pytest.raises(TypeError, match="trace must be a LookupTrace"):
+        emblib.migrate(Model()).measure("lookups.pt", batch_size=4)
     with pytest.raises(TypeError, match=r"must be an nn\.Module, got <class"):
         emblib.migrate(Model)
     for wrong in (torch.optim.SGD, Model().parameters(), 0.1, [optim.SGD(0.1)]):

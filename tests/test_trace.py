@@ -389,6 +389,8 @@ def test_what_cannot_be_recorded_says_so(tmp_path: Path) -> None:
         emblib.TraceRecorder()
     with pytest.raises(ValueError, match="calls must be >= 0"):
         emblib.TraceRecorder(Model(), calls=-1)
+    with pytest.raises(TypeError, match="calls must be an int"):
+        emblib.TraceRecorder(Model(), calls=1.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="one by one"):
         emblib.TraceRecorder([Model()])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing was recorded"):

@@ -677,7 +677,11 @@ def _checked_methods(
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> Sequence[str]:
-    """Return the methods to choose from; raise ValueError for wrong methods, losses or backing."""
+    """Return the methods to choose from.
+
+    Raises:
+        TypeError, ValueError: wrong methods or losses, or methods that do not go with `backing`.
+    """
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
     if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):
@@ -688,6 +692,8 @@ def _checked_methods(
             "the method 'cached' and backing=BackingMemory(nbytes), the memory behind the cache, "
             f"go together, got methods={methods!r} and backing={backing!r}"
         )
+    if losses is not None and not isinstance(losses, Mapping):
+        raise TypeError(f"losses must be a dict of curves by method, got {losses!r}")
     for method, curve in (losses or {}).items():
         if method not in MEASURED:
             raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {method!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -47,13 +47,13 @@ def planned_tables(
         ValueError: no tables, tables shared by collections, or two of one `path_name`.
     """
     if not isinstance(tables, nn.Module):
-        configs = list(tables)  # any iterable is read once
-        for config in configs:
-            if not isinstance(config, TableConfig):
-                raise TypeError(
-                    "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
-                    f"got {config!r}"
-                )
+        configs = list(tables) if isinstance(tables, Iterable) else []  # any iterable is read once
+        wrong = [config for config in configs if not isinstance(config, TableConfig)]
+        if wrong or not isinstance(tables, Iterable):
+            raise TypeError(
+                "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, got "
+                f"{(wrong or [tables])[0]!r}"
+            )
         planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in configs]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))

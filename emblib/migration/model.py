@@ -158,12 +158,16 @@ class Migration:
             rounds: timed lookups, and training steps, per module; batches come in turn.
 
         Raises:
-            TypeError: `batch_size` or `rounds` is no int.
+            TypeError: `trace` is no `LookupTrace`, or `batch_size` or `rounds` no int.
             ValueError: one of them is below 1, or the trace has no full batch of any replaced
                 module.
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
+        if not isinstance(trace, LookupTrace):
+            raise TypeError(
+                f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}"
+            )
         batch_size = check_count("batch_size", batch_size)
         rounds = check_count("rounds", rounds)
         measured = (
@@ -308,7 +312,9 @@ def migrate(
         >>> max(difference.rows for difference in migration.check()) < 1e-6
         True
     """
-    if tables is not None and not autograd.updates_in_backward(tables):
+    if tables is not None and not (
+        isinstance(tables, Optimizer) and autograd.updates_in_backward(tables)
+    ):
         raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")

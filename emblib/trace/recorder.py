@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
 from emblib.reference.tbe import repair_offsets
+from emblib.specs import check_count
 from emblib.tables import (
     QuantizedEmbeddingBags,
     TableBatchedEmbeddingBags,
@@ -308,7 +309,7 @@ class TraceRecorder:
 
     Raises:
         ValueError: no module, or a negative number of calls.
-        TypeError: an argument that is not a module.
+        TypeError: an argument that is not a module, or `calls` is no int.
         RuntimeError: the block is entered inside itself.
 
     Example:
@@ -322,8 +323,7 @@ class TraceRecorder:
     def __init__(self, *modules: nn.Module, calls: int = 0) -> None:
         if not modules:
             raise ValueError("modules must name at least one model or embedding, got none")
-        if calls < 0:
-            raise ValueError(f"calls must be >= 0 (0: all), got {calls}")
+        calls = check_count("calls", calls, minimum=0)
         for module in modules:
             if not isinstance(module, nn.Module):
                 raise TypeError(
