@@ -48,11 +48,11 @@ def planned_tables(
     """
     if not isinstance(tables, nn.Module):
         configs = list(tables) if isinstance(tables, Iterable) else []  # any iterable is read once
-        wrong = [config for config in configs if not isinstance(config, TableConfig)]
+        wrong: list[Any] = [c for c in configs if not isinstance(c, TableConfig)]
         if wrong or not isinstance(tables, Iterable):
             raise TypeError(
                 "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, got "
-                f"{(wrong or [tables])[0]!r}"
+                f"{(wrong[0] if wrong else tables)!r}"
             )
         planned = [ConfiguredTable("", config, config.optimizer or optimizer) for config in configs]
     else:
