@@ -12,7 +12,7 @@ REFERENCE = ROOT / "reports" / "reference"
 
 
 def library_folders() -> list[Path]:
-    """Return the folders of emblib; an editable install has one more for native libraries."""
+    """Return the folders of emblib, [] without it; an editable install may have several."""
     spec = find_spec("emblib")
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 

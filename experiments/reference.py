@@ -88,8 +88,11 @@ def update(*, write: bool) -> int:
 def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     """Copy a run to <folder>/<device>/<experiment>, with compressed samples; return the copy.
 
+    An earlier copy is replaced.
+
     Raises:
         ValueError: the run is a smoke run, or did not finish.
+        UsageError: the run is damaged.
     """
     measured = Run.read(run_directory)
     if measured.smoke or measured.info.get("status") != "finished":
@@ -157,7 +160,13 @@ def with_questions(page: str) -> str:
 
 
 def add(words: Sequence[str]) -> int:
-    """Measure experiments, store the runs and compare them; return 1 if one failed, else 0."""
+    """Measure experiments, store and compare the runs, and update the pages.
+
+    Return 1 if a run or a page failed, else 0; a comparison that fails does not count.
+
+    Raises:
+        UsageError: a word is no experiment, or no setting that `reference add` takes.
+    """
     settings = [a for a in words if "=" in a and not a.startswith("+experiment=")]
     for setting in settings:  # an older run would be taken for the new one
         if setting.startswith(("report.folder=", "dry_run=")):
@@ -197,7 +206,11 @@ def write_pages() -> int:
 
 
 def experiments_to_run(names: Sequence[str]) -> list[str]:
-    """Return the named experiments, or those with a reference; raise UsageError."""
+    """Return the named experiments, without names those with a reference.
+
+    Raises:
+        UsageError: there is no experiment of a name.
+    """
     experiments = configure.groups()["experiment"]
     chosen_names = [name.removeprefix("+experiment=") for name in names]
     for name in chosen_names:
@@ -209,7 +222,7 @@ def experiments_to_run(names: Sequence[str]) -> list[str]:
 
 
 def latest_run(name: str) -> Path:
-    """Return the latest run of an experiment in reports/runs."""
+    """Return the most recently changed run of an experiment in reports/runs; there must be one."""
     runs = (ROOT / "reports" / "runs" / name).iterdir()
     return max(runs, key=lambda path: path.stat().st_mtime)
 

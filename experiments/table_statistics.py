@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     """Return the snapshots of each table in order of time, and the names of tables left out.
 
-    At most `MAX_TABLES` tables are read: the tables with most lookups.
+    At most `MAX_TABLES` tables are returned: the tables with most lookups, sorted by name.
 
     Raises:
         UsageError: a file is not a series, or none has a snapshot.

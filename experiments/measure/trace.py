@@ -27,7 +27,7 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record about all tables and about each; `seconds` is not used.
 
     Raises:
-        TraceError: the trace has fewer than MIN_BATCHES batches.
+        TraceError: the trace has fewer than MIN_BATCHES batches, or cannot be read.
     """
     arm = cell.arms[0]
     session.note(f"{arm.key}|reading")

@@ -254,7 +254,7 @@ def configure_evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
 def configure_cached_train(
     task: MethodTask, table: int, eviction: emblib.RowEviction
 ) -> EmbeddingBagConfig:
-    """Store a tensor train in half of the permitted bytes, and a cache of rows in the other half.
+    """Store a tensor train in at most half of the permitted bytes, and cached rows in the others.
 
     The cache has the most used rows, their index and the counts of ids. Rows that leave the cache
     change the train by `eviction`; DROP loses their updates, as in FBTT.
@@ -271,7 +271,7 @@ def configure_cached_train(
 
 
 def build_from_plain(task: MethodTask) -> StoredTables:
-    """Return tensor trains that start from the trained plain tables."""
+    """Return tensor trains that start from the trained plain tables, which `task.trained` gives."""
     task.check_counts()
     if task.trained is None:
         raise Unsupported("plain tables were not trained: add plain to contenders")
@@ -306,7 +306,7 @@ def build_planned(task: MethodTask) -> StoredTables:
 class HotRows(Method):
     """Plain tables of the most frequent ids, and tables of another method for the other ids.
 
-    Half of the permitted bytes store the plain rows, the other half the other tables. The bytes of
+    The plain rows and the other tables have half of the permitted bytes each. The bytes of
     `hot_rows` are not counted: ids numbered in order of frequency would not need it.
 
     Args:

@@ -17,7 +17,7 @@ from experiments.quality.methods import METHODS, NETWORK_RATE, Method, MethodTas
 
 HIDDEN = 64  # width of the network's hidden layer
 CHUNK_SIZE = 8192  # samples per prediction
-SEED_STEP = 1000  # plans of other seeds have other orders of samples for this many epochs
+SEED_STEP = 1000  # seed of the order of an epoch: SEED_STEP * plan.seed + epoch
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class TrainingPlan:
     Attributes:
         dim: columns of a row.
         batch: samples per step.
-        epochs: maximum number of epochs; the one with the least validation loss counts.
-        rates: learning rates of tables; the one with the least validation loss counts.
+        epochs: maximum number of epochs, at least 1. Training ends after the first epoch that does
+            not lower the validation loss; the epoch before it counts.
+        rates: learning rates of tables, at least one; the one with the least validation loss
+            counts.
         large: minimum share of all rows of a table that is compressed.
-        seed: seed of initial values and of the order of samples.
+        seed: seed of the order of samples, and of torch's generator when a model is built.
     """
 
     dim: int
@@ -53,7 +55,8 @@ class Scores:
 class TrainedModel:
     """A trained model, its scores on test and validation samples, and its rate and epoch.
 
-    Scores are those of `epoch`. If the next epoch was worse, `model` has trained it too.
+    Scores are those of `epoch`, counted from 1. If the next epoch was not better, `model` has
+    trained it too.
     """
 
     test: Scores
@@ -125,7 +128,10 @@ def task_of(data: Clicks, plan: TrainingPlan, share: float, rate: float) -> Meth
 
 
 def build(data: Clicks, plan: TrainingPlan, method: str, task: MethodTask) -> Model:
-    """Return an untrained model; equal plans start with equal networks."""
+    """Return an untrained model; equal plans start with equal networks. Seeds torch's generator.
+
+    `task` is that of `task_of` for the same data and plan.
+    """
     torch.manual_seed(plan.seed)
     rows = METHODS[method](task)
     torch.manual_seed(plan.seed + 1)
@@ -167,7 +173,10 @@ def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> Tr
 
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
-    """Yield the samples of each step of an epoch, which depend on the seed only."""
+    """Yield the indices of the training samples of each step of an epoch; the last may be shorter.
+
+    Their order depends on `plan.seed` and `epoch`, not on the model.
+    """
     generator = torch.Generator().manual_seed(SEED_STEP * plan.seed + epoch)
     order = torch.randperm(data.ends[0], generator=generator)
     yield from order.split(plan.batch)
@@ -182,14 +191,17 @@ def predict(model: Model, data: Clicks, part: slice) -> Tensor:
 
 
 def scores(data: Clicks, part: slice, odds: Tensor) -> Scores:
-    """Return the scores of log-odds `odds` for the samples of a part."""
+    """Return the scores of log-odds `odds` [samples of the part] for the samples of a part."""
     labels = data.labels[part]
     loss = nn.functional.binary_cross_entropy_with_logits(odds.double(), labels.double())
     return Scores(auc(labels.cpu().numpy(), odds.cpu().numpy()), float(loss))
 
 
 def auc(labels: np.ndarray, odds: np.ndarray) -> float:
-    """Return the share of (positive, negative) pairs in the right order; ties count as half."""
+    """Return the share of (positive, negative) pairs in the right order; ties count as half.
+
+    `labels` are 0 and 1; the result is nan without one of both.
+    """
     ranks = stats.rankdata(odds)
     positive = int((labels == 1).sum())
     negative = len(labels) - positive

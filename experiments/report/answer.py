@@ -20,7 +20,10 @@ TILE_STYLES = {"slower": "bad", "faster": "good", "unsure": "open"}  # verdict -
 
 
 def answer(run: Run) -> list[str]:
-    """Return sentences: the headline workload, then what forward, sweep and other modes add."""
+    """Return sentences: the headline workload, then what forward, sweep and other modes add.
+
+    Without a result of subject and baseline it is one sentence that says why.
+    """
     main_run = run.in_mode(run.modes[0])
     cell = main_run.headline_cell()
     if cell is None:
@@ -84,7 +87,7 @@ def _headline(run: Run, step: dict[str, Any], base: dict[str, Any]) -> str:
 
 
 def _gain(run: Run, cell: str) -> str:
-    """State what the baseline gains over the tables of PyTorch; empty where they did not run."""
+    """Compare PyTorch's tables, a further contender, with the baseline; "" without a ratio."""
     rows = _rows_by_phase(run, cell, PLAIN)
     if PLAIN in (run.subject.key, run.baseline.key) or not rows or rows["step"]["status"] != "ok":
         return ""

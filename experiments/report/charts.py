@@ -26,7 +26,7 @@ LineStyle = str | tuple[int, tuple[float, ...]]
 DASHED: LineStyle = (0, (5, 2))
 DOTTED: LineStyle = (0, (1, 2))
 SHORT: LineStyle = (0, (2, 1.5))
-Floats = Iterable[float]
+Floats = Iterable[float]  # a sequence or Series: it is read several times
 NAME_LIFT = 9.0  # typographic points from a line to the middle of a name above or below it
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 LETTER_POINTS = 5.4  # mean width of such a letter
@@ -85,7 +85,7 @@ class Scale:
 
 
 def percent_scale(label: str) -> Scale:
-    """Return a scale from 0 to 100 %."""
+    """Return a scale from 0 to 100 %, with a margin above."""
     return Scale(label, low=0, high=102)
 
 
@@ -115,11 +115,11 @@ class Curve:
     size: float = 6.0
     opacity: float = 1.0
     hollow: bool = False
-    low: Floats | None = None
-    high: Floats | None = None
+    low: Floats | None = None  # lower ends of the intervals; one nan among the ends: none is drawn
+    high: Floats | None = None  # upper ends; with `low` or not at all
     band: bool = False  # the interval is a band and not bars
-    names: Sequence[str] = ()  # a name per point, written next to it
-    offset: tuple[float, float] = (0, 7)  # from a point to its name, in typographic points
+    names: Sequence[str] = ()  # names of the first points, or of all (`curves` with "points")
+    offset: tuple[float, float] = (0, 7)  # from a point to its name; (0, 0): not written
     above: bool = False  # drawn over other curves
     edge_name: str = ""  # written right of the panel, at the height of the last point
 
@@ -154,9 +154,10 @@ def curves(
         y: vertical scale.
         name_position: position of the names: a location of a legend, "outside" (a legend right of
             the panel), "below" (a legend below it), "ends" (at the right end of each curve),
-            "points" (next to each named point) or "" (nowhere).
+            "points" (next to each point; every curve needs a name per point) or "" (nowhere).
         columns: number of columns of the legend.
-        marks: lines across the panel. The names of level lines stand right of the panel.
+        marks: lines across the panel. On a logarithmic vertical scale, level lines without words
+            and label are left out if they are far from all points.
     """
 
     def draw(axes: Axes) -> None:
@@ -438,14 +439,14 @@ class Row:
     colour: str
     low: float = math.nan  # ends of the interval; nan: none
     high: float = math.nan
-    dots: Sequence[float] = ()  # values of single processes
-    margin: float = math.nan  # a grey band from 1 / (1 + margin) to 1 + margin; nan: none
+    dots: Sequence[float] = ()  # values of single processes, drawn below a dot if several
+    margin: float = math.nan  # of a dot: a grey band from 1 / (1 + margin) to 1 + margin; nan: none
     hollow: bool = False
-    marker: str = "o"
+    marker: str = "o"  # of a dot
     bar: bool = False
-    rest: float = math.nan  # length of a hatched bar that continues the first; nan: none
+    rest: float = math.nan  # length of a hatched bar that continues the bar; nan: none
     words: str = ""  # at the right edge; of a bar, at its end
-    label: str = ""  # in the legend
+    label: str = ""  # of a dot, in the legend
 
 
 def row_chart(
@@ -453,8 +454,8 @@ def row_chart(
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
-    With `shared`, rows of the same name share one label and are drawn close together; a legend
-    names their colours.
+    With `shared`, rows of the same name share one label and are drawn close together, and a legend
+    names the rows with a `label`.
     """
     names = [row.name for row in rows]
     heights: Sequence[float] = range(len(names))

@@ -73,7 +73,8 @@ class Run:
         """Read the files that store.RunStore wrote.
 
         Raises:
-            UsageError: a file is damaged, or the kind is not known here.
+            UsageError: a file is damaged, or a kind is not known to this harness.
+            OSError: config.yaml cannot be read.
         """
         try:
             config = read_config(path / "config.yaml")
@@ -119,13 +120,16 @@ class Run:
 
     @property
     def modes(self) -> list[str]:
-        """Return the measured modes in order; the answer is about the first one."""
+        """Return the modes in the order of the records, [hot] without any.
+
+        The answer is about the first one.
+        """
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def in_mode(self, mode: str) -> Run:
         """Return the part of the run that was measured in one mode.
 
-        Modes never share a figure or a table. What has no mode stays with the first one.
+        Tables without a mode stay with the first one, and are empty in the others.
         """
 
         def rows_in_mode(table: pd.DataFrame) -> pd.DataFrame:
@@ -175,7 +179,7 @@ class Run:
         return str(self.config.report.headline) or SWEEP
 
     def headline_cell(self) -> str | None:
-        """Return the cell that answers the question; of a sweep its base point."""
+        """Return the cell that answers the question, of a sweep its base point; None if missing."""
         cells = [r["cell"] for r in self.records if r["section"] == self.headline]
         return cells[0] if cells else None
 
@@ -187,7 +191,7 @@ class Run:
         return float(((table["q75_s"] - table["q25_s"]) / table["median_s"]).median())
 
     def sections(self) -> list[str]:
-        """Return the sections that have records, in the order they were measured."""
+        """Return the sections that have records, in the order of the experiment's cells."""
         return list(dict.fromkeys(r["section"] for r in self.records))
 
     def of(self, section: str) -> pd.DataFrame:
@@ -195,7 +199,7 @@ class Run:
         return select(self.table, section=section)
 
     def title(self, section: str) -> str:
-        """Return the section's title."""
+        """Return the section's title; its name if it has no records."""
         return next((r["title"] for r in self.records if r["section"] == section), section)
 
     def sizes(self, section: str) -> str:
@@ -242,7 +246,11 @@ class Run:
         return [axis for axis in (*AXES, "rank") if is_swept(axis)]
 
     def along(self, axis: str) -> pd.DataFrame:
-        """Return the sweep's rows that differ from its base point in `axis` only, as column x."""
+        """Return the sweep's ok rows that differ from its base point in `axis` only.
+
+        The column x is the value of `axis`. Rows of other axes than "rank" have no rank or one of
+        tt.ranks, and no cache or the first of cache.fractions.
+        """
         rows = self.of(SWEEP)
         if not len(rows):
             return rows.assign(x=[])

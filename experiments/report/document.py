@@ -131,7 +131,7 @@ def _flatten(
 def write(folder: Path, page: Page, *, draws_figures: bool = True) -> Path:
     """Draw the figures into a folder, write report.md and index.html there; return the latter.
 
-    The folder must exist. A figure without a subtitle gets that of the page. Without
+    The folder is created. A figure without a subtitle gets that of the page. Without
     `draws_figures`, only the texts of figures are written.
     """
     store = RunStore(folder)

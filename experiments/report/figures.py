@@ -1,7 +1,7 @@
 """The figures of contenders timed together; `figures` returns those of one mode.
 
-Each `*_figures` function returns the figures of one kind in the order of the page, none if the run
-lacks their data. The page of the first mode also has `mode_figures`, which compares the modes. A
+Each `*_figures` function returns figures in the order of the page; if the run lacks their data it
+returns none, or figures without panels, which `figures` drops. `mode_figures` compares the modes. A
 function that returns a `Drawing` draws one panel; `report.style` calls the drawing later.
 
 A data frame `rows` has rows of `Run.table`; `results.metrics.frame` lists its columns. `run.along`
@@ -146,7 +146,10 @@ MODE_WIDTH = 0.6  # width of the marks of one mode ÷ the distance between modes
 
 
 def mode_figures(run: Run) -> list[Figure]:
-    """Return the figure of the headline's times by mode; none if only one mode was measured."""
+    """Return the figure of the headline's times by mode; none if only one mode was measured.
+
+    `run` has all modes.
+    """
     rows = _headline(run)
     if len(run.modes) < 2 or not len(rows):
         return []

@@ -81,7 +81,7 @@ VERDICTS = (
 
 
 def how_to_read(run: Run) -> list[str]:
-    """Return the notes that apply to this run."""
+    """Return the notes that apply to this run; [] for kinds that do not compare by rounds."""
     if run.kind.reporting.compared < Compared.ROUNDS:
         return []
     notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
@@ -137,7 +137,7 @@ def notices(run: Run) -> list[str]:
 
 
 def host_bound(run: Run) -> list[str]:
-    """Describe the steps for which the host is slower than the GPU; empty on a CPU."""
+    """Describe the steps that are bound by the host (`metrics.host_bound`); [] on a CPU."""
     if not len(run.table) or "host_bound" not in run.table:
         return []
     steps = run.table[(run.table["phase"] == "step") & run.table["host_s"].notna()]
@@ -201,7 +201,7 @@ def _unfinished(run: Run) -> list[str]:
 
 
 def flag_counts(run: Run) -> dict[str, int]:
-    """Return the number of rows by flag, the most frequent first."""
+    """Return the number of rows of steps by flag, the most frequent first."""
     if "flags" not in run.table:
         return {}
     flags = run.table[run.table["phase"] == "step"]["flags"]

@@ -1,4 +1,4 @@
-"""What became of every contender of every cell: failures are results, as a map and as a table."""
+"""The outcomes of contenders in cells, failures too: a map, a table and a sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEANING = {
     "unsupported": "the contender does not offer this",
 }
 MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
-"""Words of the map by status; other statuses are written out."""
+"""Words of the map by status; the map writes other statuses out."""
 OK_OPACITY, FAILURE_OPACITY = 0.25, 0.6  # of squares of the map: failures stand out
 SHORT_AXES = ("D=", "B=", "L=", "s=")  # beginnings of the axes that the map names
 
@@ -32,8 +32,8 @@ SHORT_AXES = ("D=", "B=", "L=", "s=")  # beginnings of the axes that the map nam
 def outcome_frame(run: Run) -> pd.DataFrame:
     """Return a row per contender, cell and mode, with its outcome over all processes.
 
-    `status` is a key of MEANING and `reason` the reasons of failures; `good` of `total` processes
-    have a measurement.
+    Columns: cell, arm, label, mode, process (that of the first record), `status` (a key of
+    MEANING), `reason` (the reasons of all failures), `good` of `total` processes with status "ok".
     """
     columns = ["cell", "arm", "label", "status", "reason"]
     frame = pd.DataFrame(run.records, columns=columns, dtype=object)
@@ -46,7 +46,10 @@ def outcome_frame(run: Run) -> pd.DataFrame:
 
 
 def _over_processes(processes: pd.DataFrame) -> dict[str, Any]:
-    """Return the outcome of all processes: wrong in one is wrong."""
+    """Return the outcome of all processes.
+
+    One "wrong" process makes it "wrong"; else it is "ok", "partly", or the first one's failure.
+    """
     # Not string arithmetic on columns: dtypes of texts, of empty columns above all, differ between
     # releases of pandas and with pyarrow.
     outcomes = zip(processes["status"], processes["reason"], strict=True)
@@ -73,7 +76,7 @@ def _over_processes(processes: pd.DataFrame) -> dict[str, Any]:
 
 
 def figures(run: Run) -> list[Figure]:
-    """Draw a map of all outcomes, where any is not a success."""
+    """Draw a map of all outcomes; [] if all are "ok"."""
     results = outcome_frame(run)
     if (results["status"] == "ok").all():
         return []
@@ -108,13 +111,13 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _short(cell: str) -> str:
-    """Return the parts of a cell's key that tell most: the section and four axes."""
+    """Return the section and the SHORT_AXES of a cell's key."""
     section, *axes = cell.split(" ")
     return " ".join([section, *(a for a in axes if a[:2] in SHORT_AXES)])
 
 
 def failures_table(run: Run) -> Table:
-    """Return the contenders without a measurement, and why."""
+    """Return the outcomes that are not "ok", and why; some of their processes may be."""
     results = outcome_frame(run)
     return Table.of(
         results[results["status"] != "ok"],
@@ -132,7 +135,7 @@ def failures_table(run: Run) -> Table:
 
 
 def failures_sentence(run: Run) -> str:
-    """Count the measurements that have no result."""
+    """Count the outcomes that are not "ok"; without any, return the kind's words of success."""
     statuses = outcome_frame(run)["status"]
     failures = statuses[statuses != "ok"].value_counts()
     if not len(failures):

@@ -246,7 +246,7 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
 
 
 def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
-    """Return our row of results; None and the reason where there is none."""
+    """Return (our row of results, ""); (None, the reason) without one that is ok."""
     table = run.operations
     if not len(table) or not (table["section"] == point.section).any():
         table = run.table
@@ -306,7 +306,7 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
 
 
 def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
-    """Return how the work that our run did differs from the published one, key by key."""
+    """Return how the work of a row of our run, which is ok, differs from the published one."""
     scale = float(row["rows_scale"])
     changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
     record = next(

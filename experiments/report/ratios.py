@@ -1,4 +1,4 @@
-"""Ratios to the baseline: every one with its interval, and speed-ups as a map."""
+"""Ratios to the baseline: with their intervals, and as a map of speed-ups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ROWS = 44  # of more ratios, a panel has the smallest and the largest
 
 
 def forest_figures(run: Run) -> list[Figure]:
-    """Return the figure of all ratios, a panel per phase."""
+    """Return the figure of the ratios, a panel per phase with at most MAX_ROWS."""
     if not len(run.table):
         return []
     label = f"time ÷ {run.baseline.label}"
@@ -54,9 +54,9 @@ def forest_figures(run: Run) -> list[Figure]:
 
 
 def forest_rows(run: Run, phase: str) -> list[Row]:
-    """Return a row per ratio of a phase, smallest first; at most MAX_ROWS.
+    """Return a row per ratio of a phase, smallest first; of more than MAX_ROWS, both ends.
 
-    The rows of `run.table` are those of one mode, as everywhere in this file.
+    The run is of one mode, as everywhere in this file.
     """
     rows = run.table[(run.table["phase"] == phase) & (run.table["arm"] != run.baseline.key)]
     rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()].sort_values("ratio")
@@ -85,7 +85,7 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
 
 
 def process_ratios(run: Run, phase: str) -> dict[tuple[str, str], list[float]]:
-    """Return the ratios of each process by cell and arm; the run is of one mode."""
+    """Return the ratios of each process by cell and arm, for records with steps."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in run.records:
         if record["status"] == "ok" and record.get("samples", {}).get("step"):

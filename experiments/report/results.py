@@ -28,8 +28,9 @@ from experiments.results.metrics import WEIGHT_BYTES
 def section_table(run: Run, section: str) -> Table:
     """Return the table of one case, or of the sweep: a row per contender and cell.
 
-    The run must be of one mode. A row is that of the step in `run.table`
-    (`results.metrics.frame` lists its columns), with the time of the forward as `forward_s`.
+    The run must be of one mode, and have rows of the section. A row is that of the step in
+    `run.table` (`results.metrics.frame` lists its columns), with the time of the forward as
+    `forward_s`.
     """
     rows = run.of(section)
     measured, is_sweep = MeasuredCeilings.of(run.environment), section == SWEEP
@@ -105,7 +106,10 @@ def flags_table(run: Run) -> Table:
 
 
 def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return (name, value) of every entry, names joined by spaces; unknown values are left out."""
+    """Return (name, value in words) of the entries, names of a path joined by spaces.
+
+    None and empty lists are left out.
+    """
     entries: list[tuple[str, str]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}".replace("_", " ")
@@ -127,7 +131,7 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
 
 
 def readme_table(run: Run) -> list[str]:
-    """Return the lines of the headline's table in Markdown, for the README."""
+    """Return the lines of the headline's table in Markdown; the headline must have results."""
     rows = run.table[run.table["cell"] == run.headline_cell()]
     forward = rows[rows["phase"] == "forward"].set_index("arm")["median_s"].rename("forward_s")
     columns: dict[str, Column] = {

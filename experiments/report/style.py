@@ -210,7 +210,7 @@ def _unique_ids(svg: str) -> str:
 
 
 def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
-    """Draw all panels on one white sheet, for the PNG and SVG files; the caller closes it."""
+    """Draw the panels, at least one, on a white sheet for the files; the caller closes it."""
     count = len(figure.panels)
     columns = figure.columns or (2 if count == 4 else min(count, 3))
     rows = -(-count // columns)

@@ -36,12 +36,15 @@ def one_line(label: str) -> str:
 
 
 def missing(value: Any) -> bool:
-    """Return whether a value is None or NaN."""
+    """Return whether a scalar is None or NaN."""
     return bool(pd.isna(value))
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """Return a number in decimal notation with `significant` digits, thousands separated."""
+    """Return a finite number rounded to `significant` digits, but not before its decimal point.
+
+    Thousands are separated; NaN gives NONE.
+    """
     if missing(value):
         return NONE
     if value == 0:
@@ -92,7 +95,7 @@ def ratio(row: Mapping[str, Any]) -> str:
 
 
 def fraction(value: float) -> str:
-    """Return a compression ratio x as a share: '1/16' for 16, '2.00×' for 0.5."""
+    """Return a compression ratio x > 0 as a share: '1/16.0' for 16, '2.00×' for 0.5."""
     return f"1/{digits(value)}" if value >= 1 else times(1 / value)
 
 
@@ -107,7 +110,7 @@ def count(amount: float, one: str, many: str = "") -> str:
 
 
 def number(value: float) -> str:
-    """Return 1,000,000 and 1.05 rather than 1e+06."""
+    """Return a whole number in full, e.g. 1,000,000, others with up to six digits, e.g. 1.05."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
 
 

@@ -1,7 +1,7 @@
 """The identity of a measurement.
 
-Runs reuse each other's records only where point_key and context_id are equal; so whatever changes a
-sample must be part of one of both.
+Runs reuse each other's records only where point_key, replicate and context_id are equal; so
+whatever changes a sample must be part of one of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def digest(value: Any) -> str:
 
 
 def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
-    """Return a key that is equal for cells of any runs that measure the same work.
+    """Return a key that is equal for cells of runs of an experiment that measure the same work.
 
     `packages` are names of packages, besides the contenders' packages, that change a result.
     """
@@ -83,7 +83,7 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
 def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return hardware_id, code_id and context_id; runs with one context_id share measurements.
 
-    `environment` is environment.json.
+    `environment` is environment.json; code_id is of the library that is installed now.
     """
     cpu, gpu = environment.get("cpu") or {}, environment.get("gpu") or {}
     hardware = digest(

@@ -175,7 +175,7 @@ def sampled_phases(group: Group, default: str) -> Sequence[str]:
 class Pools:
     """The variation of times and ratios between processes, in a mode and phase of a run.
 
-    Either is None if no arm was measured in two processes.
+    `times` is None if no arm was measured in two processes, `ratios` if no pair was.
     """
 
     times: ProcessSpread | None

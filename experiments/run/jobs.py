@@ -56,7 +56,7 @@ def num_replicates(cell: Cell, config: Config) -> int:
 
 
 def max_job_seconds(cell: Cell, config: Config) -> float:
-    """Return an upper estimate of the seconds of a job, without building tables.
+    """Return a rough maximum of the seconds of a job, without building tables.
 
     A cache may warm up for longer. Kinds of `Effort.TRAINED` have no limit: the caller must not use
     the result for them.
@@ -124,8 +124,9 @@ def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
     """Return {key of a job: its records} of the latest run in `folder` that may be reused per job.
 
     Only complete jobs of runs with the same `context_id` count, whose statuses are all SETTLED,
-    with `rerun=failed` GOOD; `rerun=all` ignores all jobs. A timeout by another limit_seconds is
-    ignored, because the present limit may suffice. Damaged runs are skipped.
+    with `rerun=failed` GOOD; `rerun=all` ignores all jobs. A job with a timeout by another
+    limit_seconds is ignored, because the present limit may suffice. Runs with damaged or packed
+    records are skipped.
     """
     jobs_by_key: dict[tuple[str, int], list[Record]] = {}
     if config.rerun is Rerun.all:

@@ -29,7 +29,7 @@ NONE_COLLECTED = 5  # exit status of pytest without tests
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Lead a run; each replicate is a process with all benchmarks. Return the exit status.
 
-    A dry run lists the benchmarks instead.
+    A dry run lists the benchmarks instead, and returns pytest's exit status.
 
     Raises:
         UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.

@@ -17,8 +17,9 @@ class TimedCall(ABC):
     """An operation with its preparation, which is not timed.
 
     Attributes:
-        repeats: number of calls that are timed together and recorded as their mean. A table that
-            evicts at every tenth call only would show all of that work in one sample or none.
+        repeats: number of calls with the same arguments that are timed together and recorded as
+            their mean. A table that evicts at every tenth call only would show all of that work in
+            one sample or none.
     """
 
     repeats: int = 1
@@ -40,8 +41,8 @@ class CallClock(Clock):
     """A clock of the host around the inner calls, between two synchronisations on a GPU.
 
     The mode is hot or wall, or cold on a CPU; others raise UnsupportedMode. `now` is a clock in
-    nanoseconds. Phases must be `TimedCall`s. A sample that calls none that `adapt` returned reads
-    as 0 seconds.
+    nanoseconds. `adapt` takes `TimedCall`s only. A sample that calls none of the phases that
+    `adapt` returned reads as 0 seconds.
 
     Attributes:
         inside_ns: time in the calls, ÷ `TimedCall.repeats`, since the present sample began.

@@ -105,7 +105,7 @@ class Clock:
 
     Attributes:
         mode: mode of the samples.
-        min_sample_seconds: shortest sample; several shorter calls form one.
+        min_sample_seconds: shortest sample; callers form one of several shorter calls.
     """
 
     mode: Mode = Mode.hot
@@ -252,7 +252,11 @@ class CudaClock(Clock):
         return self._rate
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
-        """Capture a graph per batch in mode graph; raise UnsupportedMode if that fails."""
+        """Return the phase; in mode graph, capture a graph per batch and return their replay.
+
+        Raises:
+            UnsupportedMode: capturing raised a RuntimeError, but not torch.OutOfMemoryError.
+        """
         if self.mode is not Mode.graph:
             return phase
         try:
@@ -303,7 +307,7 @@ class TorchGpu:
         self._buffer.zero_()
 
     def synchronise(self) -> None:
-        """Wait for all streams."""
+        """Wait for all streams of the device."""
         torch.cuda.synchronize(self.device)
 
     def capture(self, call: Callable[[], object]) -> Callable[[], object]:

@@ -66,8 +66,9 @@ class Race:
     _ready: dict[str, dict[str, Phase]] = field(default_factory=dict)  # phases adapted by the clock
 
     def run(self) -> dict[str, Measured]:
-        """Warm up, run rounds until each contender has a reason to stop; return the samples.
+        """Warm up, run up to timing.max_rounds rounds, return the samples of each contender.
 
+        Rounds end earlier once each contender has a reason to stop.
         Contenders that fail are among the results. Garbage collection is off meanwhile.
         """
         for name, phases in self.arms.items():
@@ -168,7 +169,7 @@ class Race:
     def _take(self, order: list[Turn]) -> list[tuple[Turn, Reading]]:
         """Take a sample per turn of the contenders that have not failed; return the good ones.
 
-        If the clock itself fails, all contenders of these turns fail.
+        If the clock itself fails, all contenders of these turns fail, without a sample.
         """
         requested: list[Turn] = []
         finished: set[int] = set()  # indices of requested turns that raised nothing
@@ -244,11 +245,12 @@ class Turn:
 
 @dataclass
 class Measured:
-    """The raw samples of a contender, and what else was observed; a completed sample is kept.
+    """The raw samples of a contender, and what else was observed.
 
     Attributes:
         samples: samples that count, {phase: [(round, seconds), ...]}.
         stop_reason: "precise", "stabilised", "budget", "max_rounds" or "failed"; "" while running.
+            Kinds without a race set words of their own.
         error: exception that ended the contender.
         warm: result of the warm-up.
         executions: calls per sample, by phase.

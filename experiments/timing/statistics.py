@@ -47,7 +47,7 @@ class Summary:
 
 
 def quantile(ordered: Sequence[float], p: float) -> float:
-    """Return the p-quantile of sorted values, interpolated linearly as by numpy."""
+    """Return the p-quantile of sorted values, at least one, interpolated linearly as by numpy."""
     position = p * (len(ordered) - 1)
     low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
@@ -225,7 +225,7 @@ def gate_margin(min_effect: float, mad_aa: float, k: int) -> float:
 
 
 def median_deviation(logs: Sequence[float]) -> float:
-    """Return the median of |log ratio|; an A/A comparison should have 0."""
+    """Return the median of |log ratio|, of at least one; an A/A comparison should be near 0."""
     return statistics.median(abs(x) for x in logs)
 
 

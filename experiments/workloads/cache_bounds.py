@@ -44,7 +44,7 @@ class RowTrace:
 
     @classmethod
     def of(cls, batches: Sequence[Ids], warm: int) -> RowTrace:
-        """Build from the ids of each batch, which may repeat, in any order."""
+        """Build from the ids >= 0 of each batch, at least one, which may repeat in any order."""
         sets = [np.unique(ids, return_index=True, return_counts=True) for ids in batches]
         starts = np.cumsum([0, *(len(rows) for rows, _, _ in sets)])
         rows, positions, lookups = (
@@ -88,7 +88,7 @@ def hits_per_batch(trace: RowTrace, hit: Reals | Ids) -> Hits:
 
 
 def offline(trace: RowTrace, capacity: int) -> Hits:
-    """Return the hits of Belady's MIN, which serves the most distinct rows with `capacity` rows.
+    """Return the hits of Belady's MIN, which serves the most accesses with `capacity` rows.
 
     After each batch the cache keeps the rows that are looked up again soonest, among its own and
     those of the batch. Of rows that recur in the same batch it prefers those with more lookups,

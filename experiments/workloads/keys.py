@@ -64,17 +64,19 @@ class Call:
 
 
 class Calls:
-    """Calls on a table that holds the keys numbered 0 to resident - 1.
+    """Calls on a table into which the keys numbered 0 to resident - 1 were inserted.
 
-    Calls that insert nothing draw present keys from the workload's distribution. Calls that insert
-    (`inserts`) use the keys that were inserted last, in random order, because a full table does not
-    evict keys that every call uses. The absent keys of a call are new.
+    These are the present keys; a full table may have evicted some of them.
+
+    Calls that insert nothing draw present keys, zipf or else uniform. All calls that insert
+    (`inserts`) use the present keys of the highest numbers, in random order, because a full table
+    does not evict keys that every call uses. The absent keys of a call are new.
 
     Attributes:
-        resident: number of keys inserted so far. Whoever fills a table with another number than it
-            wanted sets it before the first call.
+        resident: number of keys inserted before the first call; absent keys are numbered from it
+            on. Whoever fills a table with another number of keys sets it before the first call.
         size: keys per call, B × L.
-        num_present: present keys per call, at most `resident` if calls insert.
+        num_present: present keys per call, at most the argument `resident` if calls insert.
         space: numbering of the keys.
     """
 

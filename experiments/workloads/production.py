@@ -81,7 +81,7 @@ class RankSteps:
 
 @cache
 def rank_steps(rows: int) -> RankSteps:
-    """Return the distribution of ranks on a table of `rows` rows.
+    """Return the distribution of ranks on a table of `rows` rows, shared: do not change it.
 
     Sort all rows by popularity and cut them into `rows` equal parts: rank r is as popular as part
     r. So on a small table a rank may stand for several classes.

@@ -372,7 +372,10 @@ class IdealHitRates(TypedDict):
 
 
 def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> IdealHitRates:
-    """Return the hit rates at `fractions` of the distinct rows, for LRU at further sizes too."""
+    """Return the hit rates at `fractions` of the distinct rows, for LRU at further sizes too.
+
+    Sizes are rounded, at least 1, and equal ones are listed once.
+    """
     counted = slice(int(trace.starts[trace.warm]), None)
     distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
     total = int(num_lookups.sum())

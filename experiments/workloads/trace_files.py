@@ -103,7 +103,7 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
 
     Args:
         work: workload of a trace.
-        sizes: rows of each table; 0 leaves its ids unchecked.
+        sizes: rows of each table; 0 leaves its ids unchecked, and those beyond int64 wrap around.
         count: maximum number of batches; a short file has fewer.
 
     Raises:

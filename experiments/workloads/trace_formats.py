@@ -131,7 +131,7 @@ class Reader(ABC):
         """Yield blocks of about `size` samples, each with an entry per named table."""
 
     def positions(self, names: Sequence[str]) -> list[int]:
-        """Return the positions of the named tables among `tables()`."""
+        """Return the positions of the named tables, all of which must be in `tables()`."""
         all_names = [table.name for table in self.tables()]
         return [all_names.index(name) for name in names]
 
