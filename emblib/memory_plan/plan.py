@@ -169,7 +169,7 @@ class MemoryPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tables in device memory, with their optimizer states."""
+        """Return the bytes of all tables in device memory, counted like `budget`."""
         return sum(choice.nbytes for choice in self.choices)
 
     @property
@@ -179,7 +179,7 @@ class MemoryPlan:
 
     @property
     def plain_nbytes(self) -> int:
-        """Return the bytes of all tables in device memory as they were configured."""
+        """Return the bytes of all tables as they were configured, counted like `nbytes`."""
         return sum(choice.plain_nbytes for choice in self.choices)
 
     @property
@@ -240,12 +240,13 @@ def plan_memory(
 
     Args:
         tables: a model with collections, or configurations of tables.
-        budget: bytes of device memory for all tables and their optimizer states.
+        budget: bytes of device memory for all tables and their optimizer states. Where emblib makes
+            no updates, the dense gradient counts in place of states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Ids of tables without traced lookups are assumed to be
             Zipf-distributed; None: of all tables.
-        optimizer: optimizer of configurations that have none; None for no optimizer states. It is
-            ignored if `tables` is a model.
+        optimizer: optimizer of configurations that have none; None if an optimizer of torch trains
+            them. It is ignored if `tables` is a model.
         serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;
             methods that compute rows keep their dtype. None: the budget is for training.
         methods: names of the methods to choose from, besides tables as they are: any of `METHODS`,

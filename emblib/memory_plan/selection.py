@@ -66,7 +66,8 @@ class MemoryChoice:
         before: the configuration before planning.
         config: the chosen configuration.
         method: `AS_IT_IS`, or one of the methods of `plan_memory`.
-        nbytes: bytes of the table in device memory: in training with optimizer states, or served.
+        nbytes: bytes of the table in device memory: in training, with optimizer states or a dense
+            gradient, or served.
         plain_nbytes: bytes of the table as configured before, counted like `nbytes`.
         loss: estimated fraction of the table's information that is lost, 0 to 1.
         importance: weight of the loss of this table in the total.
