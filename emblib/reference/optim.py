@@ -2,7 +2,7 @@
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
-only stored values are rounded. A step whose denominator (with eps) is 0 is 0.
+only stored values are rounded. A quotient with the denominator 0 counts as 0 (`_ratio`).
 
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
