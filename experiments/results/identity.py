@@ -43,7 +43,10 @@ IGNORED_CELL_FIELDS = ("title", "note", "rows_scale")
 
 
 def digest(value: Any) -> str:
-    """Return a hash, 16 hexadecimal digits, of the JSON of a value; enums count as their values."""
+    """Return a hash, 16 hexadecimal digits, of the JSON of a value.
+
+    Enums count as their values, dataclasses as their fields; others without JSON raise TypeError.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, enum.Enum):

@@ -211,10 +211,13 @@ def read_records(path: Path) -> list[Record]:
         if not line:
             continue
         try:
-            records.append(_with_present_names(json.loads(line)))
+            record = json.loads(line)
         except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise ValueError(f"{source.name} line {number + 1} is damaged") from None
+            record = None
+        if isinstance(record, dict):
+            records.append(_with_present_names(record))
+        elif number < len(lines) - 1:
+            raise ValueError(f"{source.name} line {number + 1} is damaged")
     return records
 
 

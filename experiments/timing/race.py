@@ -41,7 +41,7 @@ class Race:
         timing: amount of measuring; `cell_seconds` is the budget of the race.
         clock: clock that takes the samples.
         seed: seed of the order of samples.
-        warmed: function that is called with an arm after its warm-up.
+        warmed: function that is called with an arm after its warm-up, unless that failed.
         counters: function that returns the running totals of an arm's cache.
         telemetry: observer of the machine.
         note: function that is called with "arm|activity" before each warm-up and each sample.

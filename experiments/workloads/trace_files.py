@@ -52,6 +52,9 @@ class TableBags:
 def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     """Complete a workload by the tables of its trace file.
 
+    Sets sha256, columns, sizes (0: unknown), T, E (the largest size) and L (the mean number of ids
+    per bag of the first samples, rounded, at least 1).
+
     Args:
         work: workload with distribution=trace.
         sized: True if tables will be built, so that their rows must be known.

@@ -36,9 +36,10 @@ def test_a_torn_last_line_is_ignored_and_a_damaged_one_is_not(tmp_path: Path) ->
     assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
     store.append({"number": 4}, {"number": 5})
     assert [r["number"] for r in read_records(tmp_path)] == [1, 2, 4, 5]
-    points.write_text('{"number": 1, "torn\n' + '{"number": 2}\n')
-    with pytest.raises(ValueError, match="line 1 is damaged"):
-        read_records(tmp_path)
+    for damaged in ('{"number": 1, "torn', "1", '"number"'):
+        points.write_text(damaged + '\n{"number": 2}\n')
+        with pytest.raises(ValueError, match="line 1 is damaged"):
+            read_records(tmp_path)
 
 
 def test_damaged_packed_records_are_a_value_error(tmp_path: Path) -> None:
