@@ -1,8 +1,8 @@
 // Readers of the row of a lookup, for CPU kernels. Each kind of table has a reader, so that the
 // kind is decided outside the loops over lookups: PlainRows for rows of a table, CachedRows for
 // rows of a table or of its cache, and MixedRows for a table and a cache of two dtypes, whose rows
-// are copied as floats. All have the members of PlainRows. Only `*_kernels.cpp` may include this
-// file.
+// are copied as floats. All have Element, `dim` and the functions of PlainRows. Only
+// `*_kernels.cpp` may include this file.
 #pragma once
 
 #include "core/vec.h"
@@ -40,7 +40,7 @@ struct PlainRows {
   }
 };
 
-// Rows of a table, or of its cache if they have a slot.
+// Rows of a table, or of its cache if slots[i] of the lookup is a slot of the cache.
 template <class W, class Indices>
 struct CachedRows {
   using Element = W;
@@ -76,7 +76,8 @@ struct CachedRows {
 };
 
 // Rows of a table or of a cache of another dtype. `at` copies a row as floats to `scratch`, [dim],
-// and returns an address there, which is valid until the next call. `in` must outlive the reader.
+// and returns an address in it, valid until the next call. `prefetch` does nothing. `in` and
+// `scratch` must outlive the reader.
 struct MixedRows {
   using Element = float;
   const TableRows& in;

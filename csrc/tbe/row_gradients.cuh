@@ -3,9 +3,10 @@
 //
 // Lookups are sorted by row; a segment is the lookups of one row. The lanes that update a row sum
 // its segment if that has at most kShortSegment lookups, or if the row is wider than a chunk sum
-// (kMaxVariableColumns). Any other segment is divided into chunks, which blocks sum beforehand, so
-// that one hot row occupies the whole device; the lanes then add the chunk sums in order. Chunks
-// depend on the length of the segment only, so that the same gradients give the same bits.
+// (only in a variable batch, see kMaxVariableColumns). Any other segment is divided into chunks,
+// which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
+// the chunk sums in order. Chunks depend on the length of the segment only, so that the same
+// gradients give the same bits.
 #pragma once
 
 #include "core/dtype.h"
@@ -23,7 +24,7 @@ inline constexpr int kChunkSumBlocksPerSm = 4;
 // The three lengths are not measured.
 inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
 inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
-inline constexpr int kMaxChunks = 256;      // chunks per segment
+inline constexpr int kMaxChunks = 256;      // maximum number of chunks of a segment
 
 // Return the lookups per chunk of a segment, except in its last chunk.
 EMB_HD int chunk_length(int segment_length) {
@@ -84,7 +85,7 @@ struct DeviceGradArgs {
   // sorted lookup [L]; `num_groups`, [1], is U.
   const int64_t* rows;
   const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;
-  const int32_t* row_slots;  // [U] cache slot of each row, -1 for none; null: nothing is cached
+  const int32_t* row_slots;  // [L] cache slot of the row of each group, -1 for none; null: no cache
   int64_t num_lookups;       // L
   // Scratch, by chunk slot: which chunk it is, and the sum of that chunk, [slots,
   // chunk_sum_stride]. Null if num_chunk_slots(L) is 0.
@@ -158,8 +159,9 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
 }
 
 // Set the tasks of the chunk slots of all groups, if args.chunk_tasks is not null. If
-// `num_updated`, [1], is not null, the grouping has not counted the step: count it, and write the
-// number of groups to update, 0 if the gradient is not finite. Grid-stride over groups.
+// `num_updated`, [1], is not null, the grouping has not counted the step: count it and write the
+// number of groups to update, or, if the gradient is not finite, count nothing and write 0.
+// Grid-stride over groups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
   const int num_groups = *args.num_groups;
@@ -198,7 +200,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   }
 }
 
-// Write the sum of chunk `task`, the chunk of slot `slot`, to that row of args.chunk_sums. All
+// Write the sum of chunk `task`, the chunk of slot `slot`, to row `slot` of args.chunk_sums. All
 // threads of a block must call it: every group of lanes sums a stretch of the chunk, then the sums
 // of the stretches are added in order. The grid's second dimension divides the columns of wide
 // rows. `stretch_sum` is shared memory, [kChunkThreads]. It has barriers.

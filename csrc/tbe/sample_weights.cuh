@@ -14,7 +14,9 @@ struct DeviceSampleWeightArgs {
   DeviceLookupArgs lookup;
   const void* grad;  // [B, columns]; flat [map size] in a variable batch, see BagMap
   Dtype grad_type;
-  float* out;  // [L], in and out: must be zeros before; lookups without a row are not written
+  // [L], to which dot products are added: must be zeros before. Lookups without a row or without a
+  // bag are not written.
+  float* out;
 };
 
 // Blocks per multiprocessor bound the registers of a thread: 3 leave 80, 4 leave 64.
@@ -117,7 +119,8 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
   }
 }
 
-// Grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of all rows.
+// Add to args.out, grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of
+// all rows.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocksPerSm)
   for_bag_gradients<kMixedColumns>(args, lane, dot);
 }
 
-// Write args.out where rows are of two dtypes.
+// Add to args.out where rows are of two dtypes.
 template <class Launcher>
 void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
@@ -155,7 +158,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
            kLookupThreads, args, lanes);
 }
 
-// Write args.out where all rows are of dtype W.
+// Add to args.out where all rows are of dtype W.
 template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
@@ -166,7 +169,7 @@ void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeight
            kLookupThreads, args, lanes);
 }
 
-// Write args.out; `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Add to args.out. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Launcher>
 void launch_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   if (args.lookup.bags.num_bags == 0) return;

@@ -14,13 +14,13 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   Vec products = {};
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) products += load(grad + d) * load(row + d);
-  const int rest = static_cast<int>(dim - d);
-  if (rest > 0) products += load_first(grad + d, rest) * load_first(row + d, rest);
+  const int remaining = static_cast<int>(dim - d);
+  if (remaining > 0) products += load_first(grad + d, remaining) * load_first(row + d, remaining);
   return sum(products);
 }
 
-// Write args.out for the lookups of bags [first_bag, last_bag); `rows` is a reader of
-// tbe/read_rows.h, G the dtype of the gradient.
+// Write args.out for the lookups of bags [first_bag, last_bag), 0 for lookups to skip. `rows` is a
+// reader of tbe/read_rows.h, G the dtype of the gradient.
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {

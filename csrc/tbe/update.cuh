@@ -119,12 +119,12 @@ struct TileRow {
   int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
   bool is_summed;     // gradient goes through shared memory: several lookups, or not aligned like
                       // the row
-  int64_t id;         // linear row id
+  int64_t id;         // linear row id; 0 without an optimizer
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
-  // Three fields that the rows of one batch share, by the bit where each starts: whether rows are
-  // read in vectors, the tier, and dim, which must be below 2^29 (MAX_DIM in emblib/specs is
-  // less). `update_tile` unpacks them.
+  // Three fields that the rows of one batch share: kVectorBit is set if rows are read in vectors,
+  // the tier begins with bit kTierShift, and dim with bit kDimShift. dim must be below 2^29
+  // (MAX_DIM in emblib/specs is less). `update_tile` unpacks them.
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
@@ -197,7 +197,8 @@ struct TileUpdate {
   RowLayout layout;
   bool has_high_words;                              // of any offset of these rows
   float (*row_gradient)[kUpdateThreads][kColumns];  // [kSlices], scratch
-  float (*row_sums)[kMaxRowSums];                   // [kUpdateThreads], scratch
+  // [kUpdateThreads], scratch; not used if the optimizer has no sums over a row.
+  float (*row_sums)[kMaxRowSums];
 
   EMB_DEVICE static void copy(const float (&from)[kMaxRowSums], float (&to)[kMaxRowSums]) {
 #pragma unroll
@@ -676,9 +677,9 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
 // lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if the grouping has not
-// counted the step: then it is counted here, also without lookups, and nothing is updated if the
-// gradient is not finite. If `num_updated` is null, the step must have been counted already, and
-// `step` is ignored.
+// counted the step: then it is counted here, also without lookups; if the gradient is not finite,
+// nothing is counted or updated. If `num_updated` is null, `step` is ignored: the step must have
+// been counted, and *args.num_groups be 0 if the gradient is not finite.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},

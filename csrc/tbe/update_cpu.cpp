@@ -81,9 +81,9 @@ struct Gradient {
     check_grouping(op, groups.rows, groups.num_groups);
   }
 
-  // Throws unless the grouping is one that tbe_group could have made, because the kernels trust it:
-  // segments ascend and are not empty, lookups and bags are in range. This reads 12 bytes per
-  // lookup, compared to rows of hundreds of bytes. Sets num_groups.
+  // Set num_groups. Throws unless sizes match, segments ascend and are not empty, and lookups and
+  // bags are in range: the kernels trust these. The values of `rows` are not read. This reads up to
+  // 12 bytes per lookup, compared to rows of hundreds of bytes.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
     bool valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
                  bags.numel() == num_lookups && count.numel() == 1;
@@ -167,8 +167,8 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
-  // Throws unless all lookups of each group are of nonempty tables of one dim, and, if `rows` is
-  // not null, the table of the first lookup has the row rows[group]. Checks nothing if all tables
+  // Throws unless the lookups of each group are of tables of one dim, and the table of the first
+  // lookup has rows and, if `rows` is not null, row rows[group]. Checks nothing if all tables
   // have rows and one dim: nothing can then be read or written outside a table, because kernels
   // take a row outside its table for the table's first row.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
@@ -298,7 +298,7 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.long_segments = chunks.view();
   // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
-  // core's own caches.
+  // core's private caches.
   const bool prefetches = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -341,9 +341,9 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
   check_tiers(op, optimizer, weights, states, rows, args->tiers);
 }
 
-// Return the tables by ascending rows, each once. Return none if rows may be in a cache (`cached`),
-// or if features disagree about where a table is: then UpdateTable::update locates every row by its
-// first lookup.
+// Return the tables that have rows, by ascending rows, each once. Return none if rows may be in a
+// cache (`cached`), or if features disagree about where a table is: then UpdateTable::update
+// locates every row by its first lookup.
 std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   std::vector<TableSpan> spans;
   if (cached) return spans;
@@ -379,8 +379,8 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   return spans;
 }
 
-// Return whether the groups of rows `rows`, [num_groups], follow the order of `tables`, so that the
-// groups of a table are neighbours. Within a table they may have any order.
+// Return whether each of `rows`, the row of each group, [num_groups], is in one of `tables`, and
+// the groups follow the order of the tables. Within a table they may have any order.
 bool follow_tables(const int64_t* rows, int64_t num_groups, const std::vector<TableSpan>& tables) {
   size_t t = 0;
   for (int64_t group = 0; group < num_groups; ++group) {
@@ -392,7 +392,7 @@ bool follow_tables(const int64_t* rows, int64_t num_groups, const std::vector<Ta
 
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
-//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; changed
+//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; written
 //   hyper            float64 [..], read only: the caller has counted the step
 //   optimizer        a code of core/codes.h
 //   rows..count      the grouping that tbe_group returned for these features and offsets
@@ -443,8 +443,8 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 // Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
 // `located`: [rows, segments, lookups, bags, count, row_slots] from a cache's prefetch, or the same
 // without row_slots from the insertion of a batch of keys. Then do what tbe_update_ does. If
-// `is_finite`, bool [1] or null, is false, do nothing. `repaired` is the argument of tbe_group,
-// ignored with `located`. If the update throws, the step is not counted.
+// `is_finite`, bool [1] or null, is false, do nothing. `indices`, `total_rows` and `repaired` are
+// arguments of tbe_group, ignored with `located`. If the update throws, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

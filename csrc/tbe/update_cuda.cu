@@ -1,8 +1,9 @@
 // `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: check the arguments, allocate
 // scratch memory, launch. The number of unique rows is known on the device only, so grids and
 // scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, except
-// that the contents of device tensors are trusted, that `located` must have row_slots, and that a
-// gradient that is not finite is noticed on the device.
+// that the contents of device tensors are trusted, that row_slots must be [L], that `located` must
+// have row_slots and be of as many lookups as `indices`, and that a gradient that is not finite is
+// noticed on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -174,7 +175,7 @@ class BackwardCall {
 
 // Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
 // optimizer to it.
-//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; changed
+//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers; written
 //   hyper            float64 [..], read only: the caller has counted the step
 //   rows..count      the grouping that tbe_group returned for these features and offsets
 //   row_slots        int32 [L] cache slot of each unique row; null: nothing is cached
@@ -248,7 +249,8 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   backward.run(launcher, step);
 }
 
-// Write the gradients of the rows of `backward` to `out`, [L, dim] of device memory.
+// Write the gradient of each group's row to `out`, [L, dim] of device memory; rows after the last
+// group and columns beyond the dim of a row are not written.
 void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, float* out) {
   backward->set_result_stride(dim);
   OptimizerStepArgs step;

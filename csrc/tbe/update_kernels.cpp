@@ -520,7 +520,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
-// Return the kernels of an optimizer, null if no optimizer has this number.
+// Return a driver for an optimizer, null if no optimizer has this number.
 UpdateFn find_update_tables(int optimizer) {
   UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,

@@ -139,12 +139,12 @@ enum TtPlanTensor : int {
   kTtPlanTensors
 };
 
-// The CPU kernels. Each works on a range of halves of one table on one thread; the `*_cpu.cpp`
-// files check, allocate and divide the work. Below, u and v count the distinct halves of one table,
-// j the distinct rows of all tables.
+// The CPU kernels. Each works on a range of halves or rows of one table on one thread; the
+// `*_cpu.cpp` files check, allocate and divide the work. Below, u and v count the distinct halves
+// of one table, j the distinct rows of all tables.
 
-// Left halves processed together: enough for the product that makes the gradient of an inner row to
-// run at full speed, few enough that their values stay in the first-level cache.
+// Halves processed together, at most: enough for the product that makes the gradient of an inner
+// row to run at full speed, few enough that their values stay in the first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
 // The distinct left halves, or right halves, of a table in a batch, and the cores that they are
@@ -256,7 +256,7 @@ struct TtRightGradsArgs {
   const int32_t *segments, *rows, *row_lefts, *row_rights;
   int64_t first_left, first_right;  // what row_lefts and row_rights have for u = 0 and v = 0
   int32_t* cursors;                 // [V] index in `rows` of each half's next row, in and out
-  int64_t row_end;                  // the first row of a later wave
+  int64_t row_end;                  // the end of the rows of this wave
   const float* row_grads;           // [M][row_stride]
   int64_t row_stride;
   float* grads;  // [V][right_columns, rank], an output; a half's first row sets it, others add

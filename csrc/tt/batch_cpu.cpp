@@ -69,7 +69,8 @@ Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stri
 // halves.
 constexpr size_t kKeptTensors = size_t{kGroupTensors} + size_t{kTtPlanTensors} + 1;
 
-// Return whether all indices and offsets are valid. Invalid ones do not throw, whatever the mode.
+// Return whether all indices and offsets are valid. Invalid ones do not throw, whatever the mode;
+// a `mode` that is no code of BoundsMode throws.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, int64_t mode) {
   parse_choice<BoundsMode>(op, "check", mode, kBoundsModes);
@@ -86,7 +87,7 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
 //   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
 //   tables, feature_tables    int64 [T, 10] and [F, 10] rows of TtTableIds, by table and by feature
 //   features                  int64 [3 F, 8], see TtFeatures
-//   num_saved                 left halves whose values are kept; -1 for a pass without backward
+//   num_saved                 left halves whose values are kept; below 0: a pass without backward
 //   violations                not used on the CPU: the caller counts for an invalid batch
 // The other arguments are those of tbe_lookup.
 std::vector<Tensor> tt_lookup_checked_(

@@ -375,7 +375,7 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
   for (const Tensor* input : inputs) {
     check_dtype(op, "each argument", *input, ScalarType::Long, "int64");
     check_same_device(op, "each argument", *input, counted);
-    STD_TORCH_CHECK(input->is_contiguous(), op, ": its arguments must be contiguous");
+    STD_TORCH_CHECK(input->is_contiguous(), op, ": all arguments must be contiguous");
   }
   const int64_t n = counted.numel(), features = tables.numel();
   STD_TORCH_CHECK(rows.numel() == n || rows.numel() == 0, op,

@@ -31,10 +31,10 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
 // value_size]. The caller must have checked the contents of `plan`, or tt_plan must have made it.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows);
 
-// Apply the optimizer to the core rows that the batch uses, in place. The plan, `prefixes` (values
-// of left halves that the forward pass saved), `row_grads` (float32 [L, dim]), `states` (all states
-// of the first core, then all of the second, and so on) and `hyper` are checked first. Does not
-// count the step.
+// Apply the optimizer, in place, to the core rows whose gradient is not zero throughout. The plan,
+// `prefixes` (values of left halves that the forward pass saved), `row_grads` (float32 [L, dim]),
+// `states` (all states of the first core, then all of the second, and so on) and `hyper` are
+// checked first. Does not count the step.
 void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                     const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
                     const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,

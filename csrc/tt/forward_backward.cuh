@@ -32,7 +32,8 @@ struct TtDeviceTable {
   TtShape shape;
   int64_t first_left, first_right;  // first ids of its halves
   const void* cores[kMaxCores];
-  const float* left[2];      // outer and inner core of the left half as floats: cores, or copies
+  // Outer core and, for a pair, inner core of the left half as floats: the cores, or copies.
+  const float* left[2];
   float* mirrored[2];        // copies of outer and inner core of a right pair, axes reversed
   float* grads[kMaxCores];   // gradients of the cores; null in a forward pass
   float* mirrored_grads[2];  // gradients of `mirrored`, in a backward pass
@@ -229,7 +230,7 @@ class TtArrays {
   }
 
   // Apply the optimizer to the cores, by the steps of add_step; of `step` only the optimizer and
-  // its numbers matter.
+  // its hyperparameters are read.
   template <class Launcher>
   void update(const Launcher& launcher, const OptimizerStepArgs& step) const {
     launch_update_matrices(launcher, device_steps_, size_of(steps_), update_blocks_, step);

@@ -70,8 +70,9 @@ struct TtTableBatch {
   int64_t num_rows, num_lefts, num_rights;  // distinct rows and halves of the table
   int64_t first_left_id, first_right_id;
   TtHalf left, right;
-  std::vector<const float*> cores;  // the cores, or the copies in `used`
-  UsedCores used;                   // empty for float32 cores
+  // The cores, or the copies in `used`; empty for 16-bit cores of which the batch has no row.
+  std::vector<const float*> cores;
+  UsedCores used;  // empty for float32 cores
 
   TtTableBatch(const TtTables& tables, const TtPlan& all, int64_t t)
       : shape(tables.shapes[t]),
@@ -321,14 +322,15 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, prefixes};
 }
 
-// The backward pass. The left halves are processed in waves, so that scratch memory does not grow
-// with the batch: first those whose values the forward pass saved, then the others, whose values
-// the wave expands again. A wave has two parallel regions. The first computes the gradient of every
-// inner row of the wave, and one gradient of an outer row per half. The second adds the wave's
-// contributions to the gradients of right halves and of outer rows. In `tt_update_` the optimizer
-// runs inside the first region, on inner rows whose gradients are complete: no other half reads
-// these rows. Each sum is computed by one thread in a fixed order, whatever the number of threads
-// and the size of the waves.
+// The backward pass. The left halves of pairs are processed in waves, so that the memory for values
+// that are expanded again does not grow with the batch: first those whose values the forward pass
+// saved, then the others, whose values the wave expands again. A wave has two parallel regions. The
+// first computes the gradient of every inner row of the wave, and one gradient of an outer row per
+// half. The second adds the wave's contributions to the gradients of right halves and of outer
+// rows. In an update, if no inner row has more halves than a wave, the optimizer runs inside the
+// first region, on inner rows whose gradients are complete: no other half reads these rows. Each
+// sum is computed by one thread in a fixed order, whatever the number of threads and the size of
+// the waves.
 
 // Floats of left values in a wave that expands them again: if all threads run it, and if one thread
 // runs it alone. A thread alone waits for no other between waves, so its waves can be small enough
@@ -622,7 +624,8 @@ class TtTableBackward {
 struct GradInputs {
   const TtTables& tables;
   TtPlan plan;
-  const Tensor &prefixes, gradient;
+  const Tensor& prefixes;
+  const Tensor gradient;  // row_grads, contiguous
 
   GradInputs(const char* op, const TtTables& all, const std::vector<Tensor>& plan_tensors,
              const Tensor& prefixes_in, const Tensor& row_grads)
@@ -722,9 +725,10 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
 
 namespace {
 
-// Apply the optimizer to the core rows that the batch uses, in place, as `update_rows_` does with
-// the gradients of tt_core_grads. The caller must have counted the step in `hyper`; not checked.
-// `states` are all states of the first core, then all states of the second core, and so on.
+// Apply the optimizer, in place, to the core rows whose gradient is not zero throughout, as
+// `update_rows_` does with the gradients of tt_core_grads. The caller must have counted the step in
+// `hyper`; not checked. `states` are all states of the first core, then all states of the second
+// core, and so on.
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,

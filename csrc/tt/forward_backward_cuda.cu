@@ -38,8 +38,8 @@ class PackedBuffers {
     assign_addresses(take_all);
   }
 
-  // Take the buffers from `tensor`, which another object allocated for the same sizes. Throws if it
-  // has another size.
+  // Take the buffers from `tensor`, which another object allocated for the same sizes. Throws
+  // unless it is float32 of this size, contiguous, aligned, and on the device of `like`.
   template <class TakeAll>
   PackedBuffers(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
       : tensor_(tensor) {
@@ -192,8 +192,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
                   ": keys and count must come from one call of tbe_group");
   STD_TORCH_CHECK(tables.size(0) > 0 && left_ids > 0 && left_ids <= kMaxTtIds && right_ids > 0 &&
                       right_ids <= kMaxTtIds,
-                  op, ": the halves of all tables must be fewer than 2^31, got ", left_ids, " and ",
-                  right_ids);
+                  op, ": tables must not be empty, and left_ids and right_ids in [1, 2^31), got ",
+                  left_ids, " and ", right_ids);
   const CudaLauncher launcher(keys);
   const int64_t n = keys.numel(), num_tables = tables.size(0);
   std::vector<Tensor> plan;
@@ -221,8 +221,8 @@ TtDeviceBatch make_batch(const char* op, const TtTables& tables, const std::vect
 }
 
 // Return the distinct rows of a plan, float32 [L, widest dim], and the values of its first
-// num_saved left halves, float32 [num_saved, value_size]; only existing rows and halves are
-// written.
+// num_saved left halves, float32 [num_saved, value_size]. Rows and halves that do not exist,
+// columns beyond the dim of a table, and values of halves that are no pair are unspecified.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -351,7 +351,9 @@ void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const T
 }
 
 // Return the gradient of each core, float32 of its shape, from `row_grads`, float32 [L, dim], the
-// gradients of the rows of the plan. `prefixes` are the values that tt_rows returned.
+// gradients of the rows of the plan. The results are views of one tensor. `prefixes` are the values
+// that tt_rows returned; if they are fewer than the left halves that L lookups can have, all values
+// are computed again.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
@@ -549,8 +551,8 @@ std::vector<Tensor> tt_lookup_checked_(
 }
 
 // Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. With `is_stale`
-// the values of halves are made again. Everything is checked and allocated before the launch that
-// counts the step, so that a call that throws does not count it.
+// the values of halves are computed again. Everything is checked and allocated before the launch
+// that counts the step, so that a call that throws does not count it.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

@@ -2,11 +2,12 @@
 // both cores from the gradients of these values (contract). Shapes and names are those of TtHalf in
 // tt/args.h.
 //
-// Ids of halves are sorted by the row of the inner core, the large one. A block takes one inner row
-// and a tile of columns, finds the halves that share the row, and runs one tiled product over all
-// of them: on tensor cores, from shared memory, into which the next tiles are copied meanwhile. The
-// gradient of an inner row is complete in the registers of one block, so it needs no atomics and no
-// partial sums. The gradient of an outer row is written per half, then summed by sum_outer_kernel.
+// Halves are sorted by id, and so by the row of the inner core, the large one. A block takes one
+// inner row and a tile of columns, finds the halves that share the row, and runs one tiled product
+// over all of them: on tensor cores, from shared memory, into which the next tiles are copied
+// meanwhile. The tiles of the gradient of an inner row are each complete in the registers of one
+// block, so they need no atomics and no partial sums. The gradient of an outer row is written per
+// half, then summed by sum_outer_kernel.
 #pragma once
 
 #include "core/codes.h"
@@ -80,7 +81,9 @@ struct TtHalves {
 struct TtPair {
   TtHalves halves;
   int64_t first_inner, first_outer;  // numbers of its first core rows among the rows of all pairs
-  float* values;             // [halves of all tables][value_stride], written by expand_kernel
+  // [halves of all tables][value_stride], written by expand_kernel; null for left halves
+  // whose values an earlier pass saved.
+  float* values;
   const float* value_grads;  // gradients of the values, of the same shape; null in a forward pass
   // Scratch of a backward pass: the gradient of an outer row, per half. The rows of a table, of
   // outer_size floats, follow each other without gaps from outer_values_of_table() on.
@@ -137,7 +140,8 @@ inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile th
 // outer_values_kernel.
 inline constexpr int kTileM = 32, kTileN = 64;
 inline constexpr int kOuterTileM = 64, kOuterTileN = 32;
-// Chunks of the second operand that stay in shared memory for all tiles: its two stages.
+// Tiles of an operand in shared memory: one in use, one being copied. An inner row of at most so
+// many chunks stays there for all tiles.
 inline constexpr int kStages = 2;
 
 // A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
@@ -557,11 +561,12 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocksPerSm)
   }
 }
 
-// A core stored in 16 bits, of which the rows that halves of the batch use are copied as floats.
+// A core stored in 16 bits, of which all rows, or those that halves of the batch use, are copied as
+// floats.
 struct TtWiden {
   TtHalves halves;    // the halves that use the core
   const void* from;   // [rows][width], the core
-  float* to;          // [rows][width], written for used rows only
+  float* to;          // [rows][width], of which the copied rows are written
   int64_t first_row;  // number of its first row among the rows of all cores of the launch
   int64_t width;
   int64_t ids_per_row;  // row r is used by halves with ids from r * ids_per_row; 0: copy all rows

@@ -192,8 +192,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   bool ascending = true;
   for (int64_t j = 1; j < m; ++j) ascending &= sorted.data[j - 1] < sorted.data[j];
   STD_TORCH_CHECK(m == 0 || (ascending && sorted.data[0] >= 0 && sorted.data[m - 1] < keys_end), op,
-                  ": keys must be distinct and ascending, as tbe_group returns them, and below the "
-                  "product of row_factors");
+                  ": keys must be distinct and ascending, as tbe_group returns them, and in [0, ",
+                  keys_end, ")");
   find_lefts(sorted, plan);
   find_rights(sorted, right_ids, plan);
   const int32_t* starts = plan.data[kTtStarts];

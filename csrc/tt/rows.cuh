@@ -2,10 +2,10 @@
 // (those of right halves are in right_grads.cuh).
 //
 // A row is left [Ql, rank] times right [Qr, rank]. A warp takes the rows of one left half, side by
-// side as columns of one product. Each operand is read once, by the lanes that multiply it, so
-// shared memory would save nothing: lanes load four neighbours at once from global memory, and the
-// tensor cores take k in the order in which lanes have loaded it. Tables whose shape does not suit
-// tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
+// side as columns of one product. In a warp an element is read only by the lane that multiplies it,
+// so shared memory would save nothing: lanes load four neighbours at once from global memory, and
+// the tensor cores take k in the order in which lanes have loaded it. Tables whose shape does not
+// suit tensor cores (TtTableRows::has_mma_rows, has_mma_grads) run on plain kernels.
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
 // its half in the plan's `starts` and reads the table's arguments from device memory.
@@ -47,19 +47,19 @@ struct TtTableRows {
   bool has_vectors;  // four neighbours along the rank of values can be loaded at once
   int32_t first_left, first_right;  // the first ids of the table
   const float* left;                // values of left halves, or the first core
-  float* left_grads;                // gradients of `left`
+  float* left_grads;                // gradients of `left`; null in a forward pass
   int64_t left_stride;              // floats between the rows of `left` and of `left_grads`
   const void* last_core;  // [rank, right columns] per id of a right half; null if that is a pair
-  float* last_grads;      // gradients of the last core; null if a right half is a pair
+  float* last_grads;      // its gradients; null in a forward pass
 
   EMB_HD int64_t left_size() const { return int64_t{1} * left_columns * rank; }
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
   EMB_HD int64_t dim() const { return int64_t{1} * left_columns * right_columns; }
 
   // Return whether rows, and whether the gradients of left halves, are computed on tensor cores.
-  // Other tables run on tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the
-  // result. A batch of both launches both kernels, each of which skips the tables of the other. The
-  // choice depends on the shape alone, so that a table has the same bits in every batch.
+  // Other tables run on tt_rows_kernel and left_grads_kernel, in which a lane computes elements of
+  // the result. A batch of both launches both kernels, each of which skips the tables of the other.
+  // The choice depends on the shape alone, so that a table has the same bits in every batch.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
   }
 }
 
-// The elements of a result [columns, rank] that a lane owns in one pass: first + lane,
+// The elements of a result [columns, rank] that a lane computes in one pass: first + lane,
 // first + lane + 32, ...
 struct LaneElements {
   int64_t element[kElementsPerLane];
@@ -362,7 +362,8 @@ struct LaneElements {
   }
 };
 
-inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);  // elements
+// Elements that a warp computes in one pass.
+inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
 // tables without has_mma_grads; one warp per left half.
@@ -461,8 +462,8 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
   if (kernels.mma_rows) {
     const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
     for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
-      const int rest = args.max_fragments - first;
-      const simt::Dim3 grid(blocks, static_cast<unsigned>(rest < kMaxGridY ? rest : kMaxGridY));
+      const int groups = args.max_fragments - first;
+      const simt::Dim3 grid(blocks, static_cast<unsigned>(groups < kMaxGridY ? groups : kMaxGridY));
       with_products(precision, [&](auto products) {
         launcher(mma_rows_kernel<decltype(products)>, grid, kRowThreads, args, first, rows);
       });

@@ -8,7 +8,7 @@
 
 namespace emb::EMB_ISA {
 
-// What is done with a product: it replaces the stored values, or is added to them.
+// What a product does to the values of c: replace them, or add to them.
 enum class Store { kSet, kAdd };
 
 // c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;
@@ -36,7 +36,7 @@ struct VecOf<1> {
 };
 
 // Compute a tile of kRows x (kVectors * kWidth) of c at (m, n) in registers. The sum runs over k in
-// order, starting from c itself: splitting k over several calls does not change the bits.
+// order, and starts from c for kAdd: splitting k over several calls does not change the bits.
 template <int kWidth, int kRows, int kVectors>
 EMB_HD void multiply_tile(const Product& p, int64_t m, int64_t n) {
   using V = typename VecOf<kWidth>::type;
@@ -173,7 +173,7 @@ struct Matrix {
   int64_t rows, columns, stride;  // elements between rows
 };
 
-// Transpose a matrix in blocks of kWidth x kWidth, and the rest by elements.
+// Transpose a matrix in blocks of kWidth x kWidth, and the elements outside them one by one.
 template <int kWidth>
 EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;
@@ -190,7 +190,8 @@ EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_stride) {
   }
 }
 
-// to[j, i] = from[i, j]; `to_stride` is the stride between rows of `to`, in elements.
+// to[j, i] = from[i, j]; `to_stride` is the stride between rows of `to`, in elements. `to` must not
+// overlap `from`.
 inline void transpose(const Matrix& from, float* to, int64_t to_stride) {
   const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
   if constexpr (kLanes >= 16) {

@@ -377,11 +377,11 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
 }
 
 // Prefetch the gradient and the left value of the row at entry `cursor + kRowsAhead` of args.rows,
-// if that is before `last`.
+// if the entry is before `last` and the row is of this wave.
 EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, int64_t last) {
   if (cursor + kRowsAhead >= last) return;
   const int64_t j = args.rows[cursor + kRowsAhead];
-  if (j >= args.row_end) return;  // a half of a later wave
+  if (j >= args.row_end) return;  // a row of a later wave
   const int64_t nbytes = args.left_columns * int64_t{sizeof(float)};
   prefetch_row<false>(args.row_grads + j * args.row_stride, nbytes * args.right_columns);
   prefetch_row<false>(args.left.at(args.row_lefts[j] - args.first_left), nbytes * args.rank);
