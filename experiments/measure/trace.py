@@ -24,7 +24,7 @@ MIN_BATCHES = 4  # two halves for the fit, and batches before and after the warm
 
 
 def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record about all tables and about each; `seconds` is not used.
+    """Return one record, about all tables and about each; `seconds` is not used.
 
     Raises:
         TraceError: the trace has fewer than MIN_BATCHES batches, or cannot be read.

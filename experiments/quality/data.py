@@ -256,8 +256,8 @@ def criteo(source: DataSource) -> Clicks:
     """Load a file of Criteo's layout: label, 13 counts, 26 hexadecimal categories, by tabs.
 
     A missing or negative count is 0, a missing category is an id, and categories are not checked.
-    `numbers` are logarithms of 1 + count. The last samples are the test; in Criteo-Kaggle they are
-    of the last of seven days.
+    Numbers are standardised logarithms of 1 + count. The last samples are the test; in
+    Criteo-Kaggle they are of the last of seven days.
     """
     import pandas as pd
 

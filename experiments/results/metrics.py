@@ -138,16 +138,17 @@ def phase_rows(
 ) -> pd.DataFrame:
     """Return a row per cell, arm, mode and phase of a kind, over all processes.
 
-    A group is the records of an arm in a cell and mode, one per process.
+    Without a record of the kind the frame has no rows and no columns.
 
     Args:
         records: records of a run, of all kinds.
         kind: kind whose cells count.
         baseline_of: function of a record that returns the arm to compare its arm with.
-        row_of: function of a group, a phase, the baseline's group and the spread between
-            processes that returns a row.
+        row_of: function of a group, a phase, the baseline's group ([] without one) and the spread
+            between processes that returns a row.
         phases_of: function of a group that returns its phases.
-        pair: function of the baseline's group and a phase that returns records to pair with.
+        pair: function of the baseline's group and a phase that returns the records whose ratios
+            count in the spread; `row_of` gets the group itself.
     """
     groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}

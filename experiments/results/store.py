@@ -176,9 +176,9 @@ def runs_in(folder: Path, pattern: str) -> list[Path]:
 
 
 def pack_records(path: Path) -> None:
-    """Replace a finished run's points.jsonl by points.jsonl.xz."""
+    """Replace a finished run's points.jsonl, which must exist, by points.jsonl.xz."""
     source = path / POINTS
-    (path / PACKED_POINTS).write_bytes(lzma.compress(source.read_bytes()))
+    _replace(path / PACKED_POINTS, lzma.compress(source.read_bytes()))
     source.unlink()
 
 
@@ -186,8 +186,15 @@ def unpack_records(path: Path) -> None:
     """Replace points.jsonl.xz, if there is one, by points.jsonl."""
     packed = path / PACKED_POINTS
     if packed.is_file():
-        (path / POINTS).write_bytes(lzma.decompress(packed.read_bytes()))
+        _replace(path / POINTS, lzma.decompress(packed.read_bytes()))
         packed.unlink()
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write a file atomically: `read_records` would take half of it for an interrupted run."""
+    partial = target.with_name(f".{target.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, target)
 
 
 def read_records(path: Path) -> list[Record]:

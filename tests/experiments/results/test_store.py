@@ -51,6 +51,22 @@ def test_damaged_packed_records_are_a_value_error(tmp_path: Path) -> None:
         read_records(tmp_path)
 
 
+def test_unpacking_that_is_interrupted_loses_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:10])
+        raise KeyboardInterrupt
+
+    RunStore(tmp_path).append({"number": 1}, {"number": 2})
+    pack_records(tmp_path)
+    monkeypatch.setattr(Path, "write_bytes", torn)
+    with pytest.raises(KeyboardInterrupt):
+        unpack_records(tmp_path)
+    assert [r["number"] for r in read_records(tmp_path)] == [1, 2]
+
+
 def test_a_damaged_run_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
