@@ -68,8 +68,8 @@ inline void check_table_ids(const char* op, const TtTableIds& table) {
   const double keys = lefts * static_cast<double>(table.right_ids);
   STD_TORCH_CHECK(positive && lefts <= kMaxTtIds && table.right_ids <= kMaxTtIds &&
                       static_cast<double>(table.rows) <= keys && keys <= kMaxTtRows,
-                  op, ": a table must have rows in [1, ", keys, "], got ", table.rows,
-                  "; make tables with emblib.ops.tt.layout_of");
+                  op, ": a table must have rows in [1, ", keys, "] and factors >= 1, got ",
+                  table.rows, " rows; make tables with emblib.ops.tt.layout_of");
 }
 
 // Check the cores of a table and return their shape. Cores are [p_k, R_k q_k R_{k+1}] of one dtype;
@@ -97,8 +97,8 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
     const int64_t q = dim_factors[k], width = core.size(1);
     STD_TORCH_CHECK(
         q >= 1 && width >= 1 && width <= kMaxWidth && q <= width && width % (rank * q) == 0, op,
-        ": core ", k, " has ", width, " columns, which is no multiple of rank * q = ", rank, " * ",
-        q);
+        ": core ", k, " must have a multiple of rank * q = ", rank, " * ", q,
+        " columns, at most 2^30, got ", width);
     shape.q[k] = static_cast<int>(q);
     shape.ranks[k] = static_cast<int>(rank);
     rank = width / (rank * q);

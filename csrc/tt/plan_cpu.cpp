@@ -186,7 +186,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
                   ", as the tables say, got ", left_ids, " and ", right_ids);
   const int64_t n = keys.numel(), m = count.numel() > 0 ? *count.const_data_ptr<int32_t>() : 0;
   STD_TORCH_CHECK(m >= 0 && m <= n && keys.is_contiguous(), op,
-                  ": count must be the number of distinct keys, in [0, ", n, "], got ", m);
+                  ": keys must be contiguous, and count, the number of distinct keys, in [0, ", n,
+                  "], got ", m);
   PlanTensors plan(keys, num_tables);
   const SortedKeys sorted{keys.const_data_ptr<int64_t>(), m, table, num_tables};
   bool ascending = true;

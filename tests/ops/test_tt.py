@@ -587,7 +587,7 @@ WRONG = {
     "left_ids and right_ids must be 12 and 5": lambda c: _plan(_tables(), 13),
     "must be int32 or int64": lambda c: _keys(ids=torch.rand(3)),
     "must have row_factors": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 6], [2, 2, 2], [3], 0),
-    "no multiple of rank": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 5, 2], [3], 0),
+    "a multiple of rank": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 5, 2], [3], 0),
     "must have one length": lambda c: ops.tt_rows(c.cores, c.plan, [3, 4, 5], [2, 2], [3], 0),
     "the 8 tensors that tt_plan": lambda c: ops.tt_rows(c.cores, [], [3, 4, 5], [2, 2, 2], [3], 0),
     "each core must be float32": lambda c: ops.tt_rows(
@@ -738,7 +738,7 @@ def test_factors_that_overflow_are_refused() -> None:
     with pytest.raises(RuntimeError, match="multiply to at most"):
         ops.tt_rows([core, core], plan, [1, 1], [65_536, 65_536], [2], 0)
     ranks = [torch.ones(1, 4), torch.ones(1, 4)]
-    with pytest.raises(RuntimeError, match="no multiple of rank"):
+    with pytest.raises(RuntimeError, match="a multiple of rank"):
         ops.tt_rows(ranks, plan, [1, 1], [1, 2**62], [2], 0)
     plan = plan_of(torch.zeros(1).long(), torch.ones(1).int(), [1, 1, 1])
     large = [torch.ones(1, width) for width in (2**20, 2**11, 2**10)]
