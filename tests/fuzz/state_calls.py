@@ -1,5 +1,6 @@
 """Calls of the ops of the cache and of dynamic tables, see `tests.fuzz.calls`."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -305,7 +306,8 @@ def _hash_place(draw: random.Random) -> Call:
     return Call("hash_insert_", (*call, case.slots, groups), check)
 
 
-def _hash_insert_batch(draw: random.Random) -> Call:
+def _hash_insert_batch(draw: random.Random, first_overflow: int | None = None) -> Call:
+    """Return a batch; refused keys have no slot, or rows from `first_overflow` on per table."""
     case = _hash(draw)
     model, counts = case.model, case.batch.counts
     ids, starts, tables = case.batch.keys
@@ -324,7 +326,13 @@ def _hash_insert_batch(draw: random.Random) -> Call:
         slots = model.touch(positions, [1] * len(positions), scores)
         misses = model.misses(positions, slots, [1] * len(positions))
         model.insert(misses, scores)
-        assert got[2].tolist() == model.find(positions)
+        found = model.find(positions)
+        if first_overflow is not None:
+            refused = dict.fromkeys(p for p, slot in zip(positions, found, strict=True) if slot < 0)
+            rows = [itertools.count(first_overflow) for _ in range(num_tables)]
+            row_of = {(table, key): next(rows[table]) for table, key in refused}
+            found = [row_of.get(p, slot) for p, slot in zip(positions, found, strict=True)]
+        assert got[2].tolist() == found
         return _same_index(arguments[0], model)
 
     codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
@@ -499,9 +507,10 @@ def _tier_swap(draw: random.Random) -> Call:
 
 def _tier_insert_batch(draw: random.Random) -> Call:
     """Return a batch in front of empty stores, so that no row moves."""
-    plain = _hash_insert_batch(draw)
+    rows = 1 << 14
+    plain = _hash_insert_batch(draw, first_overflow=rows // 2)
     index, _, *rest, layout, rules, seed = plain.arguments
-    num_tables, rows = index[2].shape[0], 1 << 14
+    num_tables = index[2].shape[0]
     layout = layout.clone()
     layout[:, 0, 2] = rows
     stores = [test_tiers.StoreInMemory(32, Eviction.LRU).index.tensors() for _ in range(num_tables)]
