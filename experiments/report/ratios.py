@@ -39,6 +39,8 @@ def forest_figures(run: Run) -> list[Figure]:
     dots = "One process per cell: the interval covers the noise within that process only. "
     if run.table["processes"].max() > 1:
         dots = "Small dots: the ratio within each process. "
+    is_cut = any(len(ratio_rows) == MAX_ROWS for ratio_rows in lines.values())
+    cut = f" Of more than {MAX_ROWS} ratios the smallest and the largest." if is_cut else ""
     has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
     band = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
     return [
@@ -46,7 +48,7 @@ def forest_figures(run: Run) -> list[Figure]:
             "forest",
             f"Every ratio to {run.baseline.label}, with its confidence interval",
             f"Bars: 95 % confidence interval. {dots}{band}Filled: the interval excludes 1. "
-            "Left of 1 the contender is faster.",
+            f"Left of 1 the contender is faster.{cut}",
             f"{run.table['cell'].nunique()} cells",
             panels,
         )

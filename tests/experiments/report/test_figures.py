@@ -89,6 +89,14 @@ def test_the_forest_is_sorted_and_open_where_one_is_inside(plain: Run) -> None:
     plt.close()
 
 
+def test_a_forest_that_is_cut_says_so(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (figure,) = ratios.forest_figures(plain.in_mode("hot"))
+    assert "the smallest and the largest" not in figure.caption
+    monkeypatch.setattr(ratios, "MAX_ROWS", 2)
+    (figure,) = ratios.forest_figures(plain.in_mode("hot"))
+    assert "Of more than 2 ratios the smallest and the largest" in figure.caption
+
+
 def test_the_heatmap_shows_axes_against_each_other_where_they_met(tmp_path: Path) -> None:
     run = Run.read(make_run(tmp_path, Recipe(words=(*GRID, *NOTHING), replicates=1)))
     (figure,) = ratios.speedup_figures(run)
