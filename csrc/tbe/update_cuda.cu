@@ -64,6 +64,9 @@ class BackwardCall {
   // of which nothing is checked.
   void set_groups(const char* op, const Grouping& groups) {
     check_groups(op, groups);
+    STD_TORCH_CHECK(groups.sorted_lookups.numel() == args_.num_lookups, op,
+                    ": the grouping must have one entry per lookup = ", args_.num_lookups, ", got ",
+                    groups.sorted_lookups.numel());
     args_.rows = groups.rows.const_data_ptr<int64_t>();
     args_.segments = groups.segments.const_data_ptr<int32_t>();
     args_.sorted_lookups = groups.sorted_lookups.const_data_ptr<int32_t>();
@@ -149,14 +152,17 @@ class BackwardCall {
   }
 
   // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
+  static constexpr const char* kMustBeContiguous = ": grouping tensors must be contiguous";
+
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
+    STD_TORCH_CHECK(groups.rows.is_contiguous(), op, kMustBeContiguous);
     const Tensor* tensors[] = {&groups.segments, &groups.sorted_lookups, &groups.sorted_bags,
                                &groups.num_groups};
     for (const Tensor* tensor : tensors) {
       check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
-      STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
+      STD_TORCH_CHECK(tensor->is_contiguous(), op, kMustBeContiguous);
       check_same_device(op, "a grouping tensor", *tensor, groups.rows);
     }
     const int64_t n = groups.sorted_lookups.numel();

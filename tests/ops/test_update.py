@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emblib import optim
-from emblib.columns import Hyper
+from emblib.columns import FeatureRow, Hyper
 from emblib.ops.codes import OPTIMIZER, POOLING
 from emblib.reference import optim as reference
 from tests.optimizer_cases import CASES
@@ -407,3 +407,23 @@ def test_wrong_input_is_refused(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(RuntimeError, match=message):
         torch.ops.emblib.update_rows_(**(arguments | change))
+
+
+def test_a_grouping_of_other_lookups_is_refused(device: torch.device) -> None:
+    """A grouping is taken as it is, so what would read or write elsewhere raises."""
+    features = torch.tensor([FeatureRow(rows=5, dim=4)], device=device)
+    ids = torch.tensor([3, 1, 3], device=device)
+    offsets = torch.tensor([0, 3], device=device)
+    weights, hyper = torch.zeros(20, device=device), torch.zeros(5).double().to(device)
+    groups = ops.tbe_group(features, ids, offsets, None, 5)
+    strided = torch.stack([groups[0], groups[0]], 1)[:, 0]
+    memory = [weights], [], hyper, OPTIMIZER["sgd"], torch.ones(1, 4, device=device), features
+    with pytest.raises(RuntimeError, match="must be contiguous"):
+        ops.tbe_update_(*memory, strided, *groups[1:], offsets, None, None, None, POOLING["sum"])
+    if device.type == "cpu":  # which needs the lookups of the grouping only
+        return
+    located = [*groups, torch.full((3,), -1, dtype=torch.int32, device=device)]
+    fewer = ids[:2], offsets.clamp(max=2)
+    with pytest.raises(RuntimeError, match="one entry per lookup = 2, got 3"):
+        ops.tbe_backward_(*memory, *fewer, None, POOLING["sum"], 5, True, None, located)
+    assert not weights.any()
