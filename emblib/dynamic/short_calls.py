@@ -152,7 +152,7 @@ class KeyedCalls:
             grad: the gradient of the output.
             slots: int64 `[L]`, current slots of the rows; -1 for none.
             offsets: the offsets of the bags.
-            sample_weights: float32 `[L]`, the factor of the gradient of each row.
+            sample_weights: float32 `[L]`, the factor of the gradient of each row; None is 1 each.
             is_finite: bool, whether a scaled gradient is finite; None if it is not scaled.
             groups: the lookups by row, the fields of `tbe.Groups`; None has the op group them.
             are_repaired: whether `offsets` have passed a bounds check, so that the op makes none.

@@ -38,7 +38,7 @@ from emblib.specs import SLOTS, check_count
 def shrink(state: DynamicState, table: int | str, rows: int) -> int:
     """Shrink a table to `rows` rows, rounded up to a multiple of 32, and return its memory.
 
-    Nothing happens if the table has no more rows than that. If its keys do not fit, the
+    Nothing changes if the table has no more rows than that. If its keys do not fit, the
     lowest-ranked ones are evicted, to the backing store if there is one. The table may grow again.
 
     Args:
@@ -51,7 +51,11 @@ def shrink(state: DynamicState, table: int | str, rows: int) -> int:
 
     Raises:
         ValueError: less than `initial_capacity` rows, or a table on CUDA, whose memory is allocated
-            for its whole capacity, or one that evicts no keys.
+            for its whole capacity, or one that evicts no keys; all of these also if it has no more
+            rows than `rows`.
+        KeyError, IndexError: there is no such table.
+        TypeError: `rows` is no int.
+        Exception: the backing store raised it.
     """
     number = state.table_number(table)
     check_shrinkable(state, number)
@@ -227,7 +231,7 @@ class _TableShrink:
 
 
 class _Leaving(NamedTuple):
-    """Evicted entries, int64 `[n, 2 or 3]`, and their rows as bytes per buffer."""
+    """Evicted entries, int64 `[n, 2 or 3]`, see `HashEntryColumn`; uint8 rows per buffer."""
 
     entries: Tensor
     rows: list[Tensor]

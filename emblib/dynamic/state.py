@@ -3,6 +3,7 @@
 A `DynamicEmbeddingBags` owns one state and looks rows up in it. Everything else is a function of
 the state: queries and settings are here, `training` inserts the keys of batches, and `saving` has
 checkpoints. `@of_state` makes such a function accept the module too, so it can be a method of it.
+For an unknown name or number of a table they raise KeyError or IndexError.
 """
 
 from __future__ import annotations
@@ -330,7 +331,10 @@ def reserve(state: DynamicState, table: int | str, rows: int) -> None:
 
 @of_state
 def key_status(state: DynamicState) -> Tensor:
-    """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`."""
+    """Return the status of each id of the last training forward: uint8 `[L]` of `KeyStatus`.
+
+    Raises RuntimeError if there was none.
+    """
     return status_by_position(_last_batch(state).inserted)
 
 
@@ -339,6 +343,9 @@ def status_of(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
     """Return the status of ids of a table in the last training forward: uint8 `[n]`, on CPU.
 
     Ids that were not in it are `KeyStatus.ABSENT`.
+
+    Raises:
+        RuntimeError: there was no training forward, or its ids were overwritten since.
     """
     return _last_batch(state).status_of(state.table_number(table), as_keys(ids).cpu())
 
@@ -386,8 +393,8 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
     Args:
         state: the tables.
         remember: number of evicted keys per table to remember, 8 bytes each, in order to count how
-            many return; rounded up to a power of two. Another number than before restarts the
-            counts; 0 remembers none.
+            many return; rounded up to a power of two, at least 64. Another number than before
+            restarts the counts; 0 remembers none.
     """
     current = state.statistics
     if current is None or current.remember != remember:
@@ -450,9 +457,10 @@ def nbytes(state: DynamicState) -> dict[str, int]:
 
 @of_state
 def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog:
-    """Record from now on which keys leave and when, at most `max_keys` per table.
+    """Record from now on which keys leave and when; return the log.
 
-    If evictions are tracked already, return the existing log; `max_keys` then has no effect.
+    Beyond `max_keys` per table the oldest are dropped. If evictions are tracked already, the
+    existing log is returned, and `max_keys` has no effect.
     """
     if state.eviction_log is None:
         if state.backing is not None:  # no thread may move rows while there is a log

@@ -95,14 +95,14 @@ class AgeHistogram:
 class TableStatistics:
     """Numbers of one dynamic table on one rank; counts are of training, since the last reset.
 
-    A key counts once per batch, a lookup per position. Counts that are None need
-    `track_statistics`. With a backing store, the table is its fast tier: promoted rows count as
-    inserted, demoted ones as evicted.
+    A key counts once per batch, a lookup per position. Without `track_statistics` the counts from
+    `refused_lookups` to `eviction_ages` are None. With a backing store, the table is its fast tier:
+    promoted rows count as inserted, demoted ones as evicted.
 
     Attributes:
         step: number of training forwards; of several shards the largest.
         keys: number of keys in the table.
-        rows: number of rows in use, which grows.
+        rows: number of rows in use, at most `capacity`.
         capacity: maximum number of rows.
         nbytes: bytes of the rows in use and fallback rows, with optimizer states and index.
         lookups: positions of batches.
@@ -207,13 +207,17 @@ class TrackedCounts(NamedTuple):
 class StatisticsCollector:
     """Count what the insertions of batches do, on the device of the tables.
 
-    Counters are on the CPU first; `record` moves them to the device of the tables. The owner of the
-    tables holds its lock around every call; only `read` waits for a GPU.
+    Counters are on the CPU first; recording moves them to the device of the tables. The owner of
+    the tables holds its lock around every call; only `read` waits for a GPU.
 
     Args:
         num_tables: the number of tables.
-        remember: number of evicted keys per table to remember, rounded up to a power of two, 8
-            bytes each; 0 remembers none.
+        remember: number of evicted keys per table to remember, 8 bytes each, rounded up to a power
+            of two, at least 64; 0 remembers none.
+
+    Raises:
+        ValueError: `remember` is negative.
+        TypeError: it is no int.
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:

@@ -32,7 +32,10 @@ class StoredTables(NamedTuple):
         ]
 
     def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield one message per problem of stored rows in a state dict; any number of rows fits.
+        """Yield messages of problems of stored rows in a state dict.
+
+        A table fits with any number of rows, if no more have keys than the module has rows. Missing
+        entries are no problem here, since torch reports them.
 
         `<prefix>key_of_row`, int64, has the key of each stored row, of all tables one after the
         other, -1 for none.
@@ -42,7 +45,7 @@ class StoredTables(NamedTuple):
         if keys_name not in state_dict or any(
             name not in state_dict for views in tables for name in views
         ):
-            return  # torch reports the missing entries
+            return
         saved_keys = state_dict[keys_name]
         problem = state_dicts.key_problem(saved_keys, self.first_keys[-1])
         if problem:
@@ -80,10 +83,10 @@ class StoredTables(NamedTuple):
             )
 
     def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Return the entries to load instead of those that have another number of rows.
+        """Return entries to load for tables that have another number of rows, and `key_of_row`.
 
-        Rows without a key are left out or added, so they fit the views. `problems` must have found
-        none.
+        Rows without a key are left out, or added as zeros, so that rows fit the views. {} if
+        entries are missing. `problems` must have found none.
         """
         saved_keys = state_dict.get(f"{prefix}key_of_row")
         tables = self.entries(prefix)

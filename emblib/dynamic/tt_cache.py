@@ -64,7 +64,7 @@ class TTCache:
     a count leave first, and among equally used ones the larger id.
 
     Args:
-        rows: number of stored rows per table, one number for all or one each.
+        rows: number of rows in the cache per table, one number for all or one each.
         eviction: treatment of rows that leave the cache.
         counted: maximum number of ids, over all tables, whose uses are counted; when it is reached,
             new ids replace the least used ones. None is 4 times the stored rows.
@@ -74,7 +74,9 @@ class TTCache:
             each, with `SPILL` only; by default 8 times `rows`.
 
     Raises:
-        ValueError: a number below its minimum, `spill_rows` with another eviction.
+        ValueError: a number below its minimum, `spill_rows` with another eviction, or no eviction
+            of this name.
+        TypeError: a number that is no int.
 
     Example:
         >>> cache = emblib.TTCache(rows=2)  # chosen again only by `populate`

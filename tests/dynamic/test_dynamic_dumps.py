@@ -283,6 +283,16 @@ def test_a_gap_is_told_and_so_is_what_is_forgotten(tmp_path: Path) -> None:
         apply_changes(later, changes)
 
 
+def test_changes_of_other_tables_are_refused() -> None:
+    module = make()
+    module.track_evictions()
+    train(module, 0)
+    changes = changes_since(module, 0)
+    table_changes = changes.tables["items"]
+    with pytest.raises(ValueError, match=r"changes are of the tables \['others'\]"):
+        apply_changes(make(), changes._replace(tables={"others": table_changes}))
+
+
 def test_a_load_forgets_removals() -> None:
     module = make()
     log = module.track_evictions()

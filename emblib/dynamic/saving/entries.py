@@ -119,7 +119,7 @@ class Entries:
         return self.keys.numel()
 
     def take(self, index: Tensor) -> "Entries":
-        """Return copies of the entries at `index`, int64."""
+        """Return copies of the entries at `index`, int64 `[n]`."""
         return Entries(
             self.keys[index],
             self.stamps[index],
@@ -128,7 +128,7 @@ class Entries:
         )
 
     def view(self, index: Tensor) -> "Entries":
-        """Return the entries at `index`; rows are copied when they are indexed."""
+        """Return the entries at `index`, int64 `[n]`; rows are copied when they are indexed."""
         everything = torch.arange(len(self))
         if index.numel() == len(self) and bool((index.cpu() == everything).all()):
             return self
@@ -178,10 +178,12 @@ class Changes(NamedTuple):
 
 
 def concatenate(all_entries: Sequence[Entries]) -> Entries:
-    """Concatenate entries; rows are copied when they are indexed.
+    """Concatenate entries, at least one; rows are copied, to the CPU, when they are indexed.
+
+    A single one is returned itself. Keys are not checked to be distinct.
 
     Raises:
-        ValueError: some have scores or states and others do not.
+        ValueError: there are none, or some have scores or states and others do not.
     """
     if len(all_entries) == 1:
         return all_entries[0]
@@ -232,7 +234,9 @@ _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
 def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Rename the entries of one rank's state dict to names that no other rank uses.
+    """Rename the tensors of one rank's state dict to names that no other rank uses.
+
+    Fallback rows of other ranks are left out.
 
     Raises:
         ValueError: it has keys that another rank owns, where lookups would not find them.
@@ -255,7 +259,7 @@ def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
 
 
 def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Allocate the parts in which a rank may have keys, for the checkpoint reader to fill.
+    """Allocate the parts in which a rank may have keys, on the CPU, for a reader to fill.
 
     Args:
         metadata: objects with `size` and `properties.dtype` by name, as `state_dict_metadata` of
@@ -306,9 +310,9 @@ def combine(
 
     The result has the rows of the keys that the rank owns. Other integers, e.g. clocks and counts,
     are the element-wise maximum, so a count is at least the count on the rank that saw the key.
-    Floating-point values, i.e. hyperparameters, are from the first part. So are hash keys that
-    differ between parts, with the counters that depend on them, because counts under different
-    hashes cannot be combined.
+    Floating-point values, e.g. hyperparameters, are from the first part that has them. So are hash
+    keys that differ between parts, with the counters that depend on them, because counts under
+    different hashes cannot be combined.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for state in states for stem in _stems(state)}

@@ -20,11 +20,11 @@ from emblib.tables import state_dicts
 FALLBACK = "fallback"
 KEYS = "keys"
 FallbackRows = Mapping[str, Tensor]
-"""`keys` int64 `[n]`, and by name weights `[n, dim]` and optimizer states, on the CPU."""
+"""`keys` int64 `[n]`, and by name weights `[n, dim]` and optimizer states; {} for none."""
 
 
 def rows_of(state: DynamicState, table: int) -> dict[str, Tensor]:
-    """Return copies of the fallback rows of a table; {} if it has none."""
+    """Return copies of the fallback rows of a table on the CPU; {} if it has none."""
     count = state.specs[table].fallback_rows
     if not count:
         return {}
@@ -81,7 +81,10 @@ def are_keys(keys: Tensor, count: int) -> bool:
 
 
 def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
-    """Yield one message per problem of rows that `write` would write to a table."""
+    """Yield messages of problems of rows that `write` would write to a table.
+
+    There are none if there are no rows, or if the table has no fallback rows.
+    """
     count = state.specs[table].fallback_rows
     if not rows or not count:
         return
@@ -114,9 +117,10 @@ def check(state: DynamicState, table: int, rows: FallbackRows) -> None:
 
 @without_gradients
 def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
-    """Overwrite fallback rows by rows that `check` accepts; missing states get their first value.
+    """Overwrite the fallback rows of a table that belong to `keys` by rows that `check` accepts.
 
-    Nothing happens if there are no rows, or if the table has no fallback rows.
+    Missing states get `DynamicSpec.initial_state`. Nothing happens if there are no rows, or if the
+    table has no fallback rows.
     """
     if not rows or not state.specs[table].fallback_rows:
         return

@@ -45,6 +45,8 @@ def tags_of(keys: Tensor, hash_key: int) -> Tensor:
 def assign_slots(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
     """Assign slots to the entries of a table, so that as many as possible have one.
 
+    Tensors are on the CPU; none is changed.
+
     Args:
         keys: int64 `[N]`, distinct, the most important first.
         slots: int64 `[N]`, the current slot of each key, in one of its buckets, or -1.
@@ -223,7 +225,8 @@ class TableTarget(NamedTuple):
         initial_state: value of optimizer states of entries that have none.
         last_uses: int64 `[rows, n]` by slot, see `emblib.dynamic.last_uses`; None without.
         hash_key: hash key that a replaced table gets; None keeps the current one.
-        complete: function that runs a function, and once more if it is interrupted.
+        complete: function that runs a function, and once more if it is interrupted; the default
+            runs it once.
     """
 
     index: HashIndex
@@ -241,9 +244,10 @@ class Loaded(NamedTuple):
     """The result of loading entries.
 
     Attributes:
-        loaded: number of entries that are in the table now.
-        left_out: number of entries that found no slot, the ones that would be evicted first.
-        displaced: entries of the table that were evicted for them.
+        loaded: number of the other entries, those that are not `left_out`.
+        left_out: number of entries that found no slot. With a backing store, the rows that it
+            dropped, which may be rows that it had before.
+        displaced: number of entries of the table that were evicted; 0 with a backing store.
     """
 
     loaded: int
@@ -254,7 +258,8 @@ class Loaded(NamedTuple):
 def export(target: TableTarget, since: int | None = None) -> Entries:
     """Return the entries of a table, or those used at step `since` or later, by ascending slot.
 
-    Keys, stamps and scores are copies on the CPU; rows are copied when they are indexed.
+    Keys, stamps, scores and last uses are copies on the CPU. Other rows are copied when they are
+    indexed, so index them before the table changes.
     """
     entries = target.index.export(target.table, since)
     rows: dict[str, Rows] = {
@@ -351,8 +356,8 @@ def put(target: TableTarget, entries: Entries, report: Report | None = None) -> 
 
     If both buckets of a key are full, entries move to their other buckets, so that a copy of a
     table has room for all of its entries. Keys that still find no slot evict entries, as in
-    training, or are left out if the table evicts none. Raises ValueError for entries that do not
-    fit, before anything is written.
+    training, or are left out if the table evicts none or new entries fill both buckets. Raises
+    ValueError for entries that do not fit, before anything is written.
     """
     check(target, entries)
     return _put(target, entries, report, _place_among)
@@ -546,7 +551,7 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
-    """Remove keys, int64 `[n]`; return how many were in the table."""
+    """Remove keys, int64 `[n]`; return how many distinct ones were in the table."""
     size_before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
     return size_before - target.index.size(target.table)

@@ -1,6 +1,7 @@
 """Snapshots of dynamic tables, slot by slot: they restore a module byte for byte.
 
-They restore only modules with the same tables, optimizer, precision and admission. A module's
+They restore only modules with the same tables, optimizer, precision and admission, without a
+backing store. A module's
 `save` writes entries instead, which fit tables of any capacity; its `load` reads both.
 """
 
@@ -91,7 +92,10 @@ def _restore_parts(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
 
 
 def save(state: DynamicState | StateOwner, directory: str | Path) -> None:
-    """Write a snapshot to a directory, which then holds all of it or its old content."""
+    """Write a snapshot to a directory, which then holds all of it or its old content.
+
+    Raises RuntimeError if the module has a backing store.
+    """
     dumps.write(directory, take(state))
 
 
@@ -101,6 +105,7 @@ def load(state: DynamicState | StateOwner, directory: str | Path) -> None:
     Raises:
         DumpError: there is no whole snapshot, it is damaged, or it is of another module (then the
             error is a ValueError too); nothing is changed.
+        RuntimeError: the module has a backing store.
     """
     snapshot = dumps.read(directory)
     with naming(directory):

@@ -125,8 +125,7 @@ def load(
         report: function that is called as rows are loaded.
 
     Returns:
-        Per table, the numbers of entries that were loaded and that found no slot; {} for a
-        snapshot.
+        The result per table of the dump; {} for a snapshot.
 
     Raises:
         DumpError: there is no whole dump, or it is damaged.
@@ -204,7 +203,7 @@ class ChangeSet(NamedTuple):
 
 @of_state
 def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
-    """Return the keys, int64 `[n]`, that left at tick `since` or later and are not in it again.
+    """Return the keys, int64 `[n]`, that left a table at tick `since` or later and are not in it.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
@@ -272,6 +271,12 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
             "would be older than others; leave these changes out"
         )
     check_hyperparameters(state, changes.hyperparameters)
+    unknown = sorted({*changes.tables, *changes.fallback_rows} - {*state.table_names})
+    if unknown:
+        raise ValueError(
+            f"changes are of the tables {unknown}, this module has {state.table_names}; leave out "
+            "those that it lacks"
+        )
     upserts = {
         state.table_number(n): table_changes.upserts for n, table_changes in changes.tables.items()
     }
@@ -358,7 +363,8 @@ class TableDump(NamedTuple):
         clock: the tick of the dump.
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.
-        others: the state of admission counters and scores.
+        others: the state of hash keys, counters, scores and times; {} unless both the dump and the
+            module have one table.
         fallback_rows: the fallback rows of the table.
     """
 

@@ -60,12 +60,12 @@ class SwappedRows(NamedTuple):
     The first two and `refused` are on the device of the tables, the others on the CPU.
 
     Attributes:
-        slots: int64 `[n]`, slot of each miss; overflow rows follow the slots.
+        slots: int64 `[n]`, slot of each miss, -1 for none; overflow rows follow the slots.
         status: uint8 `[n]`, status of each miss.
         demoted: int64 `[3, k]`, keys, stamps and scores of the evicted keys.
         demoted_rows: uint8 `[k, row_bytes]`, their rows.
         refused: int64 `[r]`, numbers of the misses that found no slot.
-        found_slots: int64 `[m]`, slots of the misses that were in the store.
+        found_slots: int64 `[m]`, slots of the misses that were in the store, -1 for none.
     """
 
     slots: Tensor
@@ -116,9 +116,8 @@ class BatchPlacementAtOnce(NamedTuple):
 class BackingTier:
     """Move rows between the fast tier and a store, as a hook of training steps.
 
-    The owner of the tables holds its lock around every call. The store is called in the thread of
-    the caller, or in its own (`PrefetchedRows`). Any method that uses the store may raise an
-    exception of the store. On CUDA most methods wait for the device.
+    The owner of the tables holds its lock around every call. The store is called in the caller's
+    thread, or in its own (`PrefetchedRows`), and may raise. On CUDA most methods wait for the GPU.
 
     Args:
         fast: the tables that the store is behind; they are referenced weakly, so that the store is
@@ -133,6 +132,7 @@ class BackingTier:
     Raises:
         ValueError: the store has other tables, rows of another optimizer or dtype, or another
             number of fallback rows; it is closed then.
+        Exception: the store cannot be opened, see `PrefetchedRows`.
     """
 
     def __init__(self, fast: FastTier, backing: BackingStore) -> None:
@@ -265,7 +265,7 @@ class BackingTier:
 
     @staticmethod
     def in_store(misses: Misses, found_rows: Sequence[FoundRows]) -> Tensor:
-        """Return which misses are in the store, bool `[L]`, given the result of `find_in_store`."""
+        """Return which misses `find_in_store` found, bool `[L]`."""
         is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool)
         for begin, found in zip(misses.offsets.tolist(), found_rows, strict=False):
             is_stored[begin + found.positions] = True
@@ -483,8 +483,7 @@ class BackingTier:
     def demote(self, table: int, rows: StoredRows, num_demoted: int) -> None:
         """Record that rows left their slots without a batch; `move_rows` puts them into the store.
 
-        Repeated calls have no further effect. The caller must have called `move_rows` for earlier
-        moves of the table; not checked.
+        Repeated calls change nothing. Call `move_rows` before, for earlier moves; not checked.
 
         Args:
             table: number of the table.
@@ -687,7 +686,7 @@ class BackingTier:
         return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
-        """Return those of `keys`, int64 `[n]` on the CPU, that are neither stored nor overflow."""
+        """Write overflow rows back; return those of `keys`, on the CPU, that the store lacks."""
         self.write_back()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True

@@ -84,13 +84,16 @@ class GrowingFile:
         self.rows = torch.empty(0, width, dtype=torch.uint8)
 
     def begin(self, count: int) -> None:
-        """Map the first `count` rows and truncate the rest of the file."""
+        """Map the first `count` rows and truncate the rest of the file.
+
+        Raises RuntimeError if the file is shorter.
+        """
         self._check_length(count, "delete the directory and start from a checkpoint")
         durable_files.resize(self._handle, count * self.width)
         self.grow(count)
 
     def grow(self, count: int) -> None:
-        """Grow to at least `count` rows; new rows are zeros.
+        """Map the first `count` rows, to which a shorter file grows by zeros; 0 changes nothing.
 
         Raises:
             OSError: the disk is full; the rows are unchanged.
@@ -418,13 +421,15 @@ class DiskRows:
 
     It stores as many rows as fit on the disk. A promoted row keeps its slot, so the files are as
     large as both tiers. `RowStore` defines the methods and which threads may call them; a forked
-    process cannot use the store. After an OSError of a flush to the disk every later write raises.
+    process cannot use the store. After an OSError of a flush to the disk later writes raise, until
+    the store is opened again.
 
     Args:
         directory: directory of the store, which `open` creates; `~` is expanded.
-        verify: time at which rows are verified against their checksums: when a page is first used
-            (TOUCH), when the store is opened (OPEN), or never (OFF). Opening verifies the heads, 32
-            bytes per row, unless it is OFF.
+        verify: when rows are verified against their checksums: when a page is first used
+            (TOUCH), when the store is opened (OPEN), or never (OFF). Unless it is OFF, opening
+            verifies the heads, 32 bytes per row, and after a restart of the machine, or if the
+            journal is missing, all rows.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.DiskRows("rows"))
@@ -463,6 +468,7 @@ class DiskRows:
             ValueError: the directory holds something else, or tables of another layout.
             RuntimeError: the files are damaged.
             ChecksumError: a page differs from the last commit.
+            OSError: the files cannot be made, read or written.
         """
         self.close()
         self._syncs = SyncGuard(self.directory)

@@ -40,7 +40,8 @@ class HostRows:
             generator.
 
     Raises:
-        ValueError: `Eviction.NONE`, or a capacity below 1.
+        ValueError: `Eviction.NONE`, a capacity below 1, or a negative seed.
+        TypeError: a capacity or the seed is no int.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))

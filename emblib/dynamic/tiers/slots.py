@@ -29,7 +29,7 @@ class SlotAllocator:
     full is in a dict instead.
 
     Attributes:
-        high: end of the slots that were ever assigned: 1 plus the largest of them.
+        high: end of the slots that were ever assigned: 1 plus the largest of them, 0 without.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ class StoredTable(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Rows of one table, on the CPU; keys are distinct.
+    """Rows of one table, on the CPU; keys are distinct, except in `FoundRows` of repeated keys.
 
     Attributes:
         keys: int64 `[n]`.
@@ -132,7 +132,10 @@ class RowStore(Protocol):
         """Remove rows that were promoted; keys that are not in the store are ignored."""
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
-        """Add rows, replacing those with the same keys; return the rows that were dropped."""
+        """Add rows, replacing those with the same keys.
+
+        Return the rows that were dropped for want of room, which may be some of `rows`.
+        """
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """Remove keys; return which were in the store, bool `[n]`."""
@@ -164,7 +167,7 @@ class RowStore(Protocol):
 
 
 def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
-    """Return rows as contiguous CPU tensors; raise ValueError unless they fit the table."""
+    """Return rows as contiguous CPU tensors; raise ValueError unless their shapes fit the table."""
     count = rows.keys.numel()
     shapes = [tuple(buffer.shape) for buffer in rows]
     if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
