@@ -426,7 +426,7 @@ class DiskRows:
 
     Args:
         directory: directory of the store, which `open` creates; `~` is expanded.
-        verify: when rows are verified against their checksums: when a page is first used
+        verify: time at which rows are verified against their checksums: when a page is first used
             (TOUCH), when the store is opened (OPEN), or never (OFF). Unless it is OFF, opening
             verifies the heads, 32 bytes per row, and after a restart of the machine, or if the
             journal is missing, all rows.
