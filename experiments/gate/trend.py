@@ -47,8 +47,8 @@ HOW = (
     "the chain began. Instructions: of one call, counted by callgrind, all of them and those "
     "within emblib's library.",
     "What moved is what the gate itself calls slower or faster, confirmed by a second measurement, "
-    "and counted numbers beyond their limits: 1 % of instructions, any byte of memory, half a "
-    "percentage point of hits.",
+    "and counted numbers beyond their limits: 1 % of instructions, 1 % and 16 MiB of peak memory, "
+    "any other byte, half a percentage point of hits.",
 )
 
 

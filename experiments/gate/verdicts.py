@@ -31,8 +31,8 @@ class PointFinding:
     Attributes:
         point: name of the point.
         words: contender, phase and sizes.
-        state: name of a `Verdict`; or MISSING (only base can run it), FAILED (an error on both
-            sides), NEW (base cannot run it, and head can or lacks something here), NOISY (its
+        state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
+            an error, base cannot run it either), NEW (base cannot run it, and head can or lacks something here), NOISY (its
             margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
@@ -133,7 +133,7 @@ def collect_findings(
 
 
 def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
-    """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
+    """Return a finding in the state MISSING, FAILED or NEW, see `PointFinding`."""
     head, base = failed.get(Side.head), failed.get(Side.base)
     build_result = head or base or BuildResult("error", "no reason was given")
     state, words = "NEW", "neither side can run it here"
@@ -212,7 +212,7 @@ def changed_counts(
 
 
 def as_json(line: PointFinding) -> dict[str, Any]:
-    """Return the content of gate.json; missing numbers are null."""
+    """Return the entry of a point in gate.json; nan and infinite numbers are None."""
     content = dataclasses.asdict(line)
     del content["ruling"]
     if line.ruling:

@@ -109,7 +109,7 @@ def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
     """Return the bytes per second of the fastest way to gather rows of `row_bytes`, and its name.
 
-    `flat` is the memory of the table, float32 [elements], a multiple of `row_bytes`. The lookups of
+    `flat` is the table's memory, float32 [elements]; its bytes are a multiple of `row_bytes`. The lookups of
     emblib allocate a second table of that size.
     """
     rates = {

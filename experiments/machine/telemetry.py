@@ -219,7 +219,7 @@ class Nvml:
 
     @classmethod
     def open(cls, device: torch.device | None = None, library: Any = None) -> Nvml | None:
-        """Return torch's device, found by its UUID; None if NVML is unavailable."""
+        """Return torch's device, by default the first GPU; None if NVML is unavailable."""
         try:
             library = library or importlib.import_module("pynvml")
             library.nvmlInit()
@@ -257,7 +257,7 @@ class Nvml:
         )
 
     def processes(self) -> dict[int, int | None] | None:
-        """Return {process number: bytes} of the processes that compute on the device."""
+        """Return {process number: bytes} of the computing processes; None for what is unknown."""
         processes = self.ask("GetComputeRunningProcesses")
         return None if processes is None else {p.pid: p.usedGpuMemory for p in processes}
 

@@ -111,7 +111,7 @@ class Outcome:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Turn any exception of the body into this arm's failure, so that other arms go on."""
+        """Turn an `Exception` of the body into this arm's failure, so that other arms go on."""
         try:
             yield
         except Exception as error:
@@ -123,7 +123,7 @@ def build_arms(
 ) -> tuple[dict[str, Outcome], dict[str, Built]]:
     """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
 
-    An error of `build` becomes the arm's outcome; nothing was built then. The order of building is
+    An error of `build` becomes the arm's outcome; the second mapping then lacks the arm. The order of building is
     drawn by the session's seed, because memory that is allocated first can be better.
     """
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}

@@ -72,7 +72,10 @@ class TimedSteps:
 
 
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record with the constants and every predicted step; `seconds` is not used."""
+    """Return the record of the only arm; `seconds` is not used.
+
+    Unless the arm failed, it has the entries of `_Experiment.predicted`.
+    """
     outcome, record = Outcome(cell.arms[0]), {}
     with outcome.catching():
         if session.device.type != "cpu":

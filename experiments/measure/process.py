@@ -32,7 +32,7 @@ NOTE_BYTES = 128  # shared memory of a note: its text and a final zero
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child: seconds of silence, and bytes of memory beyond those at its start."""
+    """Limits of a child: seconds of silence, and bytes of private memory beyond its start; None: no limit."""
 
     seconds: float = math.inf
     memory_bytes: int | None = None

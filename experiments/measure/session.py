@@ -88,7 +88,7 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """Return the seed of this replicate, the same on all ranks and in all runs."""
+        """Return the seed of this replicate, the same on all ranks."""
         return self.config.seed + SEED_STEP * self.replicate
 
     @property

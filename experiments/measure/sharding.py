@@ -39,7 +39,10 @@ def calibrate_ranks(session: Session) -> Calibration:
 
 
 def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record with the constants; `seconds` is not used."""
+    """Return the record of the only arm; `seconds` is not used.
+
+    It has `calibration` and `nodes` (number of nodes), unless this rank failed.
+    """
     outcome = Outcome(cell.arms[0])
     record: Record = {}
     with outcome.catching():
@@ -66,8 +69,8 @@ class Predictor:
     calibration: Calibration
     num_cores: int
 
-    def of(self, contender: str) -> Record:
-        """Return `predicted` (of `_step`) and `calibration` (as `Calibration.load` reads it).
+    def predict(self, contender: str) -> Record:
+        """Return `predicted`, a list of `_step`, and `calibration`, the content of its file.
 
         {} for contenders other than emblib's over ranks. Larger worlds are predicted only if the
         cell has several ranks with a core each.
@@ -126,7 +129,7 @@ class Predictor:
 
 
 def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
-    """Return a record per arm and mode, with the parts of a step and predicted steps.
+    """Return a record per arm and mode, with the parts of a step and, if asked, predicted steps.
 
     If `sharding.beyond` asks for predictions, their constants are measured first: by the same
     ranks, before anything else uses caches or memory, and in the first replicate only, because the
@@ -140,7 +143,7 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     return [
         record
         | {"scaling": cell.scaling.value}
-        | (predictor.of(record["contender"]) if predictor else {})
+        | (predictor.predict(record["contender"]) if predictor else {})
         for record in measure_cell(cell, session, seconds, steps_and_parts)
     ]
 

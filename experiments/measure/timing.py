@@ -164,7 +164,7 @@ def _build(cell: Cell, session: Session) -> tuple[dict[str, Outcome], dict[str, 
 
 
 def check_batch(cell: Cell, seed: int) -> Batch:
-    """Return the batch, other than the timed ones, on which contenders are checked."""
+    """Return the batch on which contenders are checked: other ids than timed, but for traces."""
     workload = dataclasses.replace(cell.workload, B=min(CHECKED_BATCH, cell.workload.B))
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     return make_pool(workload, shapes, 1, seed + 1).batches[0]
