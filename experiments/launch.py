@@ -301,7 +301,8 @@ def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
 def run_job(composed: DictConfig) -> None:
     """Wait for a processor, run a job as `python run.py`, and record its end in JOBS/<number>.json.
 
-    The file has `words`, `status` (None while it runs), `seconds`, and `waited_s` for a processor.
+    The file has `words`, `status` (None while it runs or is queued again), and after its end
+    `seconds`, and `waited_s` for a processor.
     Hydra calls this function in the process that its launcher has started, which for submitit may
     be on another machine; so the launching process learns everything from the file.
     """

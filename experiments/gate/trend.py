@@ -130,7 +130,7 @@ class Trend:
 
     @property
     def commits(self) -> list[Commit]:
-        """Return all commits, each base before its heads."""
+        """Return the commits without repeats: of each run the base, then the head."""
         return list(dict.fromkeys(c for result in self.runs for c in (result.base, result.head)))
 
     @property

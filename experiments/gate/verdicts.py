@@ -32,8 +32,8 @@ class PointFinding:
         point: name of the point.
         words: contender, phase and sizes.
         state: name of a `Verdict`; or MISSING (only base can run it), FAILED (head has
-            an error, base cannot run it either), NEW (base cannot run it, and head can or lacks something here), NOISY (its
-            margin would exceed gate.max_margin).
+            an error, and base cannot run it either), NEW (base cannot run it, and head can or
+            lacks something here), NOISY (its margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.
         ruling: verdict with its grounds; None without a verdict.
         base_s: median seconds of base; nan without a verdict.

@@ -21,8 +21,8 @@ class WrongRevision(Exception):
 def serve(pipe: Connection, package: str) -> None:
     """Import emblib from the folder `package` ("" for the default), then answer messages.
 
-    The first message is a `Setup`; others are (name of a method of `Bench`, *arguments), and None
-    is the last one.
+    The first message is a `Setup`, answered by `Bench.build`. Others are (name of a method of
+    `Bench`, *arguments), answered by what it returns; None is the last one, without an answer.
     """
     import_from(package)
     from experiments.gate.bench import Bench

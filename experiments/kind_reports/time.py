@@ -14,7 +14,7 @@ NOTES = (metrics.FORMULA,)
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
-    """Return the headline's table."""
+    """Return the lines with the headline's table; None for a run without timed cells."""
     if run.table.empty:
         return None
     cell = run.table["cell"] == run.headline_cell()

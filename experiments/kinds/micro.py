@@ -103,7 +103,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     """Return latency.csv: a row per benchmark, over all processes.
 
     Columns: `operation` (group of the test), `benchmark` (its name), `device`, AXES, `lookups` per
-    call, median_s, q25_s, q75_s, lo_s and hi_s in seconds of a call, `samples`, `processes`.
+    call, `status` (the first that is not "ok"), median_s, q25_s, q75_s, lo_s and hi_s in seconds of
+    a call, `samples`, `processes`.
     """
     groups = metrics.group_records(records, Micro.name, lambda r: str(r["cell"]))
     return pd.DataFrame([_row(group) for group in groups.values()])

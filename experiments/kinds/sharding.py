@@ -166,7 +166,7 @@ def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
 
     New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
     of one rank on the batch from which the row's batch is scaled), and efficiency (base_s ÷
-    median_s; with strong scaling also ÷ world_size).
+    median_s; with strong scaling also ÷ world_size). Empty `rows` are returned as they are.
     """
     if not len(rows):
         return rows

@@ -109,8 +109,8 @@ def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
     """Return the bytes per second of the fastest way to gather rows of `row_bytes`, and its name.
 
-    `flat` is the table's memory, float32 [elements]; its bytes are a multiple of `row_bytes`. The lookups of
-    emblib allocate a second table of that size.
+    `flat` is the table's memory, float32 [elements]; its bytes are a multiple of `row_bytes`. The
+    lookups of emblib allocate a second table of that size.
     """
     rates = {
         method: nbytes / shortest_call(work, flat.device, seconds / 4)

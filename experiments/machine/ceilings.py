@@ -110,7 +110,12 @@ class Device:
 
 
 def read(path: Path) -> Device:
-    """Read a file of conf/hardware; raise ValueError for a wrong one."""
+    """Read a file of conf/hardware.
+
+    Raises:
+        ValueError: a key or kind is unknown, or a figure has no source or is no number.
+        KeyError: `name`, `names` or the value of a figure is missing.
+    """
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
     if unknown:

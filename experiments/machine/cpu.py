@@ -51,7 +51,8 @@ class CpuTime:
     def shares(self) -> tuple[float | None, float | None]:
         """Return the share of time stolen by a hypervisor, and the cores of other processes.
 
-        Both are None if the system counts nothing; the cores also if less than MIN_SECONDS passed.
+        Both are None if no processor time was counted since; the cores also if less than
+        MIN_SECONDS passed.
         """
         times_before, times = self._system._asdict(), psutil.cpu_times()._asdict()
         increase = {state: times[state] - times_before[state] for state in times}
@@ -69,7 +70,10 @@ class CpuTime:
 
 @dataclass(frozen=True)
 class Cpu:
-    """Facts about the CPU from the kernel's files below `root`; None for facts that they lack."""
+    """Facts about the CPU from the kernel's files below `root`.
+
+    A fact that the files lack is None; of `info` "", of `instructions` empty, of `virtual` False.
+    """
 
     root: Path = Path("/")
 

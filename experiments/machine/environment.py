@@ -28,9 +28,10 @@ VARIABLES = (
 
 
 def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
-    """Return environment.json: machine and software, without host name, user or absolute path.
+    """Return the content of environment.json: machine and software, without host name and user.
 
-    `words` are the words of the command line.
+    `words` are the words of the command line. They, and the values of VARIABLES, are copied
+    unchanged: paths in them are not removed.
     """
     cpu = Cpu()
     flags = cpu.instructions()
@@ -73,7 +74,8 @@ def device_name(device: torch.device) -> str:
 def git_state() -> dict[str, Any]:
     """Return the commit (`sha`) and whether the working tree differs from it (`dirty`).
 
-    Changed results do not count: storing one run as a reference must not make the next run dirty.
+    Both are None without git. Untracked files and changed results do not count: storing one run as
+    a reference must not make the next run dirty.
     """
     sha = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports")

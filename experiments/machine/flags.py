@@ -66,7 +66,7 @@ EXPLAINED: dict[str, tuple[str, str]] = {
     ),
 }
 
-# Flags that do not make a machine unfit, because its user can hardly change them.
+# Flags that do not make a machine unfit for device.strict.
 MINOR = ("virtual", "nvml_absent", "persistence_off")
 
 

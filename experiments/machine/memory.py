@@ -52,7 +52,8 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     """Make a call; return the maximum of the bytes in use during it, minus those in use before.
 
     On a GPU these are the bytes that torch has allocated; on a CPU the resident memory of the
-    process, and None where the system does not let a process reset its peak.
+    process. Where the system does not let a process reset its peak, the result is None, and the
+    call is not made.
     """
     if device.type != "cuda":
         return _peak_bytes_on_host(work)

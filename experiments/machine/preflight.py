@@ -110,7 +110,7 @@ def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:
 def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
     """Return the source that was changed last, if that was after the build of the library.
 
-    None if the library is up to date, or without sources, as for an installed wheel.
+    None if the library is up to date or absent, or without sources, as for an installed wheel.
     """
     name = f"libemblib_{device.type}.so"
     library = next((f / name for f in library_folders() if (f / name).exists()), None)

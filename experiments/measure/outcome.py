@@ -123,8 +123,9 @@ def build_arms(
 ) -> tuple[dict[str, Outcome], dict[str, Built]]:
     """Build the arms of a cell; return their outcomes, and what was built, by the arms' keys.
 
-    An error of `build` becomes the arm's outcome; the second mapping then lacks the arm. The order of building is
-    drawn by the session's seed, because memory that is allocated first can be better.
+    An error of `build` becomes the arm's outcome; the second mapping then lacks the arm.
+    The order of building is drawn by the session's seed, because memory that is allocated first can
+    be better.
     """
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
     built: dict[str, Built] = {}

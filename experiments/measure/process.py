@@ -32,7 +32,10 @@ NOTE_BYTES = 128  # shared memory of a note: its text and a final zero
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child: seconds of silence, and bytes of private memory beyond its start; None: no limit."""
+    """Limits of a child: seconds of silence, and bytes of private memory beyond those at its start.
+
+    Memory is limited on Linux only; None does not limit it.
+    """
 
     seconds: float = math.inf
     memory_bytes: int | None = None

@@ -109,8 +109,8 @@ class LoadPoint:
 def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record per arm; `seconds` is the budget for the requests of all arms.
 
-    A record has `points` (of `LoadPoint.describe`) and `cold_start` (of that function); its samples
-    are the seconds per request of closed blocks.
+    A record has `points` (of `LoadPoint.describe`) and `cold_start` (of that function), empty if
+    the status is not "ok"; its samples are the seconds per request of closed blocks.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
@@ -240,7 +240,10 @@ def _serve(
 def closed_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, seconds: float
 ) -> RequestBlock:
-    """Let every client send a request as soon as the last one was answered, each at least once."""
+    """Let every client send a request as soon as its last one was answered, each at least once.
+
+    `threads` must have `clients` idle workers, because the clients start together.
+    """
     start_barrier = threading.Barrier(clients)
 
     def client(first: int) -> tuple[int, int, list[int]]:
@@ -260,7 +263,7 @@ def closed_block(
 
 
 def arrivals(rate: float, seconds: float, rng: random.Random) -> list[int]:
-    """Return the times in ns, from 0, of random arrivals, at least one: a Poisson process."""
+    """Return times in ns of random arrivals: 0, then a Poisson process of `rate` > 0 per second."""
     times = [0.0]
     while (next_one := times[-1] + rng.expovariate(rate)) < seconds:
         times.append(next_one)
