@@ -81,7 +81,8 @@ class KeyedCalls:
     ) -> bool:
         """Return whether one op can insert the keys of a lookup, and another be its backward.
 
-        False on a GPU, where the host knows too little, and for all that `can_serve` refuses.
+        False on a GPU, where the host knows too little, in transforms, checkpointed regions and
+        `DistributedDataParallel`, and for all that `can_serve` refuses but different batch sizes.
         """
         return (
             self._updates

@@ -444,7 +444,10 @@ def reset_stats(state: DynamicState) -> None:
 
 @of_state
 def nbytes(state: DynamicState) -> dict[str, int]:
-    """Return the bytes in use of `weights`, `optimizer_state` and `index`."""
+    """Return the bytes in use of `weights`, `optimizer_state` and `index`, over all tables.
+
+    Fallback rows are included, and last uses in `index`. Reads the device.
+    """
     weights, *states = state.layout.nbytes(state.capacities())
     index = state.index.nbytes()
     if state.last_uses is not None:

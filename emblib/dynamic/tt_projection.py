@@ -21,7 +21,7 @@ _MAX_ROWS_IN_INT64 = 1 << 31  # row id times multiplier fits into int64
 
 
 def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Compute the rows `[n, dim]` of ids, int64 `[n]`, from the cores."""
+    """Compute the rows `[n, dim]` of valid ids, int64 `[n]`, from the cores."""
     return torch.cat(
         [_rows_at(spec, cores, _train_rows_of(spec, chunk)) for chunk in ids.split(_CHUNK)]
     )
@@ -36,8 +36,8 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
     Args:
         spec: spec of the table.
         cores: cores of the table; they do not change.
-        ids: int64 `[n]`.
-        values: float32 `[n, dim]`.
+        ids: int64 `[n]`, valid ids of the table.
+        values: float32 `[n, dim]`, the row wanted for each id.
 
     Returns:
         New cores, or `cores` themselves if no step comes closer. The host waits for a GPU.

@@ -393,7 +393,9 @@ def save_table(
     """Save one table to a directory under a name, see `save`.
 
     Raises:
-        ValueError: the module has other tables with which this one shares counters or scores.
+        ValueError: the module has other tables with which this one shares counters, scores or
+            times.
+        Exception: see `save`.
     """
     others, changes = _state_of_table(state, table), _changes_of(state, table, since)
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())

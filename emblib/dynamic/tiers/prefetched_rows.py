@@ -363,7 +363,7 @@ class PrefetchedRows:
         return expired
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """See `RowStore`."""
+        """See `RowStore`; unstored rows are views, no copies."""
         self.wait()
         for rows in self._unstored[table]:
             yield from rows.split(batch)
