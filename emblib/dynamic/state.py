@@ -395,6 +395,10 @@ def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
         remember: number of evicted keys per table to remember, 8 bytes each, in order to count how
             many return; rounded up to a power of two, at least 64. Another number than before
             restarts the counts; 0 remembers none.
+
+    Raises:
+        ValueError: `remember` is negative.
+        TypeError: it is no int.
     """
     current = state.statistics
     if current is None or current.remember != remember:

@@ -430,6 +430,7 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
 
     Raises:
         ValueError: the table has no ttl; or none has.
+        KeyError, IndexError: there is no such table.
     """
     number = None if table is None else state.table_number(table)
     expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()
@@ -457,6 +458,11 @@ def erase(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
 
     Returns:
         Which ids had a row, bool `[n]` on the device; of a repeated id only one position.
+
+    Raises:
+        KeyError, IndexError: there is no such table.
+        TypeError: ids of another dtype.
+        Exception: the backing store raised it.
     """
     table, effects = state.table_number(table), Effects()
     keys = state.keys_of(table, ids)

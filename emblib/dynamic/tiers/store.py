@@ -167,7 +167,10 @@ class RowStore(Protocol):
 
 
 def check_rows(table: StoredTable, rows: StoredRows) -> StoredRows:
-    """Return rows as contiguous CPU tensors; raise ValueError unless their shapes fit the table."""
+    """Return rows as contiguous CPU tensors; raise ValueError unless their shapes fit the table.
+
+    Dtypes are not checked.
+    """
     count = rows.keys.numel()
     shapes = [tuple(buffer.shape) for buffer in rows]
     if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
