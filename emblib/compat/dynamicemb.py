@@ -131,7 +131,7 @@ def _make_modules() -> dict[str, _ModuleType]:
             modules[parent].__path__ = []
             setattr(modules[parent], last, module)
         else:
-            globals().setdefault(last, module)  # a function of its name, of two modules, stays
+            globals().setdefault(last, module)  # functions get_planner, incremental_dump stay
         _sys.modules[module.__name__] = modules[path] = module
     return modules
 
@@ -159,7 +159,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo the effect of `install`."""
+    """Undo the effect of `install`; a real dynamicemb stays."""
+    if _sys.modules.get("dynamicemb") is not _sys.modules[__name__]:
+        return
     for name in ["dynamicemb", *(f"dynamicemb.{name}" for name in _modules)]:
         _sys.modules.pop(name, None)
 

@@ -73,6 +73,7 @@ def spec(options: DynamicEmbTableOptions, name: str, initial_state: float) -> Dy
     Raises:
         ValueError: options that are missing or contradict each other.
         NotImplementedError: options that emblib does not have.
+        TypeError: an `admit_strategy` that is no AdmissionStrategy.
     """
     _check(options, name)
     assert options.max_capacity is not None
@@ -151,7 +152,10 @@ def initializer(args: DynamicEmbInitializerArgs, capacity: int) -> Any:
 def _admission(
     options: DynamicEmbTableOptions, initial: Any, name: str
 ) -> FrequencyAdmission | None:
-    """Return the admission of a table, whose new rows are `initial`; None admits all keys."""
+    """Return the admission of a table, whose new rows are `initial`; None admits all keys.
+
+    Without an `initializer_args` of the strategy, keys without a row read `initial` values.
+    """
     strategy, counter = options.admit_strategy, options.admission_counter
     if strategy is None and counter is None:
         return None
@@ -195,7 +199,8 @@ def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
 def precision(args: SimpleNamespace) -> Precision:
     """Return the dtypes of a module, whose tables must have the same `embedding_dtype`.
 
-    `args` are the arguments of the module. Optimizer states are float32.
+    `args` are the arguments of the module. Optimizer states are float32. Different dtypes of
+    tables raise ValueError.
     """
     dtypes = {o.embedding_dtype or torch.float32 for o in args.table_options}
     if len(dtypes) > 1:
@@ -209,7 +214,10 @@ def precision(args: SimpleNamespace) -> Precision:
 
 
 def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
-    """Return the device of the tables: the given one, else GPU `device_id` if torch sees one."""
+    """Return the device of the tables: the requested one, or else one that is chosen.
+
+    That is GPU `device_id` of the first table if torch sees a GPU, else torch's default device.
+    """
     number = options[0].device_id
     if requested_device is None and number is not None and torch.cuda.is_available():
         requested_device = torch.device("cuda", number)
@@ -244,7 +252,7 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
     Raises:
         NotImplementedError: an optimizer or an option that DynamicEmb does not run either.
-        ValueError: a number that would have no effect.
+        ValueError: a number, or a mode of weight decay, that would have no effect.
     """
     kind = EmbOptimType(getattr(args.optimizer, "value", args.optimizer))
     if kind not in _USES:
@@ -275,7 +283,10 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
 
 def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
-    """Return the optimizer of a kind with its default numbers, e.g. for the bytes of its states."""
+    """Return the optimizer of a kind with its default numbers, e.g. for the bytes of its states.
+
+    A kind that is not in `OPTIMIZERS` raises NotImplementedError.
+    """
     return optimizer(
         SimpleNamespace(
             **_DEFAULTS,

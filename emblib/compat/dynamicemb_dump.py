@@ -92,7 +92,10 @@ def set_score(model: nn.Module, table_score: Scores) -> None:
 
 
 def get_score(model: nn.Module) -> dict[str, dict[str, int]] | None:
-    """Return the next batch's scores by path of the module and table; None without such modules."""
+    """Return the next batch's scores by path of the module and table; None without such modules.
+
+    CUSTOMIZED tables without a score are left out.
+    """
     scores = {path: module.get_score() for path, _, module in modules_of(model)}
     return scores or None
 
@@ -136,7 +139,7 @@ def DynamicEmbDump(
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
-        model: model with modules of dynamic tables, see `modules_of`.
+        model: model with modules of dynamic tables, see `modules_of`; without one this warns.
         table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
         counter: whether the counts of admission are written.
@@ -259,7 +262,10 @@ def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_DumpedTable]) ->
 
 @contextlib.contextmanager
 def _together(ranks: RankGroup, outcome: str = "nothing was changed here") -> Iterator[None]:
-    """Wait for all ranks at the end of the block; raise the error of any rank on all of them."""
+    """Wait for all ranks at the end of the block; if one raised, raise on all, see `agree`.
+
+    `outcome` is the state of the tables then. Interrupts are raised at once, without waiting.
+    """
     error = None
     try:
         yield
@@ -289,9 +295,9 @@ def DynamicEmbLoad(
 
     All ranks of `pg` call this, with the arguments of `DynamicEmbDump`. If as many ranks load as
     dumped, modules of tables read their rank's own files, otherwise all files, and take the keys
-    that `dist_type` routes to them. Sharded collections read all files, and take the keys that
-    emblib's hash routes to their rank. With `optim`, learning
-    rate and step are loaded as well, as in DynamicEmb. All files of all tables, including the
+    that the `dist_type` of the dump routes to them. Sharded collections read all files, and take
+    the keys that emblib's hash routes to their rank. With `optim`, the step, the learning rate and
+    the other numbers of the optimizer are loaded as well. All files of all tables, including the
     numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
     any rank.
 
@@ -301,8 +307,7 @@ def DynamicEmbLoad(
         ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
             (`dist_type` continuous of DynamicEmb); no such module or table; ranks that read other
             paths or tables. Nothing is changed.
-        RuntimeError: another rank failed; the message says whether tables were changed, which only
-            happens where a rank runs out of memory.
+        RuntimeError: another rank failed; the message says whether tables were changed.
     """
     tables = list(_tables_of(Path(path), model, table_names))
     left_out = _left_out(states=optim, counts=counter)

@@ -100,7 +100,7 @@ def check_kind(
         with_optimizer: whether the optimizer must be the same.
 
     Raises:
-        DumpError: an entry that should be a name is none.
+        DumpError: an entry that should be a name is no string.
         ValueError: the table is of another kind.
     """
     names = ["evict_strategy", *(["opt_type"] if with_optimizer else [])]
@@ -124,7 +124,7 @@ def check_kind(
 def checked(
     path: Path, content: Mapping[str, Any], rule: Any, *, counts_steps: bool = False
 ) -> Saved:
-    """Read the numbers of the file at `path` that a table takes.
+    """Read the numbers of the file at `path` that a table takes; numbers it lacks stay unchanged.
 
     Args:
         path: path of the file, for error messages.
@@ -133,7 +133,7 @@ def checked(
         counts_steps: whether the table has a score that counts steps.
 
     Raises:
-        DumpError: a number is missing, of the wrong type or out of range.
+        DumpError: a number is of the wrong type or out of range, or one beta lacks the other.
     """
     hyper = {} if rule is None else _hyper(path, content, rule)
     step = score = None
@@ -208,7 +208,7 @@ class DynamicEmbTables:
 
     @property
     def num_prefetched(self) -> int:
-        """Return the batches that were prefetched and not yet looked up; they count as steps."""
+        """Return the number of batches prefetched and not yet looked up; they count as steps."""
         return 0
 
     def _check_name(self, name: str) -> None:
@@ -226,7 +226,10 @@ class DynamicEmbTables:
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
     def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
-        """Return the entries of a dump whose keys belong on this rank, by the `dist_type` of it."""
+        """Return the entries of a dump whose keys belong on this rank, by the dump's `dist_type`.
+
+        A dump without one is read by the `dist_type` of the table.
+        """
         dist_type = str(dump.arguments.get("dist_type", self.dist_type(name)))
         return dump.owned(
             lambda keys: dynamicemb_files.owner(keys, ranks.size, dist_type) == ranks.rank
@@ -238,7 +241,7 @@ class DynamicEmbTables:
         return True
 
     def flush(self) -> None:
-        """Commit both tiers to the backing store, and wait; without one this does nothing."""
+        """Commit all rows to the backing store, and wait; without a store this does nothing."""
         for module in {id(k): k for k, _ in map(self.table_module_of, self.table_names)}.values():
             module.flush()
 
@@ -247,7 +250,7 @@ class DynamicEmbTables:
     ) -> tuple[Tensor, Tensor]:
         """Return the keys of this rank and their rows, float32 `[N, D]`, on `device`.
 
-        `batch_size` rows are copied at a time; keys are in a fixed order.
+        `batch_size` rows are copied at a time; keys are int64 `[N]`, in a fixed order.
         """
         self._check_name(table_name)
         module, index = self.table_module_of(table_name)
@@ -265,7 +268,8 @@ class DynamicEmbTables:
     ) -> None:
         """Insert random keys until each table of this rank has `load_factor` of max_capacity.
 
-        A table that lacks at most a share `tolerance` of max_capacity is not filled further.
+        `load_factor` and `tolerance` are shares of max_capacity: a table that lacks at most
+        `tolerance` is not filled further.
 
         Rows have their initial values. Up to 65536 keys at a time are inserted by a forward in
         training mode without an update, which counts as a training step. A table that cannot take
@@ -325,6 +329,7 @@ class DynamicEmbTables:
         A score below the previous one warns, unless `warns_of_lower_scores()` is False.
 
         Raises:
+            TypeError: a score that is no int.
             ValueError: 0, which DynamicEmb reserves; no such table; not a CUSTOMIZED one.
         """
         scores_before: dict[str, int] = self.get_score()
@@ -380,7 +385,7 @@ class DynamicEmbTables:
             with_optimizer: whether the numbers of the optimizer are wanted.
 
         Raises:
-            DumpError: an entry is missing, of the wrong type or out of range.
+            DumpError: an entry is of the wrong type or out of range, or one beta lacks the other.
             ValueError: it was saved with another kind of table.
         """
         options, (module, index) = self.options_of(table), self.table_module_of(table)
@@ -406,7 +411,10 @@ class DynamicEmbTables:
 
         Keys are those whose score is at least the threshold, of all ranks of `pg`, which all call
         this; None is all processes. They are sorted, rows are `[N, D]`; both are on the CPU. The
-        scores are thresholds for the next call.
+        scores are thresholds for the next call; a CUSTOMIZED table without a score has none.
+
+        Raises:
+            ValueError: no such table.
         """
         ranks = RankGroup.from_value(pg)
         entries_by_table: dict[str, tuple[Tensor, Tensor]] = {}
@@ -467,7 +475,8 @@ def fill(
 ) -> None:
     """Insert random keys until a table has `size` keys, by training forwards without update.
 
-    Ends early if a forward inserts no key. Only keys for which `owns` is true are used.
+    Ends early if a forward inserts no key. Only keys for which `owns` is true are used. A table
+    that no feature reads raises ValueError.
     """
     if index not in module.feature_tables:
         raise ValueError(

@@ -83,7 +83,7 @@ def data_type_to_dyn_emb(data_type: Any) -> DynamicEmbDataType:
 
 
 def dtype_to_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of a number."""
+    """Return the bytes of one number of a dtype."""
     return dtype.itemsize
 
 
@@ -107,7 +107,8 @@ def get_optimizer_state_dim(
 ) -> int:
     """Return the numbers of optimizer state that a row has in memory.
 
-    Row-wise Adagrad has one, float32. DynamicEmb pads it to 16 bytes, for which it needs `dtype`.
+    These are those of a dump, see `get_optimizer_ckpt_state_dim`. DynamicEmb pads the one of
+    row-wise Adagrad to 16 bytes, for which it needs `dtype`.
     """
     return get_optimizer_ckpt_state_dim(optimizer_type, dim, dtype)
 
@@ -176,10 +177,10 @@ def _path(root: str, table: str, rank: int, world_size: int, item: str) -> str:
 
 
 def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str], int]:
-    """Return the files of an item of a table, by rank, and their number.
+    """Return the files of an item of a table, by rank, and their number; none: `[]` and 0.
 
     Raises:
-        ValueError: a suffix that is not in `_ITEMS`.
+        ValueError: an unknown suffix.
         DumpError: files of some ranks are missing.
     """
     if suffix not in _ITEMS:
@@ -198,7 +199,10 @@ def find_files(root_path: str, table_name: str, suffix: str) -> tuple[list[str],
 
 
 def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, str, nn.Module]]:
-    """Return the sharded collections of a model: path from `model` on, name, and collection."""
+    """Return the sharded collections of a model: path, name, and collection.
+
+    A path is the argument `path`, then `model`, then the path within `module`.
+    """
     kinds = (sharding.ShardedEmbeddingBagCollection, sharding.ShardedEmbeddingCollection)
     return [
         (name, name.rpartition(".")[2], part)
@@ -220,7 +224,8 @@ def check_emb_collection_modules(
     Args:
         module: model or part of one.
         ret_list: list that is extended.
-        visited: ids of modules that are left out; the module's own is added.
+        visited: ids of modules for which nothing is appended, to which that of `module` is added;
+            None for none.
     """
     visited = set() if visited is None else visited
     if id(module) not in visited:

@@ -73,7 +73,7 @@ def get_sharded_table_capacity(
     """Return the rows of a table per rank: its share of `num_embeddings` in whole buckets.
 
     Raises:
-        ValueError: no ranks, or a bucket that is not a multiple of BUCKET_ALIGNMENT.
+        ValueError: no ranks, or a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
     """
     if world_size <= 0:
         raise ValueError(f"world_size must be positive, got {world_size}")
@@ -93,7 +93,8 @@ def get_table_value_bytes(
 ) -> int:
     """Return the bytes of rows and optimizer states of a table over all ranks.
 
-    States are float32; in DynamicEmb they have the dtype of the rows.
+    States are float32; in DynamicEmb they have the dtype of the rows. Raises as
+    `get_sharded_table_capacity`, and NotImplementedError for an optimizer without dynamic tables.
     """
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dtype = data_type_to_dtype(embedding_config.data_type)
@@ -111,7 +112,8 @@ def get_constraint_capacity(
     """Return the rows in whole buckets that fit into memory: at least one bucket, with a warning.
 
     Raises:
-        ValueError: a bucket that is not a multiple of BUCKET_ALIGNMENT.
+        NotImplementedError: an optimizer that dynamic tables do not have.
+        ValueError: a bucket that is not a positive multiple of BUCKET_ALIGNMENT.
     """
     bucket_rows = _rows_per_bucket(bucket_capacity)
     bucket_bytes = bytes_per_row(dtype, dim, _rule_of(optimizer_type)) * bucket_rows
@@ -128,7 +130,10 @@ def get_constraint_capacity(
 def complete_initializer_args(
     initializer_args: DynamicEmbInitializerArgs, *, embedding_config: Any = None
 ) -> DynamicEmbInitializerArgs:
-    """Fill in uniform bounds: +-sqrt(1 / num_embeddings), or 0 and 1 without a configuration."""
+    """Return a copy whose missing uniform bounds are filled in; other modes return the argument.
+
+    The bounds are +-sqrt(1 / num_embeddings), or 0 and 1 without a configuration.
+    """
     if initializer_args.mode is not DynamicEmbInitializerMode.UNIFORM:
         return initializer_args
     low, high = 0.0, 1.0
@@ -186,11 +191,11 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Planner of models with dynamic tables, with DynamicEmb's arguments.
 
-    Planning changes the options of dynamic tables in place, as in DynamicEmb: it sets `dim`,
-    `max_capacity` (per rank) and `local_hbm_for_values` (the rank's share of
-    `global_hbm_for_values`), rounds `init_capacity`, and fills in uniform bounds. An `enumerator`
-    must have the constraints of the planner; `eb_configs` are compared with the tables of the
-    model.
+    With `eb_configs`, `constraints` must have an entry for each, and the model these tables; None
+    compares nothing. Planning changes the options of dynamic tables in place, as in DynamicEmb: it
+    sets `dim`, `max_capacity` (per rank) and `local_hbm_for_values` (the rank's share of
+    `global_hbm_for_values`), sets or rounds `init_capacity`, and fills in uniform bounds. An
+    `enumerator` must have the constraints of the planner.
 
     Raises:
         ValueError: constraints and configurations with other names, a name that occurs twice, or
@@ -258,12 +263,17 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     ) -> ShardingPlan:
         """Plan on rank 0, and return its plan on all ranks, with the options of each rank."""
         plan = super().collective_plan(module, sharders, pg)
-        world_size = RankGroup.from_value(pg).size
-        return self._with_options(module, plan, world_size)
+        return self._with_options(module, plan, self._world_size(RankGroup.from_value(pg)))
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """Plan on this rank."""
-        return self._with_options(module, super().plan(module, sharders), RankGroup().size)
+        """Plan on this rank, for the ranks of the topology; without one, for all processes."""
+        plan = super().plan(module, sharders)
+        return self._with_options(module, plan, self._world_size(RankGroup()))
+
+    def _world_size(self, ranks: RankGroup) -> int:
+        """Return the number of ranks of the topology; without one, of `ranks`."""
+        topology = None if self._topology is None else self._topology.native
+        return ranks.size if topology is None else topology.world_size
 
     def _with_options(self, module: nn.Module, plan: ShardingPlan, world_size: int) -> ShardingPlan:
         """Return a plan whose dynamic tables have their completed options."""
@@ -347,7 +357,7 @@ def get_planner(
     """Return a planner for tables that are replicated, dynamic, or row-wise otherwise.
 
     Args:
-        eb_configs: configurations of all tables.
+        eb_configs: configurations of all tables; one in neither of the next two is row-wise.
         data_parallel_embedding_table_names: the tables that every rank has.
         dynamicemb_options_dict: the options of dynamic tables.
         device: device of the ranks.

@@ -90,6 +90,7 @@ def hash_storage(
 
     Raises:
         NotImplementedError: options that emblib does not have, see `docs/dynamicemb.md`.
+        TypeError, ValueError: as `dynamicemb_arguments.spec`.
     """
     if not options.training:
         raise NotImplementedError(
@@ -148,6 +149,8 @@ class _DynamicSharder:
     def prepare(self, module: nn.Module, plan: Any) -> nn.Module:
         """Replace the collections whose plan has dynamic tables, in a model; return the model.
 
+        A `module` that is such a collection itself does not change: return its replacement.
+
         Raises:
             ValueError: a collection that is not on the meta device, whose rows would be lost.
         """
@@ -191,7 +194,7 @@ class _DynamicSharder:
         device: torch.device | str | None = None,
         module_fqn: str | None = None,
     ) -> nn.Module:
-        """Return the sharded collection."""
+        """Return the sharded collection; with dynamic tables, it must come on the meta device."""
         parent: Any = super()
         if any(isinstance(sharding, DynamicEmbParameterSharding) for sharding in params.values()):
             ranks = ranks_of(env, device)

@@ -47,8 +47,9 @@ def split(
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
     """Return the tables as the device has them, and their backing store if they do not fit.
 
-    Both tiers together have max_capacity rows, unless the store is `external_storage`, which takes
-    all rows that the device evicts. On a CPU, local_hbm_for_values = 0 sets no limit.
+    A store in host memory has the rows of max_capacity that are not on the device, at least 1 per
+    table; `external_storage` takes all rows that the device evicts. On a CPU, a table without
+    `caching` and with local and global_hbm_for_values = 0 is on the device as a whole.
 
     Args:
         options: options of each table of a module.
@@ -57,8 +58,8 @@ def split(
         device: device of the tables.
 
     Raises:
-        NotImplementedError: a GPU without memory for values; tables without eviction that do not
-            fit.
+        NotImplementedError: a GPU without memory for values and without `caching`; tables without
+            eviction that do not fit.
     """
     rows = [_num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
     store = options[0].external_storage
@@ -131,7 +132,7 @@ class _Prefetched(NamedTuple):
 
 
 class Cache:
-    """Hits of the fast tier of tables with `caching`, in the last forward: none in evaluation."""
+    """Hits of the fast tier of tables with `caching` in the last forward; 0 if in evaluation."""
 
     def __init__(self, bags: DynamicEmbeddingBags) -> None:
         self._bags = bags
@@ -149,9 +150,10 @@ class Cache:
 
     @property
     def cache_metrics(self) -> Tensor:
-        """Lookups of the last forward and how many of their keys were in the fast tier, int64.
+        """Lookups of the last forward, and how many were of keys in the fast tier, int64 `[2]`.
 
-        DynamicEmb counts distinct keys, where this counts positions of the batch.
+        Both are 0 before `set_record_cache_metrics(True)` and a forward. DynamicEmb counts
+        distinct keys, where this counts positions of the batch.
         """
         pairs = zip(self._after, self._before, strict=True)
         return torch.tensor([after - before for after, before in pairs])
@@ -276,8 +278,10 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
         Raises:
             NotImplementedError: an argument that must be None.
-            RuntimeError: training of tables with `training=False`.
-            ValueError: weights that the pooling mode or the score strategy does not use.
+            RuntimeError: training of tables with `training=False`, or of CUSTOMIZED ones without a
+                score.
+            ValueError: weights that the pooling mode or the score strategy does not use;
+                on a CPU, fractions of uses.
         """
         _refuse(
             feature_requires_grad=feature_requires_grad,
@@ -375,7 +379,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @property
     def num_prefetched(self) -> int:
-        """Return the batches that were prefetched and not yet looked up; they count as steps."""
+        """Return the number of batches prefetched and not yet looked up; they count as steps."""
         return len(self._prefetched)
 
     @property
@@ -433,7 +437,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.bags.set_learning_rate(lr)
 
     def split_embedding_weights(self) -> list[Tensor]:
-        """Return a matrix of one number per table, as DynamicEmb does: keys select the slots."""
+        """Return an uninitialised `[1, 1]` tensor per table in place of its rows, as DynamicEmb."""
         dtype, device = self.bags.weights.dtype, self.bags.weights.device
         return [torch.empty(1, 1, dtype=dtype, device=device) for _ in self._names]
 

@@ -92,7 +92,7 @@ class AdmissionStrategy(abc.ABC):
 
 
 class FrequencyAdmissionStrategy(AdmissionStrategy):
-    """Keys get a row once they were seen `threshold` times.
+    """Keys get a row once they were seen `threshold` times; 0 admits all keys.
 
     In training, keys without a row read values by `initializer_args`; None uses the initializer of
     the table.
@@ -143,7 +143,7 @@ def _zeros() -> DynamicEmbInitializerArgs:
 class DynamicEmbTableOptions:
     """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib.
 
-    Two objects are equal if their tables may be in one module (`get_grouped_key`).
+    Two objects are equal if the fields of `get_grouped_key` are.
 
     Attributes:
         embedding_dtype: dtype of the rows; None is float32.
@@ -165,10 +165,16 @@ class DynamicEmbTableOptions:
         safe_check_mode: reaction to keys that found no slot.
         global_hbm_for_values: bytes of device memory over all ranks.
         external_storage: `emblib.RowStore` that takes the rows that the device evicts.
-        index_type: int64 or uint64, the dtype of ids; None is int64.
+        index_type: int64 or uint64, without effect on lookups, which take all integer ids; None is
+            int64.
         dist_type: routing of keys to ranks in dumps, one of DIST_TYPES.
         admit_strategy: rule for which keys get a row; None admits all.
         admission_counter: counter of keys without a row; with `admit_strategy` only.
+
+    Raises:
+        NotImplementedError: a tuple of scores other than TIMESTAMP and LFU.
+        TypeError: a `score_strategy` that is none.
+        ValueError: another mode of `eval_initializer_args`, or another `dist_type`.
     """
 
     embedding_dtype: torch.dtype | None = None
@@ -204,7 +210,7 @@ class DynamicEmbTableOptions:
         self.score_strategy = _canonical(self.score_strategy)
 
     def get_grouped_key(self) -> dict[str, Any]:
-        """Return the fields in which all tables of a module must agree."""
+        """Return fields in which all tables of a module must agree, as in `embedding_dtype`."""
         names = (
             "training",
             "caching",
@@ -217,7 +223,7 @@ class DynamicEmbTableOptions:
         return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the two tables may be in one module."""
+        """Return whether the fields of `get_grouped_key` are equal."""
         if not isinstance(other, DynamicEmbTableOptions):
             return NotImplemented
         return self.get_grouped_key() == other.get_grouped_key()

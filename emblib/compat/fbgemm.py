@@ -439,11 +439,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         """Look up, pool, and tie the update of the tables to the backward pass.
 
         See `emblib.TableBatchedEmbeddingBags.forward`. `hash_zch_identities` and
-        `hash_zch_runtime_meta` are ignored. With `vbe_output`, write the block of rank r and
-        feature f at `vbe_output_offsets[r, f]`, and return `vbe_output`.
+        `hash_zch_runtime_meta` are ignored; `total_unique_indices`, the number of distinct rows, is
+        used with OptimType.NONE alone. With `vbe_output`, contiguous, write the block of rank r and
+        feature f from its element `vbe_output_offsets[r, f]` on, and return `vbe_output`.
 
         Raises:
-            ValueError: one of `vbe_output`, its offsets and the batch sizes without the others.
+            ValueError: `vbe_output` or its offsets without each other or the batch sizes.
             NotImplementedError: batch sizes with INT8 rows, or with use_writeback_bwd_prehook.
         """
         is_passed = vbe_output is not None, vbe_output_offsets is not None
@@ -676,7 +677,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     # Optimizer
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate, with effect from the next backward on."""
+        """Set the learning rate, with effect from the next backward on.
+
+        INT8 rows and OptimType.NONE raise NotImplementedError.
+        """
         self._require_fused("set_learning_rate")
         self.bags.set_learning_rate(lr)
 
@@ -685,7 +689,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         return float(self.optimizer_args.learning_rate)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Continue counting updates from `step`."""
+        """Continue counting updates from `step`; raise as `set_learning_rate`."""
         self._require_fused("set_optimizer_step")
         self.bags.set_step(step)
         if self._averaging is not None:
@@ -694,11 +698,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
         """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay` or `lower_bound`.
 
-        A number that the optimizer does not have is stored, with a warning.
+        A number that the optimizer does not have is without effect, and warns.
 
         Raises:
-            NotImplementedError: another name.
-            ValueError: a weight decay that the module's `weight_decay_mode` would ignore.
+            NotImplementedError: another name, INT8 rows, or OptimType.NONE.
+            ValueError: a number out of range, or a weight decay that the module's
+                `weight_decay_mode` would ignore.
         """
         self._require_fused("update_hyper_parameters")
         fbgemm_arguments.update(self.bags, self._arguments, params_dict)
@@ -728,8 +733,8 @@ _installation = fbgemm_modules.Installation(
 def install(*, fallback: bool = False) -> None:
     """Let `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
 
-    TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call does
-    nothing.
+    TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call
+    changes nothing, except that it may add the fallback.
 
     Args:
         fallback: whether FBGEMM's Python files, where it is installed, serve the modules and names

@@ -344,7 +344,8 @@ def optimizer(args: SimpleNamespace) -> optim.Optimizer:
 
     Raises:
         NotImplementedError: an optimizer or an option that emblib does not have.
-        ValueError: an option that would have no effect although it should.
+        ValueError: a mode of weight decay or an option that the optimizer does not have or, without
+            its counterpart, would not use.
     """
     if args.optimizer not in _USES:
         raise NotImplementedError(
@@ -567,8 +568,8 @@ def update(
 
     Args:
         bags: tables whose optimizer is changed.
-        args: arguments of the module, changed; a number that the optimizer lacks is only stored
-            here, with a warning.
+        args: arguments of the module, changed; a number that the optimizer lacks is stored here
+            alone, with a warning.
         new: new values by the names that FBGEMM's `update_hyper_parameters` has.
 
     Raises:
@@ -622,7 +623,10 @@ class InPlaceAverage:
         self.iterations = 0  # 0 before the first step, which continues from the module's count
 
     def step(self, bags: TableBatchedEmbeddingBags) -> None:
-        """Average before the lookup of a training step, counted by the steps of the module."""
+        """Count a training step and, in every `every`-th from `start` on, average the rows.
+
+        Call it before the lookup. The count begins at `bags.step`, or at `iterations` if not 0.
+        """
         self.iterations = (self.iterations or bags.step) + 1
         if self.iterations % self.every or self.iterations < self.start:
             return

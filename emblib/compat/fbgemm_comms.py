@@ -116,8 +116,9 @@ class QuantizedCommCodec:
         comm_precision: format of the messages.
         loss_scale: factor of FP16 and BF16 messages, which `decode` divides by; None for none.
             Other formats ignore it.
-        row_dim: values per INT8 or FP8 row, and per MX4 group.
-        is_fwd: whether FP8 rows have 4 exponent bits, not 5.
+        row_dim: values per FP8 row, or per MX4 group, where None is 32. INT8 rows have the 32
+            values of a default `QuantizationContext`.
+        is_fwd: whether FP8 rows have 4 exponent bits, not 5; FP8 without rows has 4.
         rounding_mode: rounding of MX4 exponents; None is `even`.
         output_dtype: format of decoded FP8 rows and MX4; None is FP32.
 
@@ -154,7 +155,9 @@ class QuantizedCommCodec:
         """Return the message; 16-bit values are clamped to the largest finite ones.
 
         INT8 and FP8 rows need the context of `create_context`, without which INT8 raises
-        ValueError and FP8 has no scales. FP32 messages are the input.
+        ValueError and FP8 has no scales; MX4 without a context has groups of 32. INT8, MX4 and FP8
+        rows become flat bytes; other messages have the shape of the input. FP32 messages are the
+        input.
         """
         if self._loss_scale is not None:
             input_tensor = input_tensor * self._loss_scale
@@ -238,10 +241,11 @@ class QuantizedCommCodec:
         my_rank: int,
         qcomm_ctx: QuantizationContext,
     ) -> tuple[int, int]:
-        """Return the columns of a message and of its padding.
+        """Return the columns of a message `[B, columns]` with padding, and those of the padding.
 
-        MX4 pads the columns of each rank to whole groups, FP8 to whole rows if the environment has
-        TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1. If so, set `qcomm_ctx.padded_dim_sum_per_rank`.
+        `[N]` is not padded. MX4 pads the columns of each rank to whole groups, FP8 to whole rows if
+        the environment has TORCHREC_ENABLE_FP8_ROWWISE_PADDING=1. If so, set
+        `qcomm_ctx.padded_dim_sum_per_rank`.
 
         Raises:
             ValueError: `input_tensor` has other columns than `dim_per_rank[my_rank]`.
@@ -307,7 +311,7 @@ class PermutePooledEmbeddings:
         self._is_identity = list(permute) == list(range(len(dims)))
 
     def __call__(self, pooled_embs: Tensor) -> Tensor:
-        """Return `pooled_embs` `[B, sum D]` with permuted columns."""
+        """Return `pooled_embs` `[B, sum D]` with permuted columns; if none moves, itself."""
         if self._is_identity:
             return pooled_embs
         return pooled.permute_duplicate_pooled_embs(

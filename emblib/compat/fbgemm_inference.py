@@ -3,7 +3,8 @@
 The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's. An FP8
 row is the bytes alone in FBGEMM; here the scale before them moves torch's exponent bias to that of
 the module. Ids of pruned tables are mapped to their rows by the indexes of
-`emblib.inference.InferenceEmbeddingBags`. Rows are on the device; tables behind a cache raise.
+`emblib.inference.InferenceEmbeddingBags`. Rows are on the device; tables behind a cache raise,
+unless `enforce_hbm` puts them there.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -108,8 +109,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             it they raise.
 
     `uvm_host_mapped`, `feature_names_per_table` and `indices_dtype` are attributes alone; ids may
-    be int32 or int64. Without tables behind a cache, which raise, the arguments of caches have no
-    effect; `cacheline_alignment` has none either.
+    be int32 or int64. Arguments whose names begin with cache have no effect.
+    `record_cache_metrics`, `gather_uvm_cache_stats`, `scale_bias_size_in_bytes` and
+    `reverse_qparam` must be their defaults.
 
     Raises:
         NotImplementedError: a location, format or value of an argument that emblib does not have.
@@ -289,7 +291,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def initialize_weights(self) -> None:
         """Allocate the rows, with values of zero; a second call does nothing.
 
-        FP8 rows get the scale of the module's exponent bias.
+        FP8 rows get the scale of the module's exponent bias, which is not among their bytes.
         """
         if self._served:
             return
@@ -331,7 +333,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Args:
             split_scale_bias_mode: 0 for whole rows, uint8 `[rows, bytes]`; 1 for numbers, and scale
                 and bias, uint8 `[rows, 4]`; 2 for numbers, scale and bias, float16 `[rows, 1]`.
-                Tables of floats have their rows only.
+                Tables of floats and of FP8 have their rows only.
 
         Raises:
             RuntimeError: there are no rows yet.
@@ -434,7 +436,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         Args:
             update_table_indices: numbers of the tables.
             update_row_indices: numbers of the rows of each of these tables.
-            update_weights: the new rows of each, uint8 `[n, bytes]`, with scale and bias.
+            update_weights: the new rows of each, as `split_embedding_weights(False)` has them.
+
+        Raises:
+            RuntimeError: there are no rows yet.
+            ValueError: lists of different lengths.
         """
         tables = self._rows()
         for table, rows, weights in zip(

@@ -52,6 +52,9 @@ class Int8Tables(nn.Module):
 
     Args:
         args: arguments of the module, as `fbgemm_arguments.normalise` returns them.
+
+    Raises:
+        NotImplementedError: an output dtype other than FP32, FP16 and BF16.
     """
 
     weights: Tensor  # uint8, the rows of all tables
@@ -62,7 +65,7 @@ class Int8Tables(nn.Module):
     def __init__(self, args: SimpleNamespace) -> None:
         super().__init__()
         self._shapes = [(rows, dim + _HEADER) for rows, dim, _, _ in args.embedding_specs]
-        self._features = list(args.feature_table_map)
+        self.feature_tables = list(args.feature_table_map)
         self._pooling = args.pooling_mode
         self._output = float_dtype("output_dtype", args.output_dtype)
         self._check = BoundsCheckMode[args.bounds_check_mode.name.removeprefix("V2_")].value
@@ -70,7 +73,7 @@ class Int8Tables(nn.Module):
         self.learning_rate = args.learning_rate
         self.tables: list[Any] = []  # none is cached
         size = sum(rows * width for rows, width in self._shapes)
-        rows = torch.tensor([self._shapes[t][0] for t in self._features], device=args.device)
+        rows = torch.tensor([self._shapes[t][0] for t in self.feature_tables], device=args.device)
         self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=args.device))
         self.register_buffer("rows", rows, persistent=False)
         numbers = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=args.device)
@@ -101,8 +104,9 @@ class Int8Tables(nn.Module):
     ) -> Tensor:
         """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; its backward pass raises.
 
-        `indices` are `[L]`, `offsets` `[F * B + 1]`; -1 reads zeros. `per_sample_weights` `[L]`
-        scale rows and get no gradient. Waits for a GPU.
+        `indices` are `[L]`, `offsets` `[F * B + 1]`; neither is written to. -1 reads zeros, and
+        counts in a mean. `per_sample_weights` `[L]` scale rows and get no gradient. Waits for a
+        GPU.
 
         Raises:
             NotImplementedError: `batch_sizes`.
@@ -114,12 +118,12 @@ class Int8Tables(nn.Module):
         indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
         counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
         bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
-        features = len(self._features)
+        features = len(self.feature_tables)
         batch_size = (offsets.numel() - 1) // features
         ends = offsets[::batch_size].tolist() if batch_size else [0] * (features + 1)
         weights = None if per_sample_weights is None else per_sample_weights.detach()
         blocks, tables = [], self.table_weights()
-        for feature, table in enumerate(self._features):
+        for feature, table in enumerate(self.feature_tables):
             id_range = slice(ends[feature], ends[feature + 1])
             ids = indices[id_range]
             rows = rowwise.fused_8bit_to_float(tables[table].index_select(0, ids.clamp(min=0)))

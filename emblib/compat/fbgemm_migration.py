@@ -177,8 +177,8 @@ def _copy_values(
     Args:
         source: module to read.
         target: module to write.
-        counts_rows: whether the optimizer counts how often rows are seen.
         rows: the rows of each table to read; None for all, in order.
+        counts_rows: whether the optimizer counts how often rows are seen.
     """
     source.flush()
     pairs = [(target.split_embedding_weights(), source.split_embedding_weights())]
@@ -237,6 +237,7 @@ class _ReplacedTBE(Replaced):
 
     def sizes(self) -> str:
         """Return tables and rows."""
+        # specs of inference begin with the name of the table
         rows = [rows for rows, *_ in self.old.embedding_specs if not isinstance(rows, str)]
         rows = rows or [spec[1] for spec in self.old.embedding_specs]
         return f"{len(rows)} tables, {sum(rows)} rows"

@@ -76,8 +76,8 @@ def get_table_batched_offsets_from_dense(
 ) -> tuple[Tensor, Tensor]:
     """Return indices `[T * B * L]` and offsets `[T * B + 1]` of indices `[T, B, L]`.
 
-    They are on the current GPU if there is one, unless `use_cpu`. With `L` and `total_B`, the T * B
-    bags, the indices may have any shape.
+    They are on the current GPU or, without one, torch's default device; with `use_cpu` on the CPU.
+    With both `L` and `total_B`, the T * B bags, the indices may have any shape.
     """
     if L is None or total_B is None:
         tables, batch, L = merged_indices.shape

@@ -4,8 +4,10 @@
 emblib's modules in place of dynamicemb, torchrec and fbgemm_gpu.
 """
 
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -440,6 +442,25 @@ def test_capacities_and_bytes() -> None:
     assert dynamicemb.complete_initializer_args(given).upper == 1.0
     completed = dynamicemb.complete_initializer_args(given, embedding_config=users)
     assert (completed.lower, completed.upper) == (-3.0, 500**-0.5)
+
+
+def test_a_topology_decides_the_ranks_of_a_plan() -> None:
+    options = DynamicEmbTableOptions(global_hbm_for_values=1 << 20)
+    constraint = DynamicEmbParameterConstraints(use_dynamicemb=True, dynamicemb_options=options)
+    planner = DynamicEmbeddingShardingPlanner(
+        topology=Topology(4, "cpu"), constraints={"users": constraint}
+    )
+    planner.plan(Model(configs()), [sharder()])
+    users = configs()[0]
+    assert options.max_capacity == get_sharded_table_capacity(users, 4)
+    assert options.local_hbm_for_values == 1 << 18
+
+
+def test_uninstalling_leaves_a_real_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ModuleType("dynamicemb")
+    monkeypatch.setitem(sys.modules, "dynamicemb", real)
+    dynamicemb.uninstall()
+    assert sys.modules["dynamicemb"] is real
 
 
 def test_their_imports() -> None:

@@ -159,6 +159,8 @@ def test_int8_rows_are_looked_up(mode: str, weighted: bool) -> None:
         found.sum().backward()
     with pytest.raises(NotImplementedError, match="not trained"):
         module.set_learning_rate(0.1)
+    masked = module(INDICES, OFFSETS, weights, feature_requires_grad=torch.tensor([1, 0]))
+    torch.testing.assert_close(masked, found)
     assert module(INDICES[:0], torch.zeros(5).long()).eq(0).all()
     module.init_embedding_weights_uniform(2.0, 3.0)
     for table in module.split_embedding_weights():

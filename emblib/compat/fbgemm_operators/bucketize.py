@@ -60,7 +60,7 @@ def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[
 
 
 def _bag_positions(lengths: Tensor, indices: Tensor) -> Tensor:
-    """Return the position of each lookup in its bag, in the shape and dtype of `like` `[L]`."""
+    """Return the position of each lookup in its bag, `[L]`, in the dtype of `indices`."""
     lengths = lengths.to(indices.dtype)
     return segment_positions(torch.zeros_like(lengths), lengths, indices.numel())
 
@@ -259,7 +259,7 @@ def block_bucketize_sparse_features_inference(
         return_bucket_mapping: whether the bucket of each index is returned.
         keep_orig_idx: whether rows stay as they are in `indices`.
         total_num_blocks: number of blocks, `[F]`; by default one per bucket.
-        keep_orig_idx_per_feature: the same as `keep_orig_idx`, by feature, `[F]`.
+        keep_orig_idx_per_feature: the same by feature, `[F]`; `keep_orig_idx` is ignored then.
 
     Returns:
         lengths `[my_size * F * B]`, rows within the bucket, weights, positions in the bag, where
@@ -386,7 +386,11 @@ def bucketize_sparse_features(
     my_size: SymInt,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Distribute lookups over `my_size` buckets round robin: row `i` is row `i // n` of `i % n`."""
+    """Distribute lookups over `my_size` buckets round robin.
+
+    Row i becomes row `i // my_size` of bucket `i % my_size`. The results are lengths
+    `[my_size * bags]`, rows, weights, and with `bucketize_pos` positions in the bag.
+    """
     lengths = lengths.flatten()
     check_ids("indices", indices)
     check(my_size > 0, f"my_size must be > 0, got {my_size}")
@@ -497,7 +501,7 @@ def generate_vbe_metadata(
         D_offsets: first column of each feature, and the end.
         D: columns without pooling.
         nobag: whether there is no pooling.
-        max_B_feature_rank: largest number of bags of a rank and a feature.
+        max_B_feature_rank: ignored.
         info_B_num_bits: bits of the number of a bag, below the bits of its feature.
         total_B: number of bags.
         vbe_output_offsets: first output element of each bag, instead of the computed.

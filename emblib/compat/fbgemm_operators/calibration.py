@@ -113,7 +113,8 @@ def histogram_binning_calibration_by_feature(
     """Calibrate as `histogram_binning_calibration`; each segment has `num_bins` of its own.
 
     `segment_lengths` `[N]` is 1 for examples with a segment, of which `segment_value` has one
-    entry each, from 0; examples without one share a further segment.
+    entry each, from 0; examples without one share a further segment. Bins are those of this
+    segment, then those of the others: `[(num_segments + 1) * num_bins]`.
     """
     predictions = _predictions(logit.flatten(), positive_weight)
     first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
@@ -156,7 +157,11 @@ def generic_histogram_binning_calibration_by_feature(
 def batched_unary_embeddings(
     weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> Tensor:
-    """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`."""
+    """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`.
+
+    `table_offsets` `[T + 1]` are the first row of each table, and the end; `offsets` are
+    `[T * B + 1]`, `indices` rows within their table.
+    """
     tables = table_offsets.numel() - 1
     batch_size = (offsets.numel() - 1) // tables
     lengths = offsets.diff()

@@ -1,7 +1,7 @@
 """Operators on jagged values and dense tensors: sums, products, softmax, slices.
 
 Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax looks
-at the first `max_L` values of each sequence; the results of the others are 0.
+at the first `max_L` values of each sequence; where others have a result, it is 0.
 """
 
 from collections.abc import Sequence
@@ -235,7 +235,11 @@ def pack_segments_v2(
     pad_minf: bool = False,
     return_presence_mask: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Pad sequences to `[B, max_length, ...]`, and say which values are of the input."""
+    """Pad sequences to `[B, max_length, ...]` with 0, or with -inf if `pad_minf`.
+
+    With `return_presence_mask` the second result, bool `[B, max_length]`, is True for values of the
+    input; else it is None.
+    """
     check(max_length > 0, f"max_length must be positive, got {max_length}")
     padding = float("-inf") if pad_minf else 0.0
     packed = jagged_to_padded_dense(t_in, [complete_cumsum(lengths)], [max_length], padding)

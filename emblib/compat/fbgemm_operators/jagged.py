@@ -371,7 +371,8 @@ def reorder_batched_ad_lengths(
         batch_offsets: first ad of each request, and their number.
         num_ads_in_batch: number of ads A.
         broadcast_lengths: whether a request has one length per table for all its ads.
-        max_batch_size: number of ads to fill the tables up to, with zeros; 0 for none.
+        max_batch_size: number of ads to fill the tables up to, with zeros, but not with
+            `broadcast_lengths`; 0 for none.
     """
     lengths_per_table = batch_offsets.numel() - 1 if broadcast_lengths else num_ads_in_batch
     check(
@@ -586,7 +587,7 @@ def get_unique_indices(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return distinct indices, filled up with 0, their number, and int32 uses of each.
 
-    `max_indices` is ignored.
+    Uses are None without `compute_count`. `max_indices` is ignored.
     """
     return _unique(linear_indices, with_counts=compute_count)
 
@@ -598,6 +599,9 @@ def get_unique_indices_with_inverse(
     compute_count: bool,
     compute_inverse_indices: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return what `get_unique_indices` does, and the int32 order that sorts the indices."""
+    """Return what `get_unique_indices` does, and the int32 order that sorts the indices.
+
+    The order is None without `compute_inverse_indices`.
+    """
     order = linear_indices.argsort(stable=True).int() if compute_inverse_indices else None
     return *_unique(linear_indices, with_counts=compute_count), order

@@ -40,7 +40,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 @operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
-    """Return values of any shape as HFP8 bytes, uint8, clamped to +-`max_pos`; NaN becomes it."""
+    """Return `[..., D]` as HFP8 bytes, uint8, clamped to +-`max_pos`, which NaN becomes."""
     mantissa_bits = 7 - ebits
     values = input.float()
     size = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
@@ -117,7 +117,7 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.ev
         rounding: how the exponent of a group is rounded, a member of `RoundingMode`.
 
     Returns:
-        uint8 `[..., D / 2 + D / group_size]`; empty values keep their shape.
+        uint8 `[..., D / 2 + D / group_size]`, of the filled D; empty values keep their shape.
     """
     if values.numel() == 0:
         return torch.empty(values.shape, dtype=torch.uint8, device=values.device)

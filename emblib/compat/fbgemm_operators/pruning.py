@@ -115,6 +115,8 @@ def pruned_hashmap_insert(
 ) -> None:
     """Insert ids and their rows one after the other, except for ids of row -1.
 
+    Ids of a table without slots are ignored.
+
     Args:
         indices: ids, distinct in each table.
         dense_indices: row of each id.
@@ -149,7 +151,8 @@ def pruned_hashmap_lookup(
 ) -> Tensor:
     """Return the row of each id, -1 for ids that are not in the map.
 
-    The arguments are as in `pruned_hashmap_insert`. Waits for a GPU.
+    Ids of a table without slots are returned as they are. The arguments are as in
+    `pruned_hashmap_insert`. Waits for a GPU.
     """
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
     result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
@@ -180,5 +183,5 @@ class PrunedMap:
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
     def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        """Return the row of each id, -1 for ids without one."""
+        """Return the row of each id, -1 for ids without one; call it after `insert`."""
         return pruned_hashmap_lookup(indices, offsets, *self._map)

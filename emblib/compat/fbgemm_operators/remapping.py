@@ -141,8 +141,8 @@ def zero_collision_hash(
         eviction_policy: number that must be 0.
         opt_in_prob: -1, or with `num_reserved_slots` any number.
         num_reserved_slots: last slots of each part, for ids without a slot; -1 for none.
-        opt_in_rands: argument of insertion, which raises.
-        runtime_meta: argument of insertion, which raises.
+        opt_in_rands: ignored: it decides on insertions.
+        runtime_meta: ignored.
 
     Raises:
         NotImplementedError: arguments that insert or evict.
