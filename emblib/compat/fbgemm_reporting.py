@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ _logger = logging.getLogger(__name__)
 
 
 class TBEStatsReporter(abc.ABC):
-    """Base of reporters; a module calls the other methods at steps with `should_report`."""
+    """Base of reporters; a module reports at steps with `should_report`."""
 
     @abc.abstractmethod
     def should_report(self, iteration_step: int) -> bool:
         """Return whether to report this step."""
 
     def register_stats(self, stats_name: str, amplifier: int = 1) -> None:  # noqa: B027
-        """Register the name of a statistic before its first report; does nothing by default."""
+        """Do nothing; FBGEMM registers statistics by this, modules of emblib do not call it."""
 
     @abc.abstractmethod
     def report_duration(
@@ -73,21 +72,32 @@ class StdLogStatsReporter(TBEStatsReporter):
         return iteration_step % self.report_interval == 0
 
     def report_duration(
-        self, iteration_step: int, event_name: str, duration_ms: float, *more: Any, **options: Any
+        self,
+        iteration_step: int,
+        event_name: str,
+        duration_ms: float,
+        embedding_id: str = "",
+        tbe_id: str = "",
+        time_unit: str = "ms",
+        enable_tb_metrics: bool = False,
     ) -> None:
-        """Log one line."""
-        unit = options.get("time_unit", "ms")
-        self._log(iteration_step, f"{event_name}: {duration_ms} {unit}", *more, **options)
+        """Log one line; `enable_tb_metrics` is ignored."""
+        text = f"{event_name}: {duration_ms} {time_unit}"
+        self._log(iteration_step, text, embedding_id, tbe_id)
 
     def report_data_amount(
-        self, iteration_step: int, event_name: str, data_bytes: int, *more: Any, **options: Any
+        self,
+        iteration_step: int,
+        event_name: str,
+        data_bytes: int,
+        embedding_id: str = "",
+        tbe_id: str = "",
+        enable_tb_metrics: bool = False,
     ) -> None:
-        """Log one line."""
-        self._log(iteration_step, f"{event_name}: {data_bytes}", *more, **options)
+        """Log one line; `enable_tb_metrics` is ignored."""
+        self._log(iteration_step, f"{event_name}: {data_bytes}", embedding_id, tbe_id)
 
-    def _log(
-        self, step: int, text: str, embedding_id: str = "", tbe_id: str = "", **options: Any
-    ) -> None:
+    def _log(self, step: int, text: str, embedding_id: str, tbe_id: str) -> None:
         _logger.info("step %d, TBE %s, table %s: %s", step, tbe_id, embedding_id, text)
 
 
@@ -98,7 +108,11 @@ class TBEStatsReporterConfig:
     interval: int = -1
 
     def create_reporter(self) -> TBEStatsReporter | None:
-        """Return None: this class has no reporter."""
+        """Return None: this class has no reporter.
+
+        Raises:
+            AssertionError: an `interval` above 0, which would have no effect.
+        """
         if self.interval > 0:
             raise AssertionError(
                 f"an interval ({self.interval}) needs a reporter: use StdLogStatsReporterConfig, "
@@ -138,7 +152,8 @@ class CacheCounters:
         has_cache: whether a table is cached.
         gathers: whether gather_uvm_cache_stats is set.
         cache_miss_counter: int64 `[2]`, batches with a miss, and distinct rows that were missing.
-        table_wise_cache_miss: int64 `[T]`, the latter by table; `[0]` unless it is recorded.
+        table_wise_cache_miss: int64 `[T]`, distinct rows that were missing, by table; `[0]` unless
+            record_cache_metrics asks for it.
     """
 
     def __init__(self, bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> None:
@@ -155,7 +170,7 @@ class CacheCounters:
 
     @property
     def is_active(self) -> bool:
-        """Return whether there is anything to count."""
+        """Return whether a table is cached and an option asks for counts."""
         return self.has_cache and (self.gathers or self._batches or self._by_table)
 
     def _counts(self) -> Tensor:
@@ -190,7 +205,9 @@ class CacheCounters:
             self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
 
     def uvm_stats(self, *, local: bool) -> Tensor:
-        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`: all batches, or the last one.
+        """Return int64 `[6]`, in the order of `UVMCacheStatsIndex`.
+
+        The counts are those since the last reset, or if `local` those of the last batch.
 
         Raises:
             RuntimeError: the module was made without gather_uvm_cache_stats.
@@ -207,7 +224,10 @@ class CacheCounters:
         self._logged.zero_()
 
     def per_call(self, *, local: bool) -> dict[str, float]:
-        """Return the counts per call since the last request, or the counts of the last batch."""
+        """Return the counts per call since the last request, or if `local` those of the last batch.
+
+        `num_calls` is the number of calls itself. Raises as `uvm_stats`.
+        """
         counts = self.uvm_stats(local=local)
         if not local:
             counts, self._logged = counts - self._logged, counts
@@ -223,7 +243,10 @@ def prefetch_passes(
     input_tensor: Tensor,
     output_tensor: Tensor,
 ) -> Sequence[tuple[Tensor, Tensor, int]]:
-    """Return the parts of a prefetch in order: `(input, output, start)`, slices of both tensors."""
+    """Return the parts of a prefetch in order: `(input, output, start)`, slices of both tensors.
+
+    Without a config, or with no more elements than passes, there is one part.
+    """
     size = input_tensor.size(0)
     config = multipass_prefetch_config
     if config is None or config.num_passes == 1 or size <= config.num_passes:

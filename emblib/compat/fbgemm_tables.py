@@ -171,7 +171,11 @@ class TableViews(nn.Module):
     # Optimizer state
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """Return the states of each table as views, in FBGEMM's order; empty without states."""
+        """Return the states of each table as views, in FBGEMM's order; empty without states.
+
+        Raises:
+            NotImplementedError: backward does not update the tables.
+        """
         self._require_fused("split_optimizer_states")
         return [
             [states[name] for name in STATE_ORDER if name in states]
@@ -180,7 +184,13 @@ class TableViews(nn.Module):
         ]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """Return the states of each table by the names of `torch.optim`; empty without states."""
+        """Return the states of each table by emblib's names, and `iter` where FBGEMM has it.
+
+        Empty without states.
+
+        Raises:
+            NotImplementedError: backward does not update the tables.
+        """
         self._require_fused("get_optimizer_state")
         extra = {"iter": self.iter} if self._state_has_iter() else {}
         return [
@@ -290,12 +300,13 @@ class TableViews(nn.Module):
             memory.data = buffer.view(memory.shape)
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
-        """Return a state of all tables in device memory, or `iter`, by emblib's or FBGEMM's name.
+        """Return a state of the tables in device memory, or `iter`, by emblib's or FBGEMM's name.
 
         Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
 
         Raises:
             ValueError: a name that the optimizer does not have.
+            NotImplementedError: backward does not update the tables.
         """
         self._require_fused("get_optimizer_buffer")
         if state == "iter":
@@ -327,7 +338,7 @@ class TableViews(nn.Module):
 
     @property
     def gwd_lower_bound(self) -> float:
-        """Return the lower bound of global weight decay."""
+        """Return the lower bound of global weight decay; 0 without it."""
         definition = self._arguments.global_weight_decay
         return 0.0 if definition is None else definition.lower_bound
 
@@ -338,7 +349,7 @@ class TableViews(nn.Module):
         logical_table_ids: Tensor,
         buffer_ids: Tensor,
     ) -> None:
-        """Set pruned rows and all their optimizer state to zero.
+        """Set pruned rows and their optimizer states to zero, and empty the cache.
 
         Args:
             pruned_indices: rows to reset, buffer after buffer.
@@ -346,6 +357,9 @@ class TableViews(nn.Module):
                 last one.
             logical_table_ids: the features to prune.
             buffer_ids: number of the buffer with the rows of each of `logical_table_ids`.
+
+        Raises:
+            NotImplementedError: backward does not update the tables.
         """
         self._require_fused("reset_embedding_weight_momentum")
         weights = self.bags.table_weights()

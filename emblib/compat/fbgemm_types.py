@@ -33,7 +33,7 @@ class _Named(enum.IntEnum):
 
     @classmethod
     def from_str(cls, key: str) -> Any:
-        """Return the member of a lower-case name."""
+        """Return the member of a lower-case name; ValueError for another."""
         for member in cls:
             if member.name.lower() == key:
                 return member
@@ -53,7 +53,11 @@ class EmbeddingLocation(_Named):
     def from_device_and_clf(
         cls, device: torch.device, cache_load_factor: float
     ) -> "EmbeddingLocation":
-        """Return HOST on a CPU; on a GPU MANAGED for load factor 0, DEVICE for 1, else a cache."""
+        """Return HOST on a CPU; on a GPU MANAGED for load factor 0, DEVICE for 1, else a cache.
+
+        Raises:
+            ValueError: another type of device, or a load factor outside [0, 1].
+        """
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be a CPU or a CUDA device, got {device}")
         if not 0 <= cache_load_factor <= 1:
@@ -170,7 +174,7 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_int(ty: int) -> "SparseType":
-        """Return the format of a code of `as_int`."""
+        """Return the format of a code of `as_int`; ValueError for another."""
         for value, number_format in _FORMATS.items():
             if number_format.code == ty:
                 return SparseType(value)
@@ -182,7 +186,11 @@ class SparseType(enum.Enum):
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
-        """Return the format of a torch dtype; uint8 and int8 are INT8, or with `is_mx` MX4."""
+        """Return the format of a torch dtype; uint8 and int8 are INT8, or with `is_mx` MX4.
+
+        Raises:
+            ValueError: no format has the dtype.
+        """
         if dtype in (torch.uint8, torch.int8):
             return SparseType.MX4 if is_mx else SparseType.INT8
         for value, number_format in _FORMATS.items():
@@ -315,7 +323,10 @@ class EmainplaceModeDefinition:
 
 
 class MultiPassPrefetchConfig(NamedTuple):
-    """Prefetch in up to `num_passes` parts of at least `min_splitable_pass_size` lookups."""
+    """Prefetch in up to `num_passes` (>= 1) parts of at least `min_splitable_pass_size` lookups.
+
+    The last part may be smaller.
+    """
 
     num_passes: int = 12
     min_splitable_pass_size: int = 6 * 1024 * 1024
@@ -343,7 +354,8 @@ class VBEMetadata(NamedTuple):
         vbe_output: tensor that the output is written to.
         vbe_output_offsets: first element there of each rank and feature, `[ranks, F]`.
 
-    Tensors are None and numbers -1 without batch sizes per feature.
+    Tensors are None and numbers -1 without batch sizes per feature; `of` leaves those of
+    `vbe_output` None.
     """
 
     B_offsets: Tensor | None = None
@@ -357,9 +369,9 @@ class VBEMetadata(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]) -> "VBEMetadata":
-        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`; None: equal ones.
+        """Return the layout of `sizes` bags per feature and rank, `[F][ranks]`, F >= 1.
 
-        `dims` are the columns of each feature. The tensors are on the CPU.
+        None means equal sizes. `dims` are the columns of each feature. The tensors are on the CPU.
         """
         if sizes is None:
             return cls()

@@ -81,9 +81,9 @@ def _initializer(weight_dist: str) -> str:
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """Return d factors of n, or of n rounded up, that are close to each other.
 
-    The candidates are n, and n rounded up to multiples of 10, 100, ...; the one whose factors have
-    the greatest entropy is chosen, the first of equal ones. The smaller and the larger half of its
-    factors, each ascending, alternate in the result.
+    The candidates are n, and with `allow_round_up` n rounded up to multiples of 10, 100, ...; the
+    one whose factors have the greatest entropy is chosen, the first of equal ones. The smaller and
+    the larger half of its factors, each ascending, alternate in the result.
 
     Raises:
         ValueError: `n` or `d` is below 1.
@@ -133,7 +133,7 @@ def tt_matrix_to_full(
     tt_cores: Sequence[Tensor],
     tt_permute: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return all rows that cores make, `[prod p, prod q]`.
+    """Return the whole table of a tensor train, `[prod p, prod q]`.
 
     Args:
         tt_p_shapes: row factors.
@@ -171,7 +171,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     Attributes:
         tt_cores: the parameters, core k of all tables: `[T, p_k, R_k * q_k * R_{k+1}]`.
         optimizer_state: the first state of each core, laid out like it, or `[T, p_k]` if it has one
-            number per row; empty for SGD.
+            number per row; empty for SGD and with `sparse=False`.
         cache_weight: `[cache_size, D]`, the stored rows of the first table; None without a cache.
             With `sparse=False` and one table it is their parameter.
 
@@ -179,8 +179,9 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     which never happens here.
 
     Raises:
-        ValueError: an unknown optimizer or distribution, a `hashtbl_size` below the `cache_size`,
-            or sizes, factors and ranks that do not fit each other.
+        ValueError: an unknown distribution, with `sparse=True` an unknown optimizer, with a cache a
+            `hashtbl_size` below the `cache_size`, or sizes, factors and ranks that do not fit each
+            other.
     """
 
     def __init__(
@@ -260,11 +261,12 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             indices: int32 or int64, of all bags of table 0, then of table 1, ...; or
                 `[T * B, N]` or `[T, B, N]` for bags of N lookups.
             offsets: `[T * B + 1]`, or `[T * B]` without the last entry; none for bags of N lookups.
+                With one table, offsets that end with the number of indices count as complete.
             warmup: ignored, as in FBTT.
 
         Raises:
             ValueError: offsets missing, or given for bags of N lookups.
-            RuntimeError: another number of offsets.
+            RuntimeError: a number of offsets or bags that does not fit the tables.
         """
         if indices.dim() > 1:
             if offsets is not None:
@@ -300,7 +302,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return self._first_lacks_last_offset
 
     def reset_parameters(self, weight_dist: str | None = None) -> None:
-        """Draw the cores again, from another distribution if one is given; empty the cache."""
+        """Draw the cores again, from `weight_dist` or the present distribution; empty the cache."""
         if weight_dist is not None:
             self._trains.init = _initializer(weight_dist)
             self.weight_dist = weight_dist
@@ -313,7 +315,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
 
     @property
     def cache_weight(self) -> Tensor | None:
-        """Return the stored rows of the first table."""
+        """Return the stored rows of the first table; None without a cache."""
         if not isinstance(self.bags, StackedCachedTTBags):
             return None
         rows = self.bags.rows
@@ -362,7 +364,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def update_cache(self, indices: Tensor) -> None:
         """Count uses of ids of the first table without a lookup; training lookups count theirs.
 
-        Without a cache this does nothing, as in FBTT.
+        Ids outside the table are skipped. Without a cache this does nothing, as in FBTT.
         """
         if isinstance(self.bags, StackedCachedTTBags):
             ids = indices.flatten().long()
@@ -371,7 +373,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             )
 
     def reset_cache(self) -> None:
-        """Project the cached rows onto the cores, empty the cache, and forget all counts."""
+        """Project the cached rows onto the cores, empty the cache, and forget all counts.
+
+        Raises:
+            ValueError: the module has no cache.
+        """
         self._cached().empty_cache()
 
     def _cached(self) -> StackedCachedTTBags:

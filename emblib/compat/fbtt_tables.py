@@ -81,8 +81,7 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
     """Tensor-train tables of equal sizes, whose cores and optimizer states are stacked.
 
     The module that owns this one has the parameters, `stacked`: here they are neither in the
-    state dict nor among its parameters. Ranks are taken as they are, also where a table has no such
-    rank.
+    state dict nor among its parameters. Ranks greater than a core can use are accepted.
     """
 
     cores: Any
@@ -217,7 +216,7 @@ class StateDictReader:
         self._entries.update(module_entries)
 
     def _check_rows(self, saved: Tensor | None) -> None:
-        """Add an error where the digits of ids, FBTT's `L`, are of other row factors."""
+        """Add an error where FBTT's `L`, the rows per row of each core, is of other row factors."""
         factors = self._trains.tables[0].row_factors
         weights = [math.prod(factors[k + 1 :]) for k in range(len(factors))]
         if saved is not None and saved.tolist() != weights:

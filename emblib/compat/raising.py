@@ -1,16 +1,19 @@
-"""Names of a peer that emblib does not have: they import, and raise where they are used."""
+"""Names of a peer that emblib does not have: they import, and raise when they are called."""
 
 from typing import Any
 
 
 class RaisesOnUse(type):
-    """Type of the names that emblib does not have: any use but `isinstance` and hints raises."""
+    """Type of names that emblib does not have: calls and attributes raise NotImplementedError.
+
+    Hints, `isinstance`, subclassing and attributes that begin with `__` do not.
+    """
 
     reason: str
     library: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError with the reason and the way out."""
+        """Raise NotImplementedError with the reason."""
         raise NotImplementedError(f"{cls.__name__} of {cls.library}: {cls.reason}")
 
     def __getattr__(cls, name: str) -> Any:
@@ -26,6 +29,6 @@ class RaisesOnUse(type):
 
 
 def raising(name: str, reason: str, library: str = "TorchRec") -> type:
-    """Return a class that imports, annotates and tests types, and raises when it is used."""
+    """Return a class for hints and `isinstance`, whose calls and attributes raise `reason`."""
     members = {"reason": reason, "library": library, "__doc__": f"Raises: {reason}"}
     return RaisesOnUse(name, (), members)

@@ -62,7 +62,7 @@ _MORE = ("EmbOptimType",)  # of FBGEMM: `fused_params` have it
 
 
 def names() -> dict[str, Any]:
-    """Return what implements each name of the table; names that raise are not among them."""
+    """Return the implementation of each name of the table, except for names that raise."""
     entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
     values_by_name: dict[str, Any] = {}
     for name in dict.fromkeys([*entries, *_MORE]):

@@ -1,7 +1,8 @@
 """TorchRec's codecs for communication, and its collectives.
 
-The collectives are those of `emblib.sharding.collectives`, called as TorchRec's are; every sum is
-float32 whatever travels, and any number of examples may be on any rank.
+The collectives are those of `emblib.sharding.collectives`, which has their shapes and errors, with
+TorchRec's arguments. `group` is the process group, None for all processes; `codecs` are the
+encodings of values and gradients, None for none. Results are awaitables.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class QCommsConfig:
     """Encoding of rows (forward) and of their gradients (backward).
 
     Loss scales apply to fp16 only. `fp8_quantize_dim` is the number of values that share a scale in
-    fp8 and int8, `fp8_quantize_dim_bwd` the same backward; None is as forward. fp8 is e4m3 forward,
-    and e5m2 backward unless `fp8_bwd_uses_143`.
+    fp8 and int8, None for the codec's default; `fp8_quantize_dim_bwd` is the same backward, None
+    for that of forward. fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -110,7 +111,7 @@ def get_qcomm_codecs_registry(
 ) -> Registry | None:
     """Return codecs by the name of the collective; None if nothing is encoded.
 
-    `comm_ops` are the collectives, None for all; `device` is ignored.
+    `comm_ops` are the collectives, None or empty for all; `device` is ignored.
     """
     c = qcomms_config
     if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
@@ -134,8 +135,10 @@ def comm_precision_of(
 ) -> CommPrecision | None:
     """Return the communication precision of a sharded collection, for its output all-to-all.
 
+    None without a registry.
+
     Raises:
-        ValueError: codecs for the reduce-scatter alone, which nothing here sends by.
+        ValueError: the registry lacks this all-to-all.
     """
     if not registry:
         return None
@@ -268,7 +271,8 @@ def alltoall_sequence(
 
     Args:
         a2a_sequence_embs_tensor: vectors `[N, D]`, in segments: by feature, then by rank.
-        forward_recat_tensor: the order that brings these segments into rank-major order.
+        forward_recat_tensor: the order that brings these segments into rank-major order;
+            None or empty if they have it. Each segment has the same number of bags.
         backward_recat_tensor: the inverse of `forward_recat_tensor`; ignored.
         lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
         input_splits: ids that this rank sent to each rank: the vectors that it receives.

@@ -74,7 +74,8 @@ class MLP(nn.Module):
         activation: "relu", "sigmoid", "swish_layernorm", a function of tensors, a module, of which
             every layer has a copy, or a class or function that makes one.
         device: device of the parameters.
-        dtype: dtype of the parameters.
+        dtype: dtype of the linear layers; norms of "swish_layernorm" have torch's default dtype,
+            with which float64 fails.
         activation_on_last: whether the last layer has the activation.
 
     Raises:
@@ -104,7 +105,7 @@ class MLP(nn.Module):
         self._mlp = nn.Sequential(*layers)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output of the last layer."""
+        """Return the output of the last layer; the input itself if there is none."""
         out: Tensor = self._mlp(input)
         return out
 

@@ -266,7 +266,7 @@ class ListOfKJTList(KJTList):
 
 
 def rank_device(device_type: str, rank: int) -> torch.device:
-    """Return the device of a rank: `cuda:rank`, or the CPU."""
+    """Return the device of a rank, such as `cuda:rank`; the CPU has no number."""
     return torch.device(device_type) if device_type == "cpu" else torch.device(device_type, rank)
 
 
@@ -323,19 +323,19 @@ class _ToOne(nn.Module):
 
 
 class EmbeddingsAllToOne(_ToOne):
-    """Concatenate tensors of several devices on one, along `cat_dim`."""
+    """Concatenate tensors of several devices on one, along `cat_dim`; without any, ValueError."""
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
         super().__init__(device, world_size)
         self._cat_dim = cat_dim
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors side by side."""
+        """Return the concatenated tensors."""
         return torch.cat(self._moved(tensors), self._cat_dim)
 
 
 class EmbeddingsAllToOneReduce(_ToOne):
-    """Add up tensors of several devices on one, in their order."""
+    """Add up tensors of several devices on one, in their order; without any, ValueError."""
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum."""
@@ -347,10 +347,10 @@ class EmbeddingsAllToOneReduce(_ToOne):
 
 
 class SeqEmbeddingsAllToOne(_ToOne):
-    """Bring tensors of several devices to one."""
+    """Bring tensors of several devices to one, each by itself."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors."""
+        """Return the tensors on the device; those that are there already are not copied."""
         return self._moved(tensors)
 
 
@@ -375,7 +375,7 @@ class _PooledModule(nn.Module):
 
     @property
     def callbacks(self) -> list[Callable[[Tensor], Tensor]]:
-        """The functions that change the result."""
+        """The functions that replace the result; changes of this list have effect."""
         return self._callbacks
 
     def _with_callbacks(self, pending: Awaitable[Tensor]) -> Awaitable[Tensor]:
@@ -391,7 +391,7 @@ class PooledEmbeddingsAllToAll(_PooledModule):
         pg: the process group.
         dim_sum_per_rank: columns of each rank.
         device: ignored: outputs are on the device of the input.
-        callbacks: functions that change the result, in this order.
+        callbacks: functions that replace the result, each called with the one before.
         codecs: encodings of rows and gradients.
     """
 
@@ -491,7 +491,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
 
     Args:
         pg: the process group.
-        features_per_rank: features that each rank looks up.
+        features_per_rank: number of features that each rank looks up.
         device: ignored: outputs are on the device of the input.
         codecs: encodings of vectors and gradients.
     """
@@ -524,8 +524,8 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         """Start to send vectors; arguments are as for `alltoall_sequence`.
 
         `unbucketize_permute_tensor` has the position of each id of the batch in the result, and
-        `sparse_features_recat` the order of the segments where batch sizes differ by rank;
-        `batch_size_per_rank` is ignored.
+        `sparse_features_recat` the order that received bags were brought into where batch sizes
+        differ by rank; `batch_size_per_rank` is ignored.
         """
         order, positions = self._order, unbucketize_permute_tensor
         if sparse_features_recat is not None:
@@ -548,7 +548,7 @@ class SequenceEmbeddingsAllToAll(nn.Module):
 def construct_output_kt(
     embeddings: Sequence[Tensor], embedding_names: Sequence[str], embedding_dims: Sequence[int]
 ) -> KeyedTensor:
-    """Return pooled rows as one keyed tensor."""
+    """Return pooled rows `[B, D]`, at least one tensor, as one keyed tensor."""
     return KeyedTensor(embedding_names, embedding_dims, torch.cat(list(embeddings), 1))
 
 

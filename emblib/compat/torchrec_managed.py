@@ -43,7 +43,7 @@ class LFU_EvictionPolicy:
 
 
 class LRU_EvictionPolicy(LFU_EvictionPolicy):
-    """Evict the ids that were not used for longest; no exponent changes this order."""
+    """Evict the ids that were not used for longest; `decay_exponent` is ignored."""
 
     eviction = Eviction.LRU
 
@@ -117,6 +117,8 @@ class MCHManagedCollisionModule(nn.Module):
 class ManagedCollisionCollection(nn.Module):
     """Managed collision modules by table; a call applies their `input_hash_func`.
 
+    With `need_preprocess=False` a call returns the batch as it is.
+
     Raises:
         ValueError: a table without a module, a module without a table, or another number of rows;
             in a call, an `input_hash_func` that returns another number of ids.
@@ -178,7 +180,7 @@ class ManagedCollisionCollection(nn.Module):
         return result
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch with hashed ids; other ids are the keys of their rows."""
+        """Return the batch with hashed ids; the batch itself if there is no `input_hash_func`."""
         if not self.hashes:
             return features
         batch = KeyedJaggedTensor.adopt(features)
@@ -209,7 +211,8 @@ class ManagedCollisionEmbeddingCollection(nn.Module):
     """An embedding collection whose tables take any ids; a call returns its result and None.
 
     Args:
-        embedding_collection: the collection, of which configurations, device and optimizer count.
+        embedding_collection: collection whose configurations, device, optimizer and flag
+            (`need_indices` or `is_weighted`) are used; its weights are not.
         managed_collision_collection: rows and eviction of each of its tables.
         return_remapped_features: False: rows are found by the ids themselves.
         allow_in_place_embed_weight_update: ignored: a row of an evicted id gets its initial value.

@@ -515,7 +515,8 @@ class PrefetchTrainPipelineSparseDist(
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
     """Run a model in eval mode forward, and send the ids of the next batch meanwhile.
 
-    Of a model that returns (loss, output), `progress` returns the output. `optimizer` is not used.
+    If the model returns a tuple or list of two, (loss, output), `progress` returns the second.
+    `optimizer` is not used.
     """
 
     def __init__(

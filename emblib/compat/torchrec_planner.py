@@ -105,7 +105,7 @@ class ParameterConstraints:
         min_partition: minimum number of columns of a shard.
         pooling_factors: ids per example and feature; one number is for all features.
         batch_sizes: examples per rank of each feature, which must be equal.
-        cache_params: cache of a table whose rows are in host memory.
+        cache_params: cache of a table; ValueError unless `compute_kernels` has FUSED_UVM_CACHING.
 
     `is_weighted` and `feature_names` have no effect. Other fields raise ValueError if they are set,
     except for a `num_poolings` of ones.
@@ -293,7 +293,8 @@ class EmbeddingEnumerator:
 class EmbeddingShardingPlanner:
     """Planner of the collections of a model.
 
-    Topology, batch size and constraints may be arguments or those of `enumerator`.
+    Topology, batch size and constraints may be arguments or those of `enumerator`; without them the
+    topology is this machine's and the batch size 512.
     `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
     Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `debug` has no effect:
     `print(plan)` shows the report of emblib's planner.
@@ -362,13 +363,18 @@ class EmbeddingShardingPlanner:
         )
 
     def plan(self, module: nn.Module, sharders: Sequence[Any] = ()) -> ShardingPlan:
-        """Plan on this rank; the memory includes the optimizers of `sharders`."""
+        """Plan on this rank; the memory includes the optimizers of `sharders`.
+
+        Raises:
+            PlanError: no plan fits the memory or the constraints.
+            TypeError: a callback returns no `ShardingPlan`.
+        """
         return self._planned(self._native_planner(RankGroup()), module, sharders)
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
     ) -> ShardingPlan:
-        """Plan on rank 0, and return its plan on all ranks."""
+        """Plan on rank 0, and return its plan on all ranks of `pg`; None is all processes."""
         ranks = RankGroup.from_value(pg)
         native_planner = self._native_planner(ranks)
         plan: ShardingPlan = invoke_on_rank_and_broadcast_result(

@@ -192,7 +192,7 @@ class _OverDevices(Subscripted, nn.Module):
         module: the quantised collection.
         table_name_to_parameter_sharding: the device of each table, as the rank of `table_wise`.
         env: `ShardingEnv.from_local(world_size, rank)`.
-        fused_params: unsupported; anything but None raises ValueError.
+        fused_params: unsupported; anything but None or an empty mapping raises ValueError.
         device: type of the devices, and device of the results; None is the device of `module`.
     """
 
@@ -220,7 +220,7 @@ class _OverDevices(Subscripted, nn.Module):
         self.parts = nn.ModuleList(self._part(module, device_numbers, number) for number in numbers)
 
     def _part(self, module: Any, device_numbers: Mapping[str, int], number: int) -> nn.Module:
-        """Return the collection of the tables on device `number`."""
+        """Return the collection of the tables on device `number`; `module` itself if it is that."""
         target = rank_device(self._device.type, number)
         if len(set(device_numbers.values())) == 1 and target.type == module.device.type == "cpu":
             return module  # nothing to copy
@@ -505,7 +505,8 @@ def quantize_inference_model(
     """Quantise the collections of a model in place, and return it.
 
     Raises:
-        ValueError: a `quantization_mapping`, or other rows for feature processors.
+        ValueError: a `quantization_mapping`, an `fp_weight_dtype` other than int8, or a dtype that
+            rows cannot have.
     """
     _refuse("quantization_mapping", quantization_mapping, "quantize_embeddings takes one")
     _refuse(

@@ -487,7 +487,10 @@ class ScriptableBags(nn.Module):
         return [blocks[position] for position in self.order]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled rows of a batch, as the collection does."""
+        """Return the pooled rows of a batch, as the collection does for valid ids.
+
+        An id that a dense table lacks raises, where the collection skips it.
+        """
         return KeyedTensor(self.names, self.dims, torch.cat(self.blocks_of(features), 1))
 
 
@@ -497,7 +500,7 @@ class ScriptableVectors(ScriptableBags):
     _pools = False
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
-        """Return a row per id by feature, as the collection does."""
+        """Return a row per id by feature, as the collection does for valid ids."""
         vectors: dict[str, JaggedTensor] = {}
         for index, block in enumerate(self.blocks_of(features)):
             bags = features[self.features[index]]
@@ -557,7 +560,7 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
 
 
 def scriptable(collection: Any) -> nn.Module:
-    """Return the form of a collection that TorchScript compiles."""
+    """Return the form of a collection that TorchScript compiles; raises as `ScriptableBags`."""
     is_pooled = isinstance(collection, emblib_collections.EmbeddingBagCollection)
     return (ScriptableBags if is_pooled else ScriptableVectors)(collection)
 

@@ -206,12 +206,12 @@ _dedup = {"on": False}  # of this process
 
 
 def set_ec_index_dedup(val: bool) -> None:
-    """Set whether embedding collections that are sharded from now on send each id once."""
+    """Set whether each `ShardedEmbeddingCollection` made from now on sends each id once."""
     _dedup["on"] = bool(val)
 
 
 def get_ec_index_dedup() -> bool:
-    """Return whether embedding collections that are sharded from now on send each id once."""
+    """Return the value of `set_ec_index_dedup`; False by default."""
     return _dedup["on"]
 
 
@@ -252,7 +252,7 @@ class _WithContexts(Subscripted):
     Args:
         module: the collection.
         table_name_to_parameter_sharding: the plan.
-        env: the ranks.
+        env: a `ShardingEnv`, or the ranks as a `RankGroup`; None is all processes.
         fused_params: parameters of the optimizer in backward.
         device: device of the tables; None is the device of the ranks.
         qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
@@ -366,7 +366,7 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 ):
     """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
 
-    `use_index_dedup` sends each id of a batch once.
+    `use_index_dedup`, or `set_ec_index_dedup(True)` before, sends each id of a batch once.
     """
 
     _make_context = EmbeddingCollectionContext
@@ -460,7 +460,7 @@ class ModuleSharder(Subscripted):
     def storage_usage(
         self, tensor: Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
-        """Return the bytes of a table in the memory that its kernel uses, `hbm` or `ddr`."""
+        """Return the bytes of `tensor` by the memory of its rows, `hbm` or `ddr`; no caches."""
         uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
         on_gpu = compute_device_type == "cuda" and not uvm
         return {"hbm" if on_gpu else "ddr": tensor.numel() * tensor.element_size()}

@@ -278,7 +278,8 @@ class ParameterSharding:
         """Convert to emblib's class.
 
         Raises:
-            ValueError: a kernel that is not known here, or no spec for a type that needs one.
+            ValueError: a kernel that is not known here, `cache_params` with a kernel other than
+                FUSED_UVM_CACHING, or no spec for a type that needs one.
         """
         storage = STORAGES.get(checked_kernel(self.compute_kernel))
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
@@ -322,7 +323,7 @@ class ParameterSharding:
         return converted
 
     def set_storage(self, storage: Any) -> None:
-        """Set the kernel and the parameters of its cache that name a storage of emblib's."""
+        """Set kernel and cache to those of a storage; one without a kernel changes nothing."""
         if isinstance(storage, Dense) and storage.cache is not None:
             self.cache_params, storage = CacheParams.of(storage.cache), Dense(storage.placement)
         kernels = {other: name for name, other in STORAGES.items()}
@@ -386,8 +387,8 @@ class ShardingEnv:
     """The ranks that a module is sharded over, or the devices of one process (`is_local`).
 
     Args:
-        world_size: the number of ranks, or of devices; or a `RankGroup` of emblib.
-        rank: the number of this one.
+        world_size: the number of devices, or a `RankGroup` of emblib; with `pg` ignored.
+        rank: the number of this device; ignored with ranks.
         pg: the process group; without one, the devices of this process.
         output_dtensor: False: state dicts have tensors that `torch.distributed.checkpoint` saves.
 
@@ -465,7 +466,7 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
 def row_wise(
     sizes_placement: tuple[list[int], Any] | None = None, compute_kernel: str | None = None
 ) -> Placing:
-    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, one size per rank.
+    """Divide rows over all ranks: evenly, or by `sizes_placement[0]`, sizes of the first ranks.
 
     `sizes_placement[1]`, a device, is ignored. Sizes that do not add up to the rows of a table
     raise ValueError where the plan is made.
@@ -496,7 +497,9 @@ def column_wise(
     size_per_rank: Sequence[int] | None = None,
     compute_kernel: str | None = None,
 ) -> Placing:
-    """Divide columns over `ranks`: evenly, or `size_per_rank[r]` columns on rank r.
+    """Divide columns over `ranks`: evenly, or `size_per_rank[i]` columns on `ranks[i]`.
+
+    Without `ranks` they are 0, 1, ..., one per size.
 
     Raises:
         ValueError: neither of them.

@@ -63,7 +63,7 @@ class DataType(Enum):
 
     @property
     def itemsize(self) -> float:
-        """Return the bytes per value, as a dtype does."""
+        """Return the bytes per value, of a type that rows have; ValueError for others."""
         return _BITS[self] / 8 if self in _BITS else data_type_to_dtype(self).itemsize
 
 
@@ -212,7 +212,7 @@ class _Config:
         object.__setattr__(self, "feature_names", names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a field, checked as at construction."""
+        """Assign a field, checked as at construction; an error leaves all fields as they are."""
         current = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
         was_quantised = isinstance(current["storage"], Quantized)
         if name == "data_type" and (was_quantised or value in _BITS):

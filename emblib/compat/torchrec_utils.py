@@ -189,7 +189,11 @@ NullShardedModuleContext = NullShardingContext
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
-    """Return FBGEMM's name of the memory of a kernel's rows, from `emblib.compat.fbgemm`."""
+    """Return FBGEMM's name of the memory of a kernel's rows; DEVICE for those that set none.
+
+    Raises:
+        ValueError: a kernel that emblib does not have.
+    """
     placement = STORAGES.get(checked_kernel(compute_kernel), Dense()).placement
     return EmbeddingLocation[placement.name]
 
@@ -209,7 +213,9 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
 
 
 def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None:
-    """Copy the entries of a sharded model into whole tensors; all ranks get them.
+    """Copy the entries of `src`, of a sharded model, into the whole tensors of `dst`.
+
+    All ranks call this together, and get all values.
 
     Raises:
         KeyError: `src` lacks an entry of `dst`.
@@ -231,7 +237,7 @@ def merge_fused_params(
     fused_params: Mapping[str, Any] | None = None,
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `fused_params`, overridden by a table's, whose `lr` becomes `learning_rate`."""
+    """Return `fused_params`, overridden by `param_fused_params`, whose `lr` is `learning_rate`."""
     table_params = dict(param_fused_params or {})
     if "lr" in table_params:
         table_params["learning_rate"] = table_params.pop("lr")

@@ -108,6 +108,19 @@ def test_reporters_are_made_by_their_config(caplog: pytest.LogCaptureFixture) ->
     assert make(stats_reporter_config=fbgemm.StdLogStatsReporterConfig()).stats_reporter is None
 
 
+def test_the_logging_reporter_takes_all_arguments_by_position(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reporter = fbgemm.StdLogStatsReporter(1)
+    with caplog.at_level("INFO"):
+        reporter.report_duration(0, "load", 2.0, "t", "m", "s", True)
+        reporter.report_data_amount(0, "size", 3, "t", "m", True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 0, TBE m, table t: load: 2.0 s",
+        "step 0, TBE m, table t: size: 3",
+    ]
+
+
 def test_it_compiles_into_one_graph() -> None:
     module, eager = (make(optimizer=OptimType.ADAM, learning_rate=0.1) for _ in range(2))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,8 @@
-"""Operators that quantise rows: codes of 2, 4 or 8 bits, with scale and minimum in the row."""
+"""Operators that quantise rows, and conversions of bfloat16.
+
+A quantised row has codes of 2, 4 or 8 bits, with a scale and a minimum. Rows with fewer than two
+dimensions raise RuntimeError.
+"""
 
 import torch
 from torch import Tensor
@@ -50,10 +54,13 @@ def fused_8bit_to_float(
     """Return the values of rows of 8-bit codes.
 
     Args:
-        input: rows of codes, scale and minimum.
+        input: uint8 rows of codes, scale and minimum.
         output_dtype: number of the dtype: 0 for float32, 1 for float16, 5 for bfloat16.
         scale_bias_last: whether scale and minimum are at the end of a row, not at its start.
         quant_padding_float_type: whether they are float32, not float16 (at the start only).
+
+    Raises:
+        RuntimeError: another `output_dtype`, or float16 scale and minimum at the end of a row.
     """
     check_rows("input", input)
     check(
@@ -122,7 +129,7 @@ def _check_bits(bit_rate: int) -> None:
 
 
 def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
-    """Return the codes of packed rows, one per column."""
+    """Return the codes of packed rows, one per column; `rows` themselves for 8 bits."""
     if bit_rate == 8:
         return rows
     per_byte = 8 // bit_rate
@@ -135,7 +142,10 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
 def fused_nbit_to_float(
     input: Tensor, bit_rate: int, output_dtype: int = 0, scale_bias_last: bool = True
 ) -> Tensor:
-    """Return the values of rows of `bit_rate`-bit codes, see `fused_8bit_to_float`."""
+    """Return the values of `bit_rate`-bit codes with float16 scale and minimum.
+
+    The other arguments are as in `fused_8bit_to_float`.
+    """
     _check_bits(bit_rate)
     check_rows("input", input)
     size = _HALF_HEADER_BYTES
@@ -153,7 +163,7 @@ for _target, _code in (("Float", 0), ("Half", 1)):
 
 @operator("FloatToBfloat16Quantized")
 def to_bfloat16(input: Tensor) -> Tensor:
-    """Return bfloat16 values, rounded to nearest, ties away from zero."""
+    """Return bfloat16 values, rounded to nearest, ties away from zero; a NaN may become -0."""
     bits = input.float().view(torch.int32) + (1 << 15)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
