@@ -148,6 +148,7 @@ def DynamicEmbDump(
 
     Raises:
         FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
+        NotImplementedError: a table of an optimizer that DynamicEmb does not have.
         OSError: a file could not be written or moved; the earlier files are unchanged.
         RuntimeError: another rank failed; the earlier files are unchanged.
         ValueError: no such module or table, or ranks that write other paths or tables.
@@ -304,6 +305,7 @@ def DynamicEmbLoad(
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
+        NotImplementedError: a table of an optimizer that DynamicEmb does not have.
         ValueError: the dump is of another optimizer or score strategy, or has remainders of keys
             (`dist_type` continuous of DynamicEmb); no such module or table; ranks that read other
             paths or tables. Nothing is changed.

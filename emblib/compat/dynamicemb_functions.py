@@ -39,8 +39,16 @@ def opt_args(
     """Return the values that DynamicEmb saves of an optimizer and a table, by its names.
 
     `table` is the number of the table in `bags`. Waits for a GPU.
+
+    Raises:
+        NotImplementedError: an optimizer that DynamicEmb does not have.
     """
     rule: Any = bags.optimizer
+    if type(rule) not in _NAME_IN_DUMPS:
+        raise NotImplementedError(
+            f"DynamicEmb has no {type(rule).__name__}, so its files cannot name the optimizer: use "
+            "emblib.sharding.checkpoints"
+        )
     saved: dict[str, Any] = {"opt_type": _NAME_IN_DUMPS[type(rule)], "lr": bags.learning_rate}
     if isinstance(rule, optim.Adam):
         decay = rule.weight_decay.rate if rule.weight_decay else 0.0
@@ -366,7 +374,10 @@ class DynamicEmbTables:
         return scores
 
     def opt_args(self, table: str) -> dict[str, Any]:
-        """Return the values that DynamicEmb saves with a table; waits for the device."""
+        """Return the values that DynamicEmb saves with a table; waits for the device.
+
+        An optimizer that DynamicEmb does not have raises NotImplementedError.
+        """
         options = self.options_of(table)
         saved = opt_args(*self.table_module_of(table), options)
         if options.score_strategy is DynamicEmbScoreStrategy.STEP:

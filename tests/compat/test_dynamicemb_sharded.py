@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from emblib import DiskRows
+from emblib import DiskRows, DynamicEmbeddingBags, DynamicSpec, optim
 from emblib.compat import dynamicemb
 from emblib.compat.dynamicemb import (
     DynamicEmbDump,
@@ -39,6 +39,7 @@ from emblib.compat.dynamicemb import (
     set_score,
 )
 from emblib.compat.dynamicemb_dump import modules_of
+from emblib.compat.dynamicemb_functions import opt_args
 from emblib.compat.dynamicemb_sharders import (
     DynamicEmbHash,
     DynamicEmbParameterSharding,
@@ -454,6 +455,12 @@ def test_a_topology_decides_the_ranks_of_a_plan() -> None:
     users = configs()[0]
     assert options.max_capacity == get_sharded_table_capacity(users, 4)
     assert options.local_hbm_for_values == 1 << 18
+
+
+def test_optimizers_without_a_name_in_dumps_are_refused() -> None:
+    bags = DynamicEmbeddingBags([DynamicSpec(64, 4)], optim.LAMB(0.1))
+    with pytest.raises(NotImplementedError, match="has no LAMB"):
+        opt_args(bags, 0, DynamicEmbTableOptions())
 
 
 def test_uninstalling_leaves_a_real_module(monkeypatch: pytest.MonkeyPatch) -> None:
