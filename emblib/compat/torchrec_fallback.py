@@ -29,11 +29,11 @@ _WAY_OUT = {TORCHREC: RUN_TORCHREC_ITSELF}  # by library, for error messages
 
 
 class FallbackError(ImportError):
-    """A file of TorchRec cannot be executed over emblib's tree."""
+    """A file of the library, TorchRec or FBGEMM, cannot be executed over emblib's tree."""
 
 
 class Fallback:
-    """The files of the installed TorchRec, for names and modules that a tree of modules lacks.
+    """The files of an installed library, for names and modules that a tree of modules lacks.
 
     Args:
         modules: modules of the tree by full name, the library itself among them.
@@ -87,7 +87,7 @@ class Fallback:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
-        """Find TorchRec's file of a module that the tree lacks; part of `sys.meta_path`."""
+        """Find the library's file of a module that the tree lacks; part of `sys.meta_path`."""
         if not name.startswith(f"{self._library}.") or name in self._modules:
             return None
         return PathFinder.find_spec(name, [str(self._directory(name).parent)], target)
@@ -96,7 +96,7 @@ class Fallback:
         """Return a name that a module of the tree lacks: a module below it, or one of its file.
 
         Raises:
-            AttributeError: TorchRec lacks it too.
+            AttributeError: the library lacks it too.
             FallbackError: the file cannot be executed over the tree.
         """
         path = f"{self._library}.{module}" if module else self._library
@@ -118,7 +118,10 @@ class Fallback:
         return vars(copy)[name]
 
     def _copy(self, name: str) -> ModuleType | None:
-        """Execute TorchRec's file of a module under another name, once; None without a file."""
+        """Execute the library's file of a module under another name, once.
+
+        None for the library's root, and for a module without a file.
+        """
         copy_name = _COPIES + name.replace(".", "_")
         if copy_name in sys.modules:
             return sys.modules[copy_name]
@@ -147,5 +150,5 @@ class Fallback:
         return module
 
     def _directory(self, name: str) -> Path:
-        """Return where the modules below a module are, if it is a package."""
+        """Return the directory of the modules below a module, which exists if it is a package."""
         return self._root.joinpath(*name.split(".")[1:])

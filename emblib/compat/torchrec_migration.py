@@ -81,7 +81,7 @@ def _of_library(output: Any, types: Any) -> Any:
 class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
     """A collection of emblib that replaces one of TorchRec."""
 
-    trained_by = ""  # the optimizer of torch.optim that has its parameters
+    trained_by = ""  # class of the torch.optim optimizer with its parameters, if any
 
     def forward(self, features: Any) -> Any:
         """Pool the bags of each feature; returns a KeyedTensor of the library of `features`."""
@@ -92,7 +92,7 @@ class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
 class MigratedEmbeddingCollection(EmbeddingCollection):
     """A collection of emblib that replaces one of TorchRec."""
 
-    trained_by = ""  # the optimizer of torch.optim that has its parameters
+    trained_by = ""  # class of the torch.optim optimizer with its parameters, if any
 
     def forward(self, features: Any) -> Any:
         """Look up every id; returns JaggedTensors of the library of `features` by name."""
@@ -100,7 +100,7 @@ class MigratedEmbeddingCollection(EmbeddingCollection):
         return _of_library(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
 
     def embedding_dim(self) -> int:
-        """Return the columns of all tables, which are the same in TorchRec."""
+        """Return the columns of each table, which TorchRec requires to be equal."""
         return int(self.configs[0].embedding_dim)
 
 
@@ -274,7 +274,7 @@ class ReplacedCollection(Replaced):
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
-        """Look up the bags; a feature of several tables has the bags of its first table."""
+        """Return the flat results; a feature of several tables has the bags of its first table."""
         first: dict[str, Bags] = {}
         for (names, _), feature_bags in zip(self.features(), bags, strict=True):
             first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)

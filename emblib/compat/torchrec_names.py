@@ -191,9 +191,9 @@ DIFFERS = {
     "intra_and_cross_node_pg": "makes new groups at each call; `backend` raises",
     "get_local_size": "LOCAL_WORLD_SIZE, else all ranks (there: 8)",
     "get_local_rank": "from the rank: nodes have consecutive ranks",
-    "reduce_scatter_pooled": "sums are float32 in rank order, any sizes",
-    "reduce_scatter_base_pooled": "sums are float32 in rank order",
-    "reduce_scatter_v_pooled": "sums are float32 in rank order",
+    "reduce_scatter_pooled": "sums are at least float32, in rank order; any sizes",
+    "reduce_scatter_base_pooled": "sums are at least float32, in rank order",
+    "reduce_scatter_v_pooled": "sums are at least float32, in rank order",
     "grid_shard": "any number of columns (there: blocks of 128 or more)",
     "table_column_wise": "TorchRec 1.8 has the type, and no function for it",
     "invoke_on_rank_and_broadcast_result": "without a process group, this process alone",
@@ -248,7 +248,7 @@ DIFFERS = {
     "ShardingEnv": "`output_dtensor` raises",
     "QuantizedCommCodec": "of FBGEMM's messages, with contexts; emblib's `Codec` is one, too",
     "NoOpQuantizedCommCodec": "emblib's `FP32()`",
-    "get_qcomm_codecs_registry": "codecs of emblib; sums are float32 with all of them",
+    "get_qcomm_codecs_registry": "codecs of emblib; sums are at least float32 with all of them",
     "QCommsConfig": "no MX4",
     "CommType": "no MX4",
     "TrainPipeline": "emblib's `TrainPipelineBase`",
@@ -297,7 +297,7 @@ _BY_REASON = {
     "rows on disks or behind other tiers have a storage: docs/tiers.md": "KeyValueParams",
 }
 RAISES = {name: reason for reason, names in _BY_REASON.items() for name in names.split()}
-"""Reason by name: why it raises where it is used, and what to use instead."""
+"""What to use instead of each name that raises, or why nothing of the name is here."""
 
 RUN_TORCHREC_ITSELF = (
     "TorchRec itself, unmodified, runs over emblib's kernels: EMBLIB_AS_FBGEMM=1, or "
@@ -342,12 +342,12 @@ MARKS = ("<!-- scoreboard -->", "<!-- end of the scoreboard -->")
 
 
 def with_scoreboard(text: str) -> str:
-    """Return a page with the scoreboard between its marks."""
+    """Return a page with the scoreboard between its marks, or at the end of a page without."""
     before, _, rest = text.partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     return f"{before}{MARKS[0]}\n\n{page()}\n\n{MARKS[1]}{after}"
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    place.write_text(with_scoreboard(place.read_text()))
+    page_path = Path(sys.argv[1])
+    page_path.write_text(with_scoreboard(page_path.read_text()))

@@ -46,7 +46,7 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one sum of squared gradients per row, the mean over the row.
 
-    An optimizer of `torch.optim` for any parameter of two dimensions; for tables,
+    An optimizer of `torch.optim` for dense parameters of two dimensions; for tables,
     `apply_optimizer_in_backward(RowWiseAdagrad, ...)` fuses it. States and results are TorchRec's.
 
     Args:
@@ -188,7 +188,7 @@ class _HasFusedOptimizer(Protocol):
 
 
 class FusedOptimizerModule(metaclass=Interface):
-    """Modules with a `fused_optimizer`: sharded collections and `DistributedModelParallel`."""
+    """Objects with a `fused_optimizer`, such as sharded collections, are instances."""
 
     emblib_classes = (_HasFusedOptimizer,)
 

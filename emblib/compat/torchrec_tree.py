@@ -162,7 +162,7 @@ class Installation:
         return self
 
     def uninstall(self) -> None:
-        """Remove what `install` registered; without an installation this does nothing."""
+        """Remove what `install` registered, and its fallback; otherwise do nothing."""
         if self._fallback is not None:
             self._fallback.uninstall()
             self._fallback = None
@@ -178,7 +178,7 @@ class Installation:
 
 
 def watch_missing_modules() -> None:
-    """Let imports of modules that the tree lacks say so."""
+    """Put `MissingModules` last in `sys.meta_path`, once."""
     if not any(finder is MissingModules for finder in sys.meta_path):
         sys.meta_path.append(MissingModules)
 
