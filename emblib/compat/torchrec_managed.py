@@ -180,10 +180,12 @@ class ManagedCollisionCollection(nn.Module):
         return result
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch with hashed ids; the batch itself if there is no `input_hash_func`."""
+        """Return the batch with hashed ids; those without an `input_hash_func` stay."""
         if not self.hashes:
             return features
         batch = KeyedJaggedTensor.adopt(features)
+        if not batch.keys():
+            return batch
         ids_by_key = list(batch.values().split(batch.length_per_key()))
         for index, key in enumerate(batch.keys()):
             if (module := self.hashes.get(key)) is not None:

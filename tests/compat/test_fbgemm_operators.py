@@ -492,3 +492,11 @@ def test_sizes_may_be_tensors() -> None:
     found = pooled.batch_index_select_dim0_tensor(rows, index, *map(torch.tensor, sizes))
     assert torch.equal(found, pooled.batch_index_select_dim0(rows, index, *sizes))
     assert pooled.new_unified_tensor(rows, [2, 3], False).shape == (2, 3)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 9), torch.zeros(2, 3, dtype=torch.uint8)])
+def test_decoding_refuses_what_is_not_quantised_rows(rows: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="uint8 rows of at least 8 bytes"):
+        rowwise.fused_8bit_to_float(rows)
+    with pytest.raises(RuntimeError, match="uint8 rows of at least 4 bytes"):
+        rowwise.fused_nbit_to_float(rows, 4)

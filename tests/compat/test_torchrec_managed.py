@@ -78,6 +78,7 @@ def test_ids_are_hashed_before_the_lookup() -> None:
     hashed = managed(batch(torch.tensor([3, 13, 23, 7])))
     assert hashed.values().tolist() == [3, 3, 3, 7]
     assert hashed.lengths().tolist() == [2, 0, 1, 1]
+    assert managed(torchrec.KeyedJaggedTensor.empty()).keys() == []
 
 
 @pytest.mark.parametrize(

@@ -60,19 +60,29 @@ def fused_8bit_to_float(
         quant_padding_float_type: whether they are float32, not float16 (at the start only).
 
     Raises:
-        RuntimeError: another `output_dtype`, or float16 scale and minimum at the end of a row.
+        RuntimeError: another `output_dtype`, float16 scale and minimum at the end of a row, or rows
+            of another dtype or without room for scale and minimum.
     """
-    check_rows("input", input)
     check(
         quant_padding_float_type or not scale_bias_last,
         "float16 scale and minimum (quant_padding_float_type=False) are at the start of a row",
     )
     kind = torch.float32 if quant_padding_float_type else torch.float16
-    size = 2 * kind.itemsize
-    codes, header = input[..., :-size], input[..., -size:]
-    if not scale_bias_last:
-        codes, header = input[..., size:], input[..., :size]
+    codes, header = _split_rows(input, 2 * kind.itemsize, header_last=scale_bias_last)
     return _decode(codes, header, kind, output_dtype)
+
+
+def _split_rows(rows: Tensor, size: int, *, header_last: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the codes and of the `size` bytes of scale and minimum."""
+    check_rows("input", rows)
+    check(
+        rows.dtype == torch.uint8 and rows.size(-1) >= size,
+        f"input must be uint8 rows of at least {size} bytes, the scale and minimum, got "
+        f"{rows.dtype} {list(rows.shape)}",
+    )
+    if header_last:
+        return rows[..., : rows.size(-1) - size], rows[..., rows.size(-1) - size :]
+    return rows[..., size:], rows[..., :size]
 
 
 def _decode(codes: Tensor, header: Tensor, kind: torch.dtype, output_dtype: int) -> Tensor:
@@ -147,11 +157,7 @@ def fused_nbit_to_float(
     The other arguments are as in `fused_8bit_to_float`.
     """
     _check_bits(bit_rate)
-    check_rows("input", input)
-    size = _HALF_HEADER_BYTES
-    codes, header = input[..., :-size], input[..., -size:]
-    if not scale_bias_last:
-        codes, header = input[..., size:], input[..., :size]
+    codes, header = _split_rows(input, _HALF_HEADER_BYTES, header_last=scale_bias_last)
     return _decode(unpack_nbit(codes, bit_rate), header, torch.float16, output_dtype)
 
 
