@@ -323,7 +323,7 @@ class _ToOne(nn.Module):
 
 
 class EmbeddingsAllToOne(_ToOne):
-    """Concatenate tensors of several devices on one, along `cat_dim`; without any, ValueError."""
+    """Concatenate one or more tensors of several devices on one device, along `cat_dim`."""
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
         super().__init__(device, world_size)
@@ -335,7 +335,7 @@ class EmbeddingsAllToOne(_ToOne):
 
 
 class EmbeddingsAllToOneReduce(_ToOne):
-    """Add up tensors of several devices on one, in their order; without any, ValueError."""
+    """Add up one or more tensors of several devices on one device, in their order."""
 
     def forward(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sum."""
