@@ -302,9 +302,9 @@ def run_job(composed: DictConfig) -> None:
     """Wait for a processor, run a job as `python run.py`, and record its end in JOBS/<number>.json.
 
     The file has `words`, `status` (None while it runs or is queued again), and after its end
-    `seconds`, and `waited_s` for a processor.
-    Hydra calls this function in the process that its launcher has started, which for submitit may
-    be on another machine; so the launching process learns everything from the file.
+    `seconds`, and `waited_s` for a processor. Hydra calls this function in the process that its
+    launcher has started, which for submitit may be on another machine; so the launching process
+    learns everything from the file.
     """
     job_config = HydraConfig.get()
     folder, number = Path(job_config.runtime.output_dir) / JOBS, int(job_config.job.num)

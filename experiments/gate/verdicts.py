@@ -142,7 +142,8 @@ def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointF
     elif base is None:
         state, words = "MISSING", "base can run it, head cannot"
     elif head.status in BROKEN:
-        state, words = "FAILED", "on both sides"
+        both = base.status in BROKEN
+        state, words = "FAILED", "on both sides" if both else "base cannot run it, head fails"
     reason = f"{words} ({build_result.status}: {build_result.reason})"
     return PointFinding(point.name, point.words, state, reason)
 

@@ -113,8 +113,8 @@ def read(path: Path) -> Device:
     """Read a file of conf/hardware.
 
     Raises:
-        ValueError: a key or kind is unknown, or a figure has no source or is no number.
-        KeyError: `name`, `names` or the value of a figure is missing.
+        ValueError: a key or kind is unknown, `name` or `names` is missing, or a figure has no
+            source, no value or one that is no number.
     """
     raw = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(path)))
     unknown = sorted(set(raw) - {"name", "kind", "names", "note", *FIGURES})
@@ -122,12 +122,15 @@ def read(path: Path) -> Device:
         raise ValueError(f"{path.name}: unknown key '{unknown[0]}'; there is {', '.join(FIGURES)}")
     if raw.get("kind") not in ("gpu", "cpu"):
         raise ValueError(f"{path.name}: kind must be gpu or cpu, got {raw.get('kind')}")
+    missing = [key for key in ("name", "names") if key not in raw]
+    if missing:
+        raise ValueError(f"{path.name}: {missing[0]} is missing")
     figures, sources = {}, {}
     for key in FIGURES:
         entry = raw.get(key, UNKNOWN)
         if entry == UNKNOWN:
             continue
-        if not isinstance(entry, dict) or not entry.get("source"):
+        if not isinstance(entry, dict) or "value" not in entry or not entry.get("source"):
             raise ValueError(
                 f"{path.name}: {key} must be {{value: .., source: URL}} or unknown, got {entry}"
             )

@@ -272,6 +272,18 @@ def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
     assert all(x.reason for x in found.in_states("MISSING", "UNSURE", "NOISY", "NEW"))
 
 
+@pytest.mark.parametrize(
+    ("base", "says"), [("error", "on both sides (oom: killed)"), ("missing", "base cannot run it")]
+)
+def test_a_failure_names_the_sides(points: list[Point], base: str, says: str) -> None:
+    point = points[0]
+    failed = {Side.head: BuildResult("oom", "killed"), Side.base: BuildResult(base, "old")}
+    trial = Trial(evidence=Evidence({}, {}, {point.name}), failed={point.name: failed})
+    (finding,) = collect_findings([point], trial, Rules(3, 3, {}), []).points
+    assert finding.state == "FAILED"
+    assert says in finding.reason
+
+
 def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) -> None:
     found, _ = made_up(points)
     (tmp_path / "config.yaml").write_text("name: gate\n")
