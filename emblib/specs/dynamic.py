@@ -27,11 +27,11 @@ class Eviction(Choice):
     LFU       how often it was used
     LRU_LFU   how often it was used, then the step it was last used in
     STEP      the step number that the module counts for each table
-    CUSTOM    the score that you set, see `DynamicEmbeddingBags`
+    CUSTOM    the score that you set, then the step it was last used in
     NONE      no eviction: a full table rejects new keys
     ========  ==========================================================
 
-    Ties evict the smaller key. Keys of the current batch are never evicted.
+    Remaining ties evict the smaller key. Keys of the current batch are never evicted.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)

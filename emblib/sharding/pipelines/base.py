@@ -233,9 +233,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     Args:
         model: model, as for `TrainPipelineBase`; so are `optimizer`, `device`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
-        inputs: function that returns {path of a sharded collection: its jagged tensor} of a batch.
-            None learns the inputs from the first batch: an input that is an attribute or item of
-            the batch is found at the same path in later ones.
+        inputs: function that returns {sharded collection, or its path: its input} of a batch. The
+            inputs must be the objects that the model passes to the collections; of a collection
+            that is called several times, a list of them, in order of the calls. None learns the
+            inputs from the first batch: an input that is an attribute or item of the batch is found
+            at the same path in later ones.
 
     Example:
         >>> ranks = emblib.sharding.RankGroup.single()
@@ -300,9 +302,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return self._forward(batch)
 
     def _before_forward(self, step: Step) -> None:
-        """Send the ids of this forward, unless they were, and the sizes of the next batch.
+        """Send the sizes of this batch, unless they were sent, then those of the next ones.
 
-        Does nothing before the inputs are known.
+        `feeding_forward` sends the ids. Does nothing before the inputs are known.
         """
         if self._inputs.is_known:
             self._sent(step)
@@ -315,7 +317,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(step_ahead).send_ids()
 
     def _next_to_send(self) -> list[Step]:
-        """Return the later steps that the ranks compute and whose ids are sent during this one."""
+        """Return the later steps that the ranks compute and whose sizes and ids this one sends."""
         later = list(self._steps_ahead)[: self._sent_ahead]
         return [step for step in later if self._loader.settle(step)]
 
@@ -324,7 +326,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._sent(step)
 
     def _sent(self, step: Step) -> SentBatch:
-        """Return the inputs of a step that were sent ahead; send them now if they were not."""
+        """Return the inputs of a step; their sizes are sent now, if they were not."""
         if step.sent is None:
             assert step.batch is not None
             step.sent = SentBatch(self._inputs, self._lane, step.batch, self._separate_calls)
