@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from emblib.sharding.planner import (
     TableWorkload,
     Topology,
     collective_plan,
+    feasible,
     simulate,
 )
+from emblib.sharding.planner.enumerate import options_of
 from emblib.sharding.planner.report import predict
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ParameterSharding, Shard, ShardingType
@@ -232,6 +235,39 @@ def test_hash_tables_have_no_other_storage() -> None:
     works = [TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
     with pytest.raises(ValueError, match=r"table t is a hash table, which cannot have another"):
         planner_of(Topology(2, memory=10 * MB)).solve_workloads(works)
+
+
+def test_an_alternative_may_be_the_only_storage_with_a_plan() -> None:
+    whole = TensorTrain((8, 8), dim_factors=(1, 8, 8))  # its columns cannot be cut
+    config = EmbeddingBagConfig(1000, 64, "t", storage=whole)
+    constraints = TableConstraints((ShardingType.COLUMN_WISE,), (Dense(),))
+    works = [TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)]
+    plan = planner_of(Topology(2)).solve_workloads(works).plan
+    assert plan.modules[""]["t"].storage == Dense()
+
+
+def test_the_search_for_any_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicated tables have no units, whose placements alone were counted."""
+    monkeypatch.setattr(feasible, "_MAX_STEPS", 50)
+    depths = []
+    place_from = feasible._Search.place_from
+
+    def counted(search: Any, number: int) -> bool:
+        depths.append(number)
+        return place_from(search, number)
+
+    monkeypatch.setattr(feasible._Search, "place_from", counted)
+    constraints = TableConstraints((ShardingType.DATA_PARALLEL,), (TensorTrain((16, 16)),))
+    works = [
+        dataclasses.replace(_table(f"t{i}", 700 * 256), constraints=constraints) for i in range(16)
+    ]
+    model = planner_of(Topology(2)).model(works)
+    smallest = min(option.common_cost.nbytes.device for option in options_of(works[0], model))
+    # Rank 0 lacks a few bytes, which shows only with the last tables.
+    least = Topology(2, memory=(int(16 * smallest) - 8, 1 << 36))
+    with pytest.raises(PlanError):
+        planner_of(least).solve_workloads(works)
+    assert 0 < len(depths) <= 51
 
 
 def test_a_reservation_that_leaves_nothing() -> None:

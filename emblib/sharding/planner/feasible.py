@@ -24,7 +24,7 @@ from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.specs import Placement
 from emblib.storage import Dense, MemoryBytes
 
-_MAX_STEPS = 200_000  # placements of the search for any plan, to bound its time; not measured
+_MAX_STEPS = 200_000  # placements that `any_plan` tries, to bound its time; not measured
 _MAX_UNITS = 400  # with more units there is no such search, which few large tables need
 _FLOAT_BYTES = 4
 _ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a guess, rather high
@@ -33,9 +33,9 @@ _ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a gu
 def any_plan(problem: Problem) -> Plan:
     """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    The search is exhaustive up to `_MAX_STEPS` placements of units, which problems of a few tables
-    do not reach. Of ranks with equal free memory only one is tried. With more than `_MAX_UNITS`
-    units nothing is tried.
+    Each table must have an option. The search is exhaustive up to `_MAX_STEPS` placements of units
+    and options without units, which problems of a few tables do not reach. Of ranks with equal free
+    memory only one is tried. With more than `_MAX_UNITS` units nothing is tried.
     """
     world = problem.model.topology.world_size
     num_units = sum(max(len(o.units) for o in options) for options in problem.options)
@@ -81,7 +81,7 @@ class _Search:
 
     Attributes:
         choices: the placements of the tables so far.
-        num_steps: placements of units that were tried.
+        num_steps: placements of units, and of options without units, that were tried.
     """
 
     def __init__(
@@ -107,6 +107,8 @@ class _Search:
         ):
             return False
         for option in self.options[number]:
+            if not option.units and not self._count_step():
+                return False
             self.rank_costs.add_common(option)
             if self._place_units(number, option, []):
                 return True
@@ -128,8 +130,7 @@ class _Search:
             return False
         unit = option.units[len(targets)]
         for target in self._targets(unit, targets):
-            self.num_steps += 1
-            if self.num_steps > _MAX_STEPS:
+            if not self._count_step():
                 return False
             self.rank_costs.move(unit, target, 1)
             targets.append(target)
@@ -138,6 +139,11 @@ class _Search:
             targets.pop()
             self.rank_costs.move(unit, target, -1)
         return False
+
+    def _count_step(self) -> bool:
+        """Count a placement that is tried; return whether the search may go on."""
+        self.num_steps += 1
+        return self.num_steps <= _MAX_STEPS
 
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
         """Yield the unused targets with memory for a unit; of interchangeable ones, the first.
@@ -197,6 +203,7 @@ class _Search:
 def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
+    Each table must have an option.
     Tables that must not be cut are placed before the others; in both groups the largest comes
     first.
     """

@@ -162,9 +162,9 @@ class Planner:
         configured_problem = self._make_problem(
             problem.model, workloads, configured, problem.free_memory
         )
-        plans = starts(configured_problem) if all(configured) else []
-        if not plans:
-            plans = [
+        plans: list[Plan] = []
+        if all(configured):
+            plans = starts(configured_problem) or [
                 p
                 for p in (any_plan(configured_problem), cut_to_fit(configured_problem, workloads))
                 if p
