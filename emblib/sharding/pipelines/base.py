@@ -298,7 +298,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
-        with self._sent(step).feeding_forward():
+        with self._sent_batch(step).feeding_forward():
             return self._forward(batch)
 
     def _before_forward(self, step: Step) -> None:
@@ -307,14 +307,14 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         `feeding_forward` sends the ids. Does nothing before the inputs are known.
         """
         if self._inputs.is_known:
-            self._sent(step)
+            self._sent_batch(step)
             self._send_sizes_of_next()
 
     def _after_forward(self, step: Step) -> None:
         """Send the ids of later batches."""
         self._send_sizes_of_next()
         for step_ahead in self._next_to_send():
-            self._sent(step_ahead).send_ids()
+            self._sent_batch(step_ahead).send_ids()
 
     def _next_to_send(self) -> list[Step]:
         """Return the later steps that the ranks compute and whose sizes and ids this one sends."""
@@ -323,9 +323,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     def _send_sizes_of_next(self) -> None:
         for step in self._next_to_send():
-            self._sent(step)
+            self._sent_batch(step)
 
-    def _sent(self, step: Step) -> SentBatch:
+    def _sent_batch(self, step: Step) -> SentBatch:
         """Return the inputs of a step; their sizes are sent now, if they were not."""
         if step.sent is None:
             assert step.batch is not None
@@ -440,4 +440,4 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         if self._inputs.is_known:
             # In the order of the steps: a cache must get batches in the order of its lookups.
             for next_step in (step, *self._next_to_send()[:1]):
-                self._sent(next_step).prefetch(self._prefetch_lane)
+                self._sent_batch(next_step).prefetch(self._prefetch_lane)
