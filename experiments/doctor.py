@@ -275,7 +275,7 @@ def memory() -> Iterator[CheckResult]:
     import torch
 
     from experiments.machine.cpu import Cpu
-    from experiments.machine.memory import available_bytes, resettable_peak
+    from experiments.machine.memory import available_bytes, reset_peak
 
     yield CheckResult("free for tables", f"{available_bytes(torch.device('cpu')) / 1e9:.1f} GB")
     setting = "sys/kernel/mm/transparent_hugepage/enabled"
@@ -285,7 +285,7 @@ def memory() -> Iterator[CheckResult]:
         yield CheckResult("huge pages", "never", State.note, advice)
     else:
         yield CheckResult("huge pages", pages[1] if pages else "not shown")
-    if resettable_peak():
+    if reset_peak():
         yield CheckResult("peak of one call", "can be measured")
     else:
         advice = "/proc/self/clear_refs cannot be written, so reports leave out peak memory"

@@ -19,9 +19,10 @@ ONE_CALL = "lookup[{device}-one lookup]"
 OP_ALONE = "lookup_op[{device}]"
 
 NOTES = (
-    "A sample is eight calls, each on a batch of its own, and then one synchronisation with the "
-    "device; its time is divided by eight. So tables and code are warm (hot), and on CUDA a call "
-    "takes the time of its launches or of its kernels, whichever is more.",
+    "A sample of emblib's benchmarks is eight calls, each on another batch, and then one "
+    "synchronisation with the device; its time is divided by eight. So tables and code are warm "
+    "(hot), and on CUDA a call takes the time of its launches or of its kernels, whichever is "
+    "more. Imported benchmarks without `executions` are shown as pytest-benchmark timed them.",
     "Shown are medians over all samples of all processes, with quartiles; the interval is that of "
     "the median, over processes where there are several. Times of different runs are not paired: "
     "they say what is expensive, not whether a change is a regression. For that there is the gate.",

@@ -100,7 +100,7 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
         ok_records = metrics.good(group)
         base_records = metrics.good(groups.get((cell, baseline), []))
         shared = {name: group[0][name] for name in NAMES} | group[0]["params"]
-        shared |= {"status": metrics.status_of(group), "reason": group[0]["reason"]}
+        shared |= metrics.outcome_of(group)
         keys = dict.fromkeys((p["clients"], p["load"]) for r in ok_records for p in r["points"])
         rows += [shared | _row(ok_records, base_records, *key) for key in keys] or [shared]
     return pd.DataFrame(rows)

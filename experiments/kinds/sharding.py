@@ -154,8 +154,7 @@ def _row(
         "scaling": record.get("scaling", Scaling.weak.value),
         "mode": metrics.mode_of(record),
         "phase": phase,
-        "status": metrics.status_of(records),
-        "reason": record["reason"],
+        **metrics.outcome_of(records),
         **metrics.timed_columns(ok_records, metrics.good(base_records), phase, pools),
         "weights_bytes": record["weights_bytes"],
     }

@@ -65,7 +65,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_allocated(device) - bytes_before)
 
 
-def resettable_peak() -> bool:
+def reset_peak() -> bool:
     """Reset the process's memory peak to its present use; return whether the system permits it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS
@@ -85,7 +85,7 @@ def release_freed_blocks() -> None:
 
 def _peak_bytes_on_host(work: Callable[[], object]) -> int | None:
     release_freed_blocks()
-    if not resettable_peak():
+    if not reset_peak():
         return None
     resident_before = resident_bytes("VmRSS")
     work()

@@ -49,8 +49,9 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         record: Record = {"keys_there": call_sizes(cell)[1]}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
-            record |= _measure_memory(cell, arm, session, space)
-            record["weights_bytes"] = bytes_of[arm.key]
+            with outcome.catching():
+                record |= _measure_memory(cell, arm, session, space)
+                record["weights_bytes"] = bytes_of[arm.key]
         records.append(describe(cell, outcome, session) | record)
     return records
 

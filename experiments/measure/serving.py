@@ -131,9 +131,10 @@ def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
         record: Record = {"points": [], "cold_start": {}}
         if outcome.status == "ok":
             session.note(f"{arm.key}|starting from its file")
-            outcome.nbytes = {"weights": tables[arm.key].nbytes()}
-            record["points"] = [point.describe() for point in points[arm.key]]
-            record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
+            with outcome.catching():
+                outcome.nbytes = {"weights": tables[arm.key].nbytes()}
+                record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
+                record["points"] = [point.describe() for point in points[arm.key]]
         records.append(describe(cell, outcome, session) | facts(pool) | record)
     return records
 

@@ -209,7 +209,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return a row of results.csv; arguments as for `row_of` of `phase_rows`."""
     record = next((r for r in records if r["status"] == "ok"), records[0])
-    status, ok_records = status_of(records), good(records)
+    ok_records = good(records)
     by_process = [seconds(r, phase) for r in ok_records]
     time = summarise_processes(by_process, pools.times)
     tails = statistics.tail([s for samples in by_process for s in samples])
@@ -221,7 +221,7 @@ def _row(
         "cache": record.get("cache", 0.0),
         "mode": mode_of(record),
         "phase": phase,
-        "status": status,
+        **outcome_of(records),
         **record["params"],
         **time.columns(),
         "host_s": (host := host_seconds(ok_records, phase)),
@@ -252,7 +252,6 @@ def _row(
         "row_hit_rate": hit_rate(record, "row"),
         "rows_scale": record["rows_scale"],
         "world_size": record.get("world_size", 1),
-        "reason": record["reason"],
     }
 
 
@@ -270,6 +269,12 @@ def status_of(group: Sequence[Record]) -> str:
     if "wrong" in statuses:
         return "wrong"
     return "ok" if "ok" in statuses else str(statuses[0]) if statuses else "missing"
+
+
+def outcome_of(group: Sequence[Record]) -> dict[str, str]:
+    """Return the columns `status` (of `status_of`) and `reason`, of the first process with it."""
+    status = status_of(group)
+    return {"status": status, "reason": next(r["reason"] for r in group if r["status"] == status)}
 
 
 def _flags(group: Sequence[Record]) -> list[str]:

@@ -90,11 +90,25 @@ class RefusesFullBatches(Int8):
         return super().prepare(batch)
 
 
-def test_an_arm_that_cannot_prepare_its_requests_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
+class LacksAFile(Int8):
+    """Answers requests, but cannot be saved."""
+
+    def save(self, path: Path) -> None:
+        raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (RefusesFullBatches, "ValueError: this batch cannot be prepared"),
+        (LacksAFile, "OSError: no space left"),
+    ],
+)
+def test_an_arm_that_cannot_be_measured_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, broken: type[Int8], reason: str
 ) -> None:
     def build(name: str, shapes: Any) -> Any:
-        return RefusesFullBatches(shapes) if name == "served_int8" else registry.build(name, shapes)
+        return broken(shapes) if name == "served_int8" else registry.build(name, shapes)
 
     monkeypatch.setattr(serving, "build", build)
     config = Config(name="x", timing=TimingConfig(pool=2))
@@ -107,8 +121,10 @@ def test_an_arm_that_cannot_prepare_its_requests_fails_alone(
     )
     session = Session(config, torch.device("cpu"), "run")
     records = {r["arm"]: r for r in serving.serving_cell(cell, session, 0.01)}
-    assert records["served_int8"]["status"] == "error"
-    assert records["served_int8"]["reason"].startswith("ValueError: this batch cannot be prepared")
+    failed = records["served_int8"]
+    assert failed["status"] == "error"
+    assert failed["reason"].startswith(reason)
+    assert (failed["points"], failed["cold_start"]) == ([], {})
     assert records["served_fp32"]["status"] == "ok"
 
 

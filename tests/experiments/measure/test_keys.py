@@ -25,7 +25,7 @@ from experiments.contenders.key_checks import verify_keyed
 from experiments.contenders.keys import KeyTable, KeyTask
 from experiments.contenders.registry import Wrong
 from experiments.machine import bandwidth
-from experiments.measure import keys
+from experiments.measure import growth, keys
 from experiments.measure.cache import run_keys
 from experiments.measure.keys import FilledTable, Operation, fill
 from experiments.measure.session import Session
@@ -57,6 +57,25 @@ def test_an_arm_whose_calls_cannot_be_prepared_fails_alone(
     config = Config(name="x", timing=TimingConfig(pool=2, warmup=0, max_rounds=1))
     cell = Cell("sweep", "", work, arms, keys=KeysConfig(operations=["find_slots"]))
     records = keys.keys_cell(cell, Session(config, CPU, "run"), 0.1)
+    assert [record["status"] for record in records] == ["oom", "ok"]
+
+
+def test_an_arm_whose_memory_cannot_be_measured_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_table, built = growth._build_table, []
+
+    def build(cell: Cell, arm: Arm, session: Session) -> KeyTable:
+        built.append(arm.contender)
+        if arm.contender == "scored_growing" and built.count("scored_growing") > 1:
+            raise MemoryError("no memory for a second table")
+        return build_table(cell, arm, session)
+
+    monkeypatch.setattr(growth, "_build_table", build)
+    work = WorkloadConfig(T=1, E=64, D=4, B=8, L=1)
+    arms = Arm("scored_growing"), Arm("scored")
+    cell = Cell("sweep", "", work, arms, keys=KeysConfig())
+    records = growth.growth_cell(cell, Session(Config(name="x"), CPU, "run"), 0.0)
     assert [record["status"] for record in records] == ["oom", "ok"]
 
 

@@ -96,6 +96,16 @@ def test_no_baseline_no_ratio() -> None:
     assert math.isnan(table["ratio"].iloc[0])
 
 
+def test_the_reason_is_of_the_process_that_decides_the_status() -> None:
+    wrong = record(replicate=1, status="wrong", reason="rows differ", samples={})
+    outcome = metrics.outcome_of([record(replicate=0), wrong])
+    assert outcome == {"status": "wrong", "reason": "rows differ"}
+    oom = record(replicate=0, status="oom", reason="no room", samples={})
+    assert metrics.outcome_of([oom, record(replicate=1)]) == {"status": "ok", "reason": ""}
+    rows = metrics.frame([record(replicate=0), wrong], "tbe")
+    assert list(rows["reason"]) == ["rows differ"] * len(rows)
+
+
 def test_a_baseline_that_was_wrong_in_one_process_is_no_baseline() -> None:
     base = [record(replicate=0), record(replicate=1, status="wrong", samples={})]
     arm = [record(arm="tt-8", replicate=r) for r in (0, 1)]
