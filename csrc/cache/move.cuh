@@ -74,7 +74,7 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
 // Return the number of lanes, 4 to 32, of a group that moves rows of `accesses` accesses each.
 EMB_DEVICE int lanes_of_move(int accesses) {
   int lanes = 4;
-  while (lanes < static_cast<int>(simt::kWarp) && lanes < accesses) lanes *= 2;
+  while (lanes < kWarpLanes && lanes < accesses) lanes *= 2;
   return lanes;
 }
 
@@ -245,7 +245,7 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
 EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is_postponed) {
   const unsigned lanes = __ballot_sync(simt::kFullMask, is_postponed);  // that postpone
   if (lanes == 0) return;
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const int leader = __ffs(static_cast<int>(lanes)) - 1;
   int first = 0;
   if (lane == leader) first = atomicAdd(fetches.count, __popc(lanes));
@@ -265,9 +265,9 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
                 const int32_t* num_rows) {
   const Rounding rounding = memory.hyper != nullptr ? Rounding(memory.hyper) : Rounding();
   const int64_t count = *num_rows;
-  for (int64_t first = simt::global_warp() * simt::kWarp; first < count;
-       first += simt::warps_in_grid() * simt::kWarp) {
-    const int64_t u = first + threadIdx.x % simt::kWarp;
+  for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < count;
+       first += simt::warps_in_grid() * simt::kWarpLanes) {
+    const int64_t u = first + threadIdx.x % simt::kWarpLanes;
     RowMove move;
     bool is_postponed = false;
     if (u < count) {
@@ -294,10 +294,10 @@ EMB_DEVICE void postpone(const PostponedFetches& fetches, RowMove* move, bool is
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
   const Rounding rounding(memory.hyper);
-  for (int64_t first = simt::global_warp() * simt::kWarp; first < num_slots;
-       first += simt::warps_in_grid() * simt::kWarp) {
+  for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < num_slots;
+       first += simt::warps_in_grid() * simt::kWarpLanes) {
     RowMove move;
-    move.slot = first + threadIdx.x % simt::kWarp;
+    move.slot = first + threadIdx.x % simt::kWarpLanes;
     if (move.slot < num_slots) {
       const TierRow out = find_tier_row(memory, tags[move.slot]);
       if (fits(memory, out, move.slot)) move.out = out;

@@ -174,7 +174,7 @@ EMB_DEVICE void rank_by_lookups(const DevicePlanArgs& plan, const DeviceMissGrou
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(DevicePlanArgs plan, DeviceMissGroups groups) {
   __shared__ int64_t leaders_of_warps[kCacheWarps][kWays];
-  int64_t* leaders = leaders_of_warps[threadIdx.x / simt::kWarp];
+  int64_t* leaders = leaders_of_warps[threadIdx.x / simt::kWarpLanes];
   const CacheState& cache = plan.cache;
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables);
   const int64_t end_row = end_of_rows(plan.tables, plan.num_tables);
@@ -262,7 +262,7 @@ EMB_DEVICE void count_rows(const DevicePlanArgs& plan, unsigned block, unsigned 
   const int64_t first_row = first_cacheable_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,
                 warps = int64_t{blocks} * kCacheWarps;
-  const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarp;
+  const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarpLanes;
   const int64_t tiles_per_warp = (tiles + warps - 1) / warps, first = warp * tiles_per_warp;
   TableCounts counts;
   for (int64_t tile = first; tile < first + tiles_per_warp && tile < tiles; ++tile) {

@@ -16,9 +16,9 @@
 namespace emb::cuda {
 
 // Return the number of this lane in its warp, as a signed integer.
-EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
+EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarpLanes); }
 // The lanes of a warp, as a signed integer.
-inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
+inline constexpr int kWarpLanes = static_cast<int>(simt::kWarpLanes);
 
 // The columns of a lane in registers, initially 0. slice[k] is column k as a float.
 template <class T, int N>
@@ -227,7 +227,7 @@ struct LaneGroup {
     group = lane_in_warp() / lanes;
     rank = lane_in_warp() - group * lanes;
   }
-  EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
+  EMB_DEVICE int groups_in_warp() const { return kWarpLanes / lanes; }
 };
 
 // Return the minimum number of lanes, a power of two from 4 to 32, of a group that covers a row of

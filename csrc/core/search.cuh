@@ -18,7 +18,7 @@ inline constexpr int kTileSize = 1024;    // elements per tile, unless a kernel 
 // in [0, n), should not decrease; if it decreases, the result is some i in [-1, n).
 template <class Starts>
 EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   int low = -1, high = n;  // starts(low) <= x < starts(high)
   while (high - low > 1) {
     const int step = (high - low + 32) / 33;  // 32 probes divide the range into 33 parts
@@ -44,10 +44,10 @@ struct TileSearch {
   // when the constructor returns. Contains barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
-    const unsigned warp = threadIdx.x / simt::kWarp;
+    const unsigned warp = threadIdx.x / simt::kWarpLanes;
     if (warp < 2) {
       const int interval = warp_search(starts, n, warp == 0 ? begin : end - 1);
-      if (threadIdx.x % simt::kWarp == 0) shared[warp] = interval;
+      if (threadIdx.x % simt::kWarpLanes == 0) shared[warp] = interval;
     }
     __syncthreads();
     first = shared[0];

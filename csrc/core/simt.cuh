@@ -44,14 +44,14 @@
 //   * every thread of the block reaches a barrier, at the same source line: no early return;
 //   * trap(message) ends the launch: with an error on the host, with a device-side trap on a GPU;
 //   * the blocks of a cluster (launcher.cluster) run together. They have simt::cluster_rank,
-//     cluster_size and cluster_sync, and of_block(address, rank) for the dynamic shared memory of
-//     another block, which is valid between the first and the last cluster_sync of the kernel. Such
-//     a kernel has no static __shared__ memory: the emulation has only one for all blocks. Code for
-//     architectures before sm_90 has no clusters; there the functions describe a cluster of one
-//     block.
+//     cluster_size and cluster_sync, and address_in_block(address, rank) for the dynamic shared
+//     memory of another block, which is valid between the first and the last cluster_sync of the
+//     kernel. Such a kernel has no static __shared__ memory: the emulation has only one for all
+//     blocks. Code for architectures before sm_90 has no clusters; there the functions describe a
+//     cluster of one block.
 namespace emb::simt {
 
-inline constexpr unsigned kWarp = 32;
+inline constexpr unsigned kWarpLanes = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
 
 // 16 or 8 bytes that move in one instruction; the address must be a multiple of that size.
@@ -109,13 +109,13 @@ EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
 }
 
 // Start to copy kBytes (4, 8 or 16) bytes from `global` to `shared`, or to fill `shared` with zeros
-// if not `is_inside`. Both addresses must be multiples of kBytes, and `global` must be a valid
+// if not `reads_global`. Both addresses must be multiples of kBytes, and `global` must be a valid
 // address of global memory even if it is not read. Copies of 16 bytes bypass the L1 cache.
 template <int kBytes>
-EMB_DEVICE void copy_async(void* shared, const void* global, bool is_inside) {
+EMB_DEVICE void copy_async(void* shared, const void* global, bool reads_global) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  const int from_bytes = is_inside ? kBytes : 0;
+  const int from_bytes = reads_global ? kBytes : 0;
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global),
                  "r"(from_bytes)
@@ -158,7 +158,7 @@ EMB_DEVICE void cluster_sync() {
 // Return the address in block `rank` of the cluster that corresponds to `address`, which is in the
 // dynamic shared memory of this block.
 template <class T>
-EMB_DEVICE T* of_block(T* address, unsigned rank) {
+EMB_DEVICE T* address_in_block(T* address, unsigned rank) {
   return static_cast<T*>(__cluster_map_shared_rank(address, rank));
 }
 
@@ -168,7 +168,7 @@ EMB_DEVICE unsigned cluster_rank() { return 0; }
 EMB_DEVICE unsigned cluster_size() { return 1; }
 EMB_DEVICE void cluster_sync() { __syncthreads(); }
 template <class T>
-EMB_DEVICE T* of_block(T* address, unsigned) {
+EMB_DEVICE T* address_in_block(T* address, unsigned) {
   return address;
 }
 
@@ -197,14 +197,14 @@ template <class T>
 void keep_in_registers(T*&) {}
 
 template <int kBytes>
-void copy_async(void* shared, const void* global, bool is_inside) {
+void copy_async(void* shared, const void* global, bool reads_global) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   const auto addresses = reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global);
   if (addresses % kBytes != 0) {
     fail("a copy of " + std::to_string(kBytes) + " bytes to shared memory is misaligned");
   }
   Machine::get().start_copy(static_cast<uint32_t*>(shared), static_cast<const uint32_t*>(global),
-                            kBytes / 4, is_inside);
+                            kBytes / 4, reads_global);
 }
 
 inline void commit_copies() { Machine::get().commit_copies(); }
@@ -225,7 +225,7 @@ inline unsigned cluster_rank() { return Machine::get().rank(); }
 inline unsigned cluster_size() { return Machine::get().cluster_size(); }
 inline void cluster_sync(Where where = Where::current()) { Machine::get().meet_cluster(where); }
 template <class T>
-T* of_block(T* address, unsigned rank, Where where = Where::current()) {
+T* address_in_block(T* address, unsigned rank, Where where = Where::current()) {
   return static_cast<T*>(Machine::get().map_shared(address, rank, where));
 }
 
@@ -250,9 +250,11 @@ EMB_DEVICE void atomic_add(int64_t* count, int64_t n) {
 // Return the number of this warp in the grid, and the number of warps of the grid, for grid-stride
 // loops. Grid and block have one dimension, and blocks have whole warps.
 EMB_DEVICE int64_t global_warp() {
-  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarpLanes;
 }
-EMB_DEVICE int64_t warps_in_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp; }
+EMB_DEVICE int64_t warps_in_grid() {
+  return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarpLanes;
+}
 
 // Return the number of this thread in the grid, and the number of threads of the grid.
 EMB_DEVICE int64_t global_thread() {

@@ -109,17 +109,18 @@ class Machine {
   // to `address` in that of this block.
   void* map_shared(const void* address, unsigned rank, std::source_location where) {
     if (rank >= cluster_size()) {
-      fail_at(where, "of_block names block " + std::to_string(rank) + " of a cluster of " +
+      fail_at(where, "address_in_block names block " + std::to_string(rank) + " of a cluster of " +
                          std::to_string(cluster_size()));
     }
     const auto& shared = blocks_[this->rank()].shared;
     const auto offset =
         reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared.data());
     if (offset >= shared.size() * sizeof(Chunk)) {
-      fail_at(where, "of_block of an address outside the dynamic shared memory");
+      fail_at(where, "address_in_block of an address outside the dynamic shared memory");
     }
     if (rank != this->rank() && !cluster_has_met_) {
-      fail_at(where, "of_block before the first cluster_sync: the other block may not run yet");
+      fail_at(where,
+              "address_in_block before the first cluster_sync: the other block may not run yet");
     }
     return reinterpret_cast<char*>(blocks_[rank].shared.data()) + offset;
   }
@@ -195,13 +196,13 @@ class Machine {
     return exchange.values;
   }
 
-  // Start a copy of `words` words of 4 bytes, or of zeros if not `is_inside`; `from` is not read
+  // Start a copy of `words` words of 4 bytes, or of zeros if not `reads_global`; `from` is not read
   // then. The copy happens when this thread waits for its group, and never if it does not; until
   // then all bits of the target are set (NaN).
-  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool is_inside) {
+  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool reads_global) {
     std::fill_n(to, words, 0xffffffffu);
     Thread& self = threads_[current_];
-    self.copies.push_back({to, from, words, is_inside, self.copy_groups});
+    self.copies.push_back({to, from, words, reads_global, self.copy_groups});
   }
 
   // Put the copies that this thread started since its last call into one group.
@@ -216,7 +217,7 @@ class Machine {
         in_flight.push_back(copy);
         continue;
       }
-      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.is_inside ? copy.from[i] : 0;
+      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.reads_global ? copy.from[i] : 0;
     }
     self.copies.swap(in_flight);
   }
@@ -256,9 +257,9 @@ class Machine {
   struct Copy {
     uint32_t* to;
     const uint32_t* from;
-    unsigned words;  // of 4 bytes
-    bool is_inside;  // else zeros are copied
-    unsigned group;  // number of its group of copies in the thread
+    unsigned words;     // of 4 bytes
+    bool reads_global;  // else zeros are copied
+    unsigned group;     // number of its group of copies in the thread
   };
 
   struct Thread {

@@ -101,10 +101,10 @@ EMB_HD int64_t range_begin(int64_t n, int64_t r) {
 // Return the sum of `value` over the block, in every thread. All kTileThreads threads must call
 // this; it contains barriers.
 EMB_DEVICE int block_sum(int value) {
-  __shared__ int warp_sums[kTileThreads / simt::kWarp];
+  __shared__ int warp_sums[kTileThreads / simt::kWarpLanes];
   value = __reduce_add_sync(simt::kFullMask, value);
   __syncthreads();
-  if (threadIdx.x % simt::kWarp == 0) warp_sums[threadIdx.x / simt::kWarp] = value;
+  if (threadIdx.x % simt::kWarpLanes == 0) warp_sums[threadIdx.x / simt::kWarpLanes] = value;
   __syncthreads();
   value = 0;
 #pragma unroll
@@ -172,9 +172,9 @@ __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> buffers, DeviceGroupOutput out) {
   // A thread has key j * kTileThreads + threadIdx.x of a tile, for j < kThreadKeys. The 32 keys of
   // a warp for one j are a strip, in the order of the tile: strip j * kWarps + warp.
-  constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
+  constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarpLanes;
   __shared__ int strip_groups[kThreadKeys * kWarps];  // groups that begin in each strip
-  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   const int ranges = static_cast<int>(num_ranges(buffers.n));
   GroupTotals totals = add_ranges(buffers.range_counts, ranges);
   if (simt::global_thread() == 0) {

@@ -98,13 +98,13 @@ struct SmallGroupMemory {
 
   // Return the bytes of shared memory for `threads` threads with `items` items each.
   static size_t bytes(unsigned threads, int items) {
-    return Layout<size_t>(0, threads * items, threads / simt::kWarp).end * sizeof(uint32_t);
+    return Layout<size_t>(0, threads * items, threads / simt::kWarpLanes).end * sizeof(uint32_t);
   }
 
   // The arrays in the dynamic shared memory of this block of `size` items.
   explicit EMB_DEVICE SmallGroupMemory(unsigned size) {
     const Layout<uint32_t*> layout(simt::dynamic_shared<uint32_t>(), size,
-                                   blockDim.x / simt::kWarp);
+                                   blockDim.x / simt::kWarpLanes);
     keys = layout.keys;
     payloads = layout.payloads;
     histograms = layout.histograms;
@@ -120,7 +120,8 @@ struct SmallGroupMemory {
 // cluster_sync after the last addition to the tally.
 EMB_DEVICE uint32_t cluster_total(const SmallGroupMemory& memory, SmallGroupMemory::Tally which) {
   uint32_t sum = 0;
-  for (unsigned b = 0; b < simt::cluster_size(); ++b) sum += simt::of_block(memory.tally, b)[which];
+  for (unsigned b = 0; b < simt::cluster_size(); ++b)
+    sum += simt::address_in_block(memory.tally, b)[which];
   return sum;
 }
 
@@ -129,7 +130,7 @@ EMB_DEVICE uint32_t cluster_total(const SmallGroupMemory& memory, SmallGroupMemo
 EMB_DEVICE void count_in_block(const SmallGroupMemory& memory, SmallGroupMemory::Tally which,
                                uint32_t count) {
   count = __reduce_add_sync(simt::kFullMask, count);
-  if (threadIdx.x % simt::kWarp == 0 && count > 0) atomicAdd(memory.tally + which, count);
+  if (threadIdx.x % simt::kWarpLanes == 0 && count > 0) atomicAdd(memory.tally + which, count);
 }
 
 // The arguments of the kernel; outputs are in device memory of the caller.
@@ -208,16 +209,16 @@ struct SmallGroupSort {
       : args(args_),
         memory(memory_),
         block_rank(simt::cluster_rank()),
-        lane(threadIdx.x % simt::kWarp),
-        warp(threadIdx.x / simt::kWarp),
-        first_item(warp * simt::kWarp * kItems + lane),
+        lane(threadIdx.x % simt::kWarpLanes),
+        warp(threadIdx.x / simt::kWarpLanes),
+        first_item(warp * simt::kWarpLanes * kItems + lane),
         size(blockDim.x * kItems),
         size_bits(args_.size_bits) {}
 
   // Return the position of item i in the cluster: its position in the batch before the sort, its
   // position in sorted order after it.
   EMB_DEVICE int position(int i) const {
-    return static_cast<int>(block_rank * size + first_item + i * simt::kWarp);
+    return static_cast<int>(block_rank * size + first_item + i * simt::kWarpLanes);
   }
 
   // Make the items of this thread, and add the violations that `source` counts to the tallies.
@@ -251,7 +252,7 @@ struct SmallGroupSort {
   EMB_DEVICE void rank_in_warp(const uint32_t (&digit)[kItems], uint32_t (&before)[kItems]) {
     uint32_t* const counts = memory.histograms + warp * kDigits;
 #pragma unroll
-    for (int d = 0; d < kDigits; d += simt::kWarp) counts[d + lane] = 0;
+    for (int d = 0; d < kDigits; d += simt::kWarpLanes) counts[d + lane] = 0;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -278,7 +279,7 @@ struct SmallGroupSort {
     uint32_t total = 0;
     if (digit < kDigits) {
 #pragma unroll 8
-      for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
+      for (unsigned w = 0; w < blockDim.x / simt::kWarpLanes; ++w) {
         uint32_t& count = memory.histograms[w * kDigits + digit];
         const uint32_t before = total;
         total += count;
@@ -292,17 +293,17 @@ struct SmallGroupSort {
       const unsigned blocks = simt::cluster_size();
 #pragma unroll
       for (unsigned b = 0; b < kMaxClusterBlocks; ++b) {  // a constant bound: all loads at once
-        const uint32_t count = simt::of_block(memory.totals, b < blocks ? b : 0)[digit];
+        const uint32_t count = simt::address_in_block(memory.totals, b < blocks ? b : 0)[digit];
         if (b < block_rank) before += count;
         if (b < blocks) all += count;
       }
       inclusive = all;
 #pragma unroll
-      for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
+      for (unsigned delta = 1; delta < simt::kWarpLanes; delta *= 2) {
         const uint32_t other = __shfl_up_sync(simt::kFullMask, inclusive, delta);
         if (lane >= delta) inclusive += other;
       }
-      if (lane == simt::kWarp - 1) memory.warp_scratch[warp] = inclusive;
+      if (lane == simt::kWarpLanes - 1) memory.warp_scratch[warp] = inclusive;
     }
     __syncthreads();
     if (digit < kDigits) {
@@ -332,14 +333,14 @@ struct SmallGroupSort {
         const uint32_t target = memory.bases[digit[i]] + warps_before[digit[i]] + before[i];
         const unsigned target_item = target & (size - 1);
         const uint32_t block = target >> size_bits;
-        simt::of_block(memory.keys, block)[target_item] = key[i];
-        simt::of_block(memory.payloads, block)[target_item] = payload[i];
+        simt::address_in_block(memory.keys, block)[target_item] = key[i];
+        simt::address_in_block(memory.payloads, block)[target_item] = payload[i];
       }
       simt::cluster_sync();
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        key[i] = memory.keys[first_item + i * simt::kWarp];
-        payload[i] = memory.payloads[first_item + i * simt::kWarp];
+        key[i] = memory.keys[first_item + i * simt::kWarpLanes];
+        payload[i] = memory.payloads[first_item + i * simt::kWarpLanes];
       }
     }
   }
@@ -353,12 +354,12 @@ struct SmallGroupSort {
     uint32_t num_grouped = 0;  // keys of this thread that belong to groups
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const unsigned item = first_item + i * simt::kWarp;
+      const unsigned item = first_item + i * simt::kWarpLanes;
       uint32_t previous = args.limit;
       if (item > 0) {
         previous = memory.keys[item - 1];
       } else if (block_rank > 0) {
-        previous = simt::of_block(memory.keys, block_rank - 1)[size - 1];
+        previous = simt::address_in_block(memory.keys, block_rank - 1)[size - 1];
       }
       const bool valid = key[i] < args.limit;
       heads[i] = __ballot_sync(simt::kFullMask, valid && previous != key[i]);
@@ -372,7 +373,7 @@ struct SmallGroupSort {
     uint32_t before = 0;
     for (unsigned w = 0; w < warp; ++w) before += memory.warp_scratch[w];
     for (unsigned b = 0; b < block_rank; ++b) {
-      before += simt::of_block(memory.tally, b)[SmallGroupMemory::kGroups];
+      before += simt::address_in_block(memory.tally, b)[SmallGroupMemory::kGroups];
     }
     return before;
   }

@@ -128,9 +128,9 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
 // at the call, and which may be used again when this returns. All threads of the block must call
 // this; it contains barriers.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
-  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
+  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
   int64_t sum = value;
-  for (unsigned offset = 1; offset < simt::kWarp; offset *= 2) {
+  for (unsigned offset = 1; offset < simt::kWarpLanes; offset *= 2) {
     const int64_t other = __shfl_up_sync(simt::kFullMask, sum, offset);
     if (lane >= static_cast<int>(offset)) sum += other;
   }
@@ -149,7 +149,7 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
 // number of all such threads to `*total`. Otherwise like exclusive_sum.
 EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   const unsigned bits = __ballot_sync(simt::kFullMask, bit);
-  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
+  const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
   if (lane == 0) shared[warp] = __popc(bits);
   __syncthreads();
   int count = __popc(bits & ((1u << lane) - 1));

@@ -60,7 +60,7 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
   const InitialBuffer& out = rows.buffers[buffer];
   const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4);
-  for (uint32_t i = threadIdx.x % simt::kWarp; i < blocks * num_rows; i += simt::kWarp) {
+  for (uint32_t i = threadIdx.x % simt::kWarpLanes; i < blocks * num_rows; i += simt::kWarpLanes) {
     const uint32_t row = i / blocks, block = i - row * blocks;
     const int64_t slot = rows.slots[begin + row];
     if (slot < 0 || slot >= layout.rows) continue;
@@ -78,7 +78,7 @@ EMB_DEVICE void write_initial(const DeviceInitialRows& rows, int t, int buffer, 
     initial_rows_kernel(DeviceInitialRows rows) {
   const auto start = [&](int t) { return rows.offsets[t]; };
   const int64_t begin = rows.offsets[0], end = rows.offsets[rows.num_tables];
-  constexpr int64_t kRows = simt::kWarp;
+  constexpr int64_t kRows = simt::kWarpLanes;
   for (int64_t tile = begin + simt::global_warp() * kRows; tile < end;
        tile += simt::warps_in_grid() * kRows) {
     const int64_t tile_end = tile + kRows < end ? tile + kRows : end;

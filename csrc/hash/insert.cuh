@@ -469,7 +469,7 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   // Lanes of a warp that have a miss.
   const int lanes = misses_of_warp < kWarpLanes ? static_cast<int>(misses_of_warp) : kWarpLanes;
   const int64_t tile_size = int64_t{lanes} * kBlockWarps;
-  const int64_t self = threadIdx.x / simt::kWarp * lanes + lane_in_warp();
+  const int64_t self = threadIdx.x / simt::kWarpLanes * lanes + lane_in_warp();
   for (int64_t tile = blockIdx.x * tile_size; tile < num_misses; tile += gridDim.x * tile_size) {
     const int64_t end = tile + tile_size < num_misses ? tile + tile_size : num_misses;
     const int64_t miss = tile + self;
@@ -561,7 +561,7 @@ struct PendingList {
 // barriers. `list_size` is shared memory for one int.
 EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
                               int* list_size) {
-  const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kBlockWarps;
+  const auto self = static_cast<int>(threadIdx.x / simt::kWarpLanes) + lane_in_warp() * kBlockWarps;
   const int64_t* offsets = insertion.misses.offsets;
   for (int t = block; t < insertion.index.num_tables; t += blocks) {
     const auto first = static_cast<int>(offsets[t]);

@@ -25,7 +25,7 @@ struct RowLayout {
   // Rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
   EMB_DEVICE RowLayout(int columns, bool in_vectors, int max_slices)
       : dim(columns), uses_vectors(in_vectors) {
-    while (lanes < static_cast<int>(simt::kWarp) && lanes * kColumns < dim) lanes *= 2;
+    while (lanes < kWarpLanes && lanes * kColumns < dim) lanes *= 2;
     while ((1 << log2_slices) < max_slices && (width() << log2_slices) < dim) ++log2_slices;
   }
 
@@ -43,8 +43,9 @@ struct RowLayout {
   EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
   // Return the bit mask of the lanes of this lane's group.
   EMB_DEVICE unsigned lanes_of_group() const {
-    if (lanes == static_cast<int>(simt::kWarp)) return simt::kFullMask;
-    return ((1u << lanes) - 1) << ((threadIdx.x % simt::kWarp) & ~static_cast<unsigned>(lanes - 1));
+    if (lanes == kWarpLanes) return simt::kFullMask;
+    return ((1u << lanes) - 1) << ((threadIdx.x % simt::kWarpLanes) &
+                                   ~static_cast<unsigned>(lanes - 1));
   }
 };
 

@@ -25,10 +25,8 @@ struct MatrixGrad {
   int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
 
   // Return whether a warp takes a row, else a block does.
-  EMB_HD bool by_warp() const { return width <= int64_t{simt::kWarp} * kColumns; }
-  EMB_HD int rows_of_block() const {
-    return by_warp() ? kMatrixThreads / static_cast<int>(simt::kWarp) : 1;
-  }
+  EMB_HD bool by_warp() const { return width <= int64_t{simt::kWarpLanes} * kColumns; }
+  EMB_HD int rows_of_block() const { return by_warp() ? kMatrixThreads / kWarpLanes : 1; }
   // Return the number of blocks that take all rows.
   EMB_HD int64_t blocks() const { return (rows + rows_of_block() - 1) / rows_of_block(); }
 };
@@ -44,14 +42,14 @@ struct MatrixStep {
 // warps. Return whether `flag` is true in any thread. All threads of the block call this; it has
 // two barriers, of which the second lets the next call reuse the shared memory.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
-  constexpr int kWarps = kMatrixThreads / static_cast<int>(simt::kWarp);
+  constexpr int kWarps = kMatrixThreads / kWarpLanes;
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
   __shared__ bool flag_of_warp[kWarps];
-  const unsigned warp = threadIdx.x / simt::kWarp;
+  const unsigned warp = threadIdx.x / simt::kWarpLanes;
 #pragma unroll
-  for (int k = 0; k < kMaxRowSums; ++k) values[k] = simt::group_sum(values[k], simt::kWarp);
+  for (int k = 0; k < kMaxRowSums; ++k) values[k] = simt::group_sum(values[k], simt::kWarpLanes);
   flag = __any_sync(simt::kFullMask, flag);
-  if (threadIdx.x % simt::kWarp == 0) {
+  if (threadIdx.x % simt::kWarpLanes == 0) {
 #pragma unroll
     for (int k = 0; k < kMaxRowSums; ++k) sum_of_warp[warp][k] = values[k];
     flag_of_warp[warp] = flag;
@@ -74,7 +72,7 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
-    values[k] = 0.0f + simt::group_sum(values[k], simt::kWarp);
+    values[k] = 0.0f + simt::group_sum(values[k], simt::kWarpLanes);
   }
   return __any_sync(simt::kFullMask, flag) != 0;
 }
@@ -110,9 +108,9 @@ template <class Selection>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
                                    const BlockStep& step, const TierMemory& tier, int64_t block) {
   const bool by_warp = in.by_warp();
-  const unsigned thread = by_warp ? threadIdx.x % simt::kWarp : threadIdx.x;
-  const unsigned threads = by_warp ? simt::kWarp : kMatrixThreads;
-  const int64_t row = by_warp ? block * in.rows_of_block() + threadIdx.x / simt::kWarp : block;
+  const unsigned thread = by_warp ? threadIdx.x % simt::kWarpLanes : threadIdx.x;
+  const unsigned threads = by_warp ? simt::kWarpLanes : kMatrixThreads;
+  const int64_t row = by_warp ? block * in.rows_of_block() + threadIdx.x / simt::kWarpLanes : block;
   if (row >= in.rows) return;  // only if warps take rows: then no barrier follows
   const int64_t start = row * in.width;
   float states[kMaxRowStates] = {}, sums[kMaxRowSums] = {};

@@ -40,18 +40,18 @@ EMB_DEVICE uint32_t encode_word(const T* row, int64_t column, int64_t dim, Inver
 // a second one writes it word by word.
 template <class T>
 __global__ void quantize_kernel(QuantizeRows args) {
-  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
+  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
   const int64_t words = row_bytes(args.dim, args.format) / kWordBytes;
   const int header_words = header_bytes(args.format) / kWordBytes;  // 1, or 0
   for (int64_t r = simt::global_warp(); r < args.rows; r += simt::warps_in_grid()) {
     const T* row = static_cast<const T*>(args.weights) + r * args.dim;
     float low = to_float(row[0]), high = low;
-    for (int64_t d = lane; d < args.dim; d += simt::kWarp) {
+    for (int64_t d = lane; d < args.dim; d += simt::kWarpLanes) {
       const float value = to_float(row[d]);
       low = value < low ? value : low;
       high = value > high ? value : high;
     }
-    for (int offset = simt::kWarp / 2; offset > 0; offset /= 2) {
+    for (int offset = simt::kWarpLanes / 2; offset > 0; offset /= 2) {
       const float other_low = __shfl_xor_sync(simt::kFullMask, low, offset);
       const float other_high = __shfl_xor_sync(simt::kFullMask, high, offset);
       low = other_low < low ? other_low : low;
@@ -61,7 +61,7 @@ __global__ void quantize_kernel(QuantizeRows args) {
     uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * words;
     if (lane < header_words)
       out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
-    for (int64_t w = lane + header_words; w < words; w += simt::kWarp) {
+    for (int64_t w = lane + header_words; w < words; w += simt::kWarpLanes) {
       const int64_t column = (w - header_words) * (32 / bits_of(args.format));
       out[w] = encode_word(row, column, args.dim, InverseScale(scale), args.format);
     }
@@ -73,7 +73,7 @@ __global__ void quantize_kernel(QuantizeRows args) {
 template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
-  constexpr int kWarps = kQuantizeThreads / static_cast<int>(simt::kWarp);
+  constexpr int kWarps = kQuantizeThreads / kWarpLanes;
   const unsigned blocks = blocks_for(args.rows, kWarps, launcher.blocks(kResidentBlocksPerSm));
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
@@ -462,13 +462,14 @@ template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
   constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
-  constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight), kWarp = simt::kWarp;
+  constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight),
+                kWarpLanes = simt::kWarpLanes;
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
-  const auto this_lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const auto this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const auto items = static_cast<uint32_t>(args.items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
-  for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
+  for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarpLanes); first < items;
        first += stride) {
     const BagTask task =
         task_of_format<kFormat>(args, BagTask(args, int64_t{first} + this_lane, args.items()));
@@ -482,12 +483,12 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocksPerSm)
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const QuadColumns columns(lane, base);
       if (has_single_rows) {
-        for (int k = 0; k < kWarp; k += kSingle * groups) {
+        for (int k = 0; k < kWarpLanes; k += kSingle * groups) {
           write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, groups);
         }
         continue;
       }
-      for (int k = 0; k < kWarp; k += S * groups) {
+      for (int k = 0; k < kWarpLanes; k += S * groups) {
         const bool is_owner = this_lane >= k && this_lane < k + S * groups;
         pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
                                  is_owner);
@@ -511,13 +512,13 @@ inline constexpr int kQuantWaves = 8;
 // Look up the features whose rows are of this format.
 template <int kFormat, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
-  constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = mean_width(args);
   const int lanes_of_row = lanes_for(width, kQuantColumns);
   const int lanes = lanes_of_row < kMinQuantLanes ? kMinQuantLanes : lanes_of_row;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
-  const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
+  const int64_t items_of_block =
+      (is_short ? kWarpLanes : kWarpLanes / lanes) * (kQuantThreads / kWarpLanes);
   const unsigned blocks =
       blocks_for(args.items(), items_of_block, launcher.blocks(kQuantWaves * kResidentBlocksPerSm));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,

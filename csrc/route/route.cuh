@@ -99,7 +99,7 @@ struct BlockPeers {
   EMB_DEVICE explicit BlockPeers(int block) {
     lanes = __match_any_sync(simt::kFullMask, block);
     leader = __ffs(static_cast<int>(lanes)) - 1;
-    const unsigned lane = threadIdx.x % simt::kWarp;
+    const unsigned lane = threadIdx.x % simt::kWarpLanes;
     rank = __popc(lanes & ((1u << lane) - 1u));
   }
   EMB_DEVICE bool leads() const { return rank == 0; }
@@ -124,8 +124,8 @@ struct CountIds {
   EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    for (int64_t i = begin; i < end; i += simt::kWarp) {
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
       int block = -1;
       if (i + lane < end) {
         block = static_cast<int>(route_id(route.feature, route.blocks, ids[i + lane]).block);
@@ -167,8 +167,8 @@ struct MoveIds {
   EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    for (int64_t i = begin; i < end; i += simt::kWarp) {
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    for (int64_t i = begin; i < end; i += simt::kWarpLanes) {
       const bool has_id = i + lane < end;
       RoutedId routed{-1, 0};
       if (has_id) routed = route_id(route.feature, route.blocks, ids[i + lane]);
@@ -211,7 +211,7 @@ struct MoveIds {
 // is short; then all lanes process the long ones together, one after the other.
 template <class Work>
 EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const bool lane_takes_bag = bags_of_warp > 1;
   for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.num_bags;
        first += simt::warps_in_grid() * bags_of_warp) {
@@ -255,8 +255,8 @@ template <class Launcher, class Kernel>
 void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
   if (in.bags.num_bags == 0 || in.routing.num_features == 0) return;
   const bool short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
-  const int bags_of_warp = short_bags ? static_cast<int>(simt::kWarp) : 1;
-  const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarp} * bags_of_warp;
+  const int bags_of_warp = short_bags ? kWarpLanes : 1;
+  const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarpLanes} * bags_of_warp;
   const unsigned blocks =
       blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(kResidentBlocksPerSm));
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);

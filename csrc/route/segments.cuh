@@ -54,12 +54,12 @@ inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / k
 // Return the sum of `value` over this thread and the earlier threads of the block. All threads must
 // call it; it has barriers. `shared` is shared memory for one number per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
-  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
-  for (unsigned step = 1; step < simt::kWarp; step *= 2) {
+  const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
+  for (unsigned step = 1; step < simt::kWarpLanes; step *= 2) {
     const int64_t before = __shfl_up_sync(simt::kFullMask, value, step);
     if (lane >= step) value += before;
   }
-  if (lane == simt::kWarp - 1) shared[warp] = value;
+  if (lane == simt::kWarpLanes - 1) shared[warp] = value;
   __syncthreads();
   for (unsigned w = 0; w < warp; ++w) value += shared[w];
   __syncthreads();
@@ -69,7 +69,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 // Write in.sums_in_tile, and the number of rows of each tile t to in.rows_before_tile[t + 1].
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_sums_kernel(Segments in, int64_t tiles) {
-  __shared__ int64_t shared[kScanThreads / simt::kWarp];
+  __shared__ int64_t shared[kScanThreads / simt::kWarpLanes];
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t m = tile * kScanThreads + threadIdx.x;
     const int64_t sum = block_scan(m < in.count ? in.size(m) : 0, shared);
@@ -82,7 +82,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
 // tile. The grid must be one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_tiles_kernel(Segments in, int64_t tiles) {
-  __shared__ int64_t shared[kScanThreads / simt::kWarp];
+  __shared__ int64_t shared[kScanThreads / simt::kWarpLanes];
   __shared__ int64_t carried;
   if (threadIdx.x == 0) {
     carried = 0;

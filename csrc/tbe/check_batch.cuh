@@ -28,12 +28,12 @@ inline bool is_small_batch(const BoundsArgs& args) {
 // Return, in every thread, whether `value` is true in any thread of the block. All threads must
 // call it. A second call needs a barrier before it, since both calls use the same shared array.
 EMB_DEVICE bool any_of_block(bool value) {
-  __shared__ int any_of_warp[kCheckThreads / simt::kWarp];
+  __shared__ int any_of_warp[kCheckThreads / simt::kWarpLanes];
   // One warp's lanes read the results of all warps.
-  static_assert(kCheckThreads == simt::kWarp * simt::kWarp);
-  const unsigned lane = threadIdx.x % simt::kWarp;
+  static_assert(kCheckThreads == simt::kWarpLanes * simt::kWarpLanes);
+  const unsigned lane = threadIdx.x % simt::kWarpLanes;
   const bool any = __any_sync(simt::kFullMask, value);
-  if (lane == 0) any_of_warp[threadIdx.x / simt::kWarp] = any;
+  if (lane == 0) any_of_warp[threadIdx.x / simt::kWarpLanes] = any;
   __syncthreads();
   return __any_sync(simt::kFullMask, any_of_warp[lane] != 0);
 }
@@ -86,7 +86,7 @@ EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndic
 // kind 0 counts indices, kind 1 offsets. Called by the whole warp.
 EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   bad = __reduce_add_sync(simt::kFullMask, bad);
-  if (bad == 0 || args.violations == nullptr || threadIdx.x % simt::kWarp != 0) return;
+  if (bad == 0 || args.violations == nullptr || threadIdx.x % simt::kWarpLanes != 0) return;
   atomicAdd(&args.violations[kind], static_cast<unsigned long long>(bad));
 }
 

@@ -52,16 +52,16 @@ inline constexpr int kKeysPerThread = 8, kKeyTile = kTileThreads * kKeysPerThrea
 
 // The shared memory of a block.
 struct KeyTile {
-  int bags[kKeyTile];                            // the bag of each lookup of the tile
-  int warp_scratch[kTileThreads / simt::kWarp];  // a number per warp
-  int range[2];                                  // for TileSearch
+  int bags[kKeyTile];                                 // the bag of each lookup of the tile
+  int warp_scratch[kTileThreads / simt::kWarpLanes];  // a number per warp
+  int range[2];                                       // for TileSearch
 };
 
 // Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
 // block must call it; it has barriers, the last one at its end.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
-  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   for (int i = static_cast<int>(threadIdx.x); i < kKeyTile; i += kTileThreads) shared.bags[i] = -1;
   const TileSearch search(start, static_cast<int>(bags.num_bags), tile, end, shared.range);
   for (int64_t bag = search.first + 1 + int64_t{threadIdx.x}; bag <= search.last;
@@ -76,11 +76,11 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
 #pragma unroll
   for (int i = 0; i < kKeysPerThread; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
 #pragma unroll
-  for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
+  for (unsigned delta = 1; delta < simt::kWarpLanes; delta *= 2) {
     const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
     if (lane >= delta) maximum = max_of(maximum, other);
   }
-  if (lane == simt::kWarp - 1) shared.warp_scratch[warp] = maximum;
+  if (lane == simt::kWarpLanes - 1) shared.warp_scratch[warp] = maximum;
   int before = __shfl_up_sync(simt::kFullMask, maximum, 1u);
   if (lane == 0) before = search.first;
   __syncthreads();

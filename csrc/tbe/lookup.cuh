@@ -220,9 +220,9 @@ __global__ void __launch_bounds__(kLookupThreads, kLookupBlocksPerSm)
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const int width = static_cast<int>(args.columns);
-  for (int64_t first = simt::global_warp() * simt::kWarp; first < args.bags.num_lookups;
-       first += simt::warps_in_grid() * simt::kWarp) {
-    const int64_t i = first + threadIdx.x % simt::kWarp;
+  for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.bags.num_lookups;
+       first += simt::warps_in_grid() * simt::kWarpLanes) {
+    const int64_t i = first + threadIdx.x % simt::kWarpLanes;
     int64_t offset = -1;
     if (i < args.bags.num_lookups && args.bags.num_bags > 0 && i >= args.bags.begin(0)) {
       const int64_t f = feature_of_lookup(args.map, args.bags, args.num_features, i);
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kShortBagThreads, kShortBagBlocksPerSm<W>)
   const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   const auto bags_of_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_of_warp;
-  const uint32_t lane_of_warp = threadIdx.x % simt::kWarp;
+  const uint32_t lane_of_warp = threadIdx.x % simt::kWarpLanes;
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * bags_of_warp; first < bags;
        first += stride) {
     const uint32_t bag = lane_of_warp < bags_of_warp ? first + lane_of_warp : bags;
@@ -591,20 +591,20 @@ template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_width(args);
-  const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
+  const int lanes = lanes_for(mean_dim, N), groups = kWarpLanes / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto launch = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
-    const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
+    const int64_t items_of_block = items_of_warp * (threads / kWarpLanes);
     const unsigned blocks =
         blocks_for(items, items_of_block, launcher.blocks(kLookupWaves * kResidentBlocksPerSm));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {
-    launch(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
+    launch(sequence_kernel<W>, args.bags.num_lookups, simt::kWarpLanes, kLookupThreads);
   } else if (has_short_bags(args)) {
     launch(short_bags_kernel<W>, args.bags.num_bags, groups * kBagsInFlight, kShortBagThreads);
   } else if (has_long_bags(args, lanes)) {
-    const int warps = kLookupThreads / static_cast<int>(simt::kWarp);
+    const int warps = kLookupThreads / kWarpLanes;
     launch(long_bags_kernel<W>, args.bags.num_bags * warps, 1, kLookupThreads);
   } else {
     launch(pool_kernel<W>, args.bags.num_bags, groups, kLookupThreads);

@@ -63,7 +63,7 @@ EMB_DEVICE int count_invalid_offsets(const Bags& bags, const BatchCheck& check, 
 // checked.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
   constexpr int kOffsetsPerThread = 4;  // neighbouring offsets per thread and tile
-  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   int32_t maximum_before = 0;  // of all tiles before this one
   int changed = 0;
   for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kOffsetsPerThread) {
@@ -73,15 +73,15 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp
     for (int64_t i = first; i < first + kOffsetsPerThread && i <= bags.num_bags; ++i) {
       maximum = max_of(maximum, clamped_offset(bags, i));
     }
-    for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
+    for (unsigned delta = 1; delta < simt::kWarpLanes; delta *= 2) {
       const int32_t other = __shfl_up_sync(simt::kFullMask, maximum, delta);
       if (lane >= delta) maximum = max_of(maximum, other);
     }
-    if (lane == simt::kWarp - 1) warp_scratch[warp] = maximum;
+    if (lane == simt::kWarpLanes - 1) warp_scratch[warp] = maximum;
     int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
     running_max = lane == 0 ? maximum_before : max_of(maximum_before, running_max);
     __syncthreads();
-    for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
+    for (unsigned w = 0; w < blockDim.x / simt::kWarpLanes; ++w) {
       maximum_before = max_of(maximum_before, warp_scratch[w]);
       if (w < warp) running_max = max_of(running_max, warp_scratch[w]);
     }

@@ -168,8 +168,8 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
   if (num_updated != nullptr && simt::global_thread() == 0)
     *num_updated = count_update_step(step, num_groups);
   if (args.chunk_tasks == nullptr) return;
-  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
-  for (int64_t base = simt::global_warp() * simt::kWarp; base < num_groups;
+  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
+  for (int64_t base = simt::global_warp() * simt::kWarpLanes; base < num_groups;
        base += simt::threads_in_grid()) {
     const int64_t group = base + lane;
     int begin = 0, end = 0, chunks = 0;
@@ -191,7 +191,7 @@ EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int
       const int64_t first = __shfl_sync(simt::kFullMask, slot, holder);
       const int end_of_segment = __shfl_sync(simt::kFullMask, end, holder);
       const int chunks_of_segment = __shfl_sync(simt::kFullMask, chunks, holder);
-      for (int64_t c = lane; (first + c) * kShortSegment < end_of_segment; c += simt::kWarp) {
+      for (int64_t c = lane; (first + c) * kShortSegment < end_of_segment; c += simt::kWarpLanes) {
         args.chunk_tasks[first + c] = {
             c < chunks_of_segment ? static_cast<int32_t>(base + holder) : -1,
             static_cast<int32_t>(c)};
@@ -248,8 +248,8 @@ __global__ void __launch_bounds__(kChunkThreads, kChunkSumBlocksPerSm)
   __shared__ float stretch_sum[kChunkThreads][kColumns];
   const LaneGroup lane(lanes);
   const int64_t slots = first_chunk_slot(args.segments[*args.num_groups]);
-  for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
-    const int64_t slot = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
+  for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarpLanes) {
+    const int64_t slot = first + static_cast<int64_t>(threadIdx.x % simt::kWarpLanes) * gridDim.x;
     ChunkTask lane_task{-1, 0};
     if (slot < slots) lane_task = args.chunk_tasks[slot];
     for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;

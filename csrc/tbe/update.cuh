@@ -25,7 +25,7 @@
 namespace emb::cuda {
 
 inline constexpr int kUpdateThreads = 128;
-inline constexpr int kUpdateWarps = kUpdateThreads / static_cast<int>(simt::kWarp);
+inline constexpr int kUpdateWarps = kUpdateThreads / kWarpLanes;
 inline constexpr int kLog2Columns = 2;
 static_assert(1 << kLog2Columns == kColumns);
 
@@ -87,7 +87,7 @@ struct RowTile {
   uint32_t warps;  // that run at once
 
   // Return the number of rows in a tile.
-  EMB_HD uint32_t num_rows() const { return (simt::kWarp >> log2_lanes) << log2_rows; }
+  EMB_HD uint32_t num_rows() const { return (simt::kWarpLanes >> log2_lanes) << log2_rows; }
   // Return the tile for `count` rows, a number that the host does not know. The tile has at most as
   // many rows as this one.
   EMB_DEVICE RowTile for_rows(uint32_t count) const {
@@ -95,11 +95,11 @@ struct RowTile {
     while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.num_rows()) --tile.log2_rows;
     return tile;
   }
-  // Return the number of the row that this lane holds in the tile; kWarp, which is not below
+  // Return the number of the row that this lane holds in the tile; kWarpLanes, which is not below
   // num_rows(), if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
-    const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
-    return (rank >> log2_rows) == 0 ? ((lane >> log2_lanes) << log2_rows) + rank : simt::kWarp;
+    const unsigned lane = threadIdx.x % simt::kWarpLanes, rank = lane & ((1u << log2_lanes) - 1);
+    return (rank >> log2_rows) == 0 ? ((lane >> log2_lanes) << log2_rows) + rank : simt::kWarpLanes;
   }
 };
 
@@ -411,7 +411,7 @@ struct TileUpdate {
   // Complete the sums of the rows of a batch over the lanes of their groups. If this lane holds a
   // row of the batch, update its row-wise states and return its factors.
   EMB_DEVICE RowFactors start_rows(HoldersOfSlices holders, float (&sums)[kSlices][kMaxRowSums]) {
-    const int this_lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    const int this_lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
     float held_sums[kMaxRowSums] = {};  // the sums of the row that this lane holds
     bool holds_row = false;
     for (int offset = layout.lanes / 2; offset > 0; offset /= 2) {
@@ -584,7 +584,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
                             const BlockStep& step, TileRow* rows,
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
-  TileRow& lane_row = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
+  TileRow& lane_row = rows[threadIdx.x % simt::kWarpLanes];  // the row that this lane holds
   while (const uint32_t pending = __ballot_sync(simt::kFullMask, lane_row.length > 0)) {
     const uint32_t packed = rows[__ffs(static_cast<int>(pending)) - 1].packed_layout;
     const bool has_high =
@@ -633,12 +633,12 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   if (threadIdx.x == 0) num_rows = count;
   build_step<Selection>(optimizer, &storage);
   const BlockStep& step = storage.get();
-  const unsigned warp = threadIdx.x / simt::kWarp;
-  TileRow* const rows = rows_of_warps + warp * simt::kWarp;
+  const unsigned warp = threadIdx.x / simt::kWarpLanes;
+  TileRow* const rows = rows_of_warps + warp * simt::kWarpLanes;
   for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.num_rows() < num_rows;
        t += gridDim.x * kUpdateWarps) {
     __syncwarp();  // all lanes are done with the rows of the last tile
-    TileRow* const lane_row = rows + threadIdx.x % simt::kWarp;
+    TileRow* const lane_row = rows + threadIdx.x % simt::kWarpLanes;
     const uint32_t row = tile.row_of_lane(), u = t * tile.num_rows() + row;
     lane_row->length = 0;
     lane_row->packed_layout = 0;
@@ -706,7 +706,8 @@ void launch_update(const Launcher& launcher, DeviceGradArgs args,
     const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.
     const int64_t stripes = optimizer.by_row() ? 1 : std::max<int64_t>(resident / blocks, 1);
-    const int64_t batch_columns = int64_t{UpdateShape<Selection>::kSlices} * simt::kWarp * kColumns;
+    const int64_t batch_columns =
+        int64_t{UpdateShape<Selection>::kSlices} * simt::kWarpLanes * kColumns;
     launcher(update_kernel<Selection>,
              simt::Dim3(blocks, blocks_for(mean_dim, batch_columns, stripes)), kUpdateThreads, args,
              optimizer, tile);

@@ -32,8 +32,8 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
 // Add the lookups and hits of all features to args.counters, grid-stride over lookups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_count_kernel(TtCountArgs args) {
-  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
-  for (int64_t first = simt::global_warp() * simt::kWarp; first < args.n;
+  const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarpLanes);
+  for (int64_t first = simt::global_warp() * simt::kWarpLanes; first < args.n;
        first += simt::threads_in_grid()) {
     const int64_t i = first + lane;
     const int64_t feature = i < args.n ? feature_at(args, i) : -1;

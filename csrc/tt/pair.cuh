@@ -216,8 +216,8 @@ struct PairLane {
   int m, n;         // first row and column of its warp within the tile
 
   EMB_DEVICE PairLane() {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     row = lane / 4;
     column = lane % 4;
     m = warp / (kN / kWarpN) * kWarpM;
@@ -338,10 +338,10 @@ struct InnerGroup {
 
   // Find the halves. All threads of the block call this; `range` is shared memory.
   EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
-    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     if (warp < 2) {
       const int half = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
-      if (threadIdx.x % simt::kWarp == 0) range[warp] = half;
+      if (threadIdx.x % simt::kWarpLanes == 0) range[warp] = half;
     }
     __syncthreads();
     begin = range[0];
@@ -580,13 +580,13 @@ struct TtWiden {
     const TtWiden& core =
         cores[warp_search([&](int i) { return cores[i].first_row; }, count, global_row)];
     const int64_t row = global_row - core.first_row;
-    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     __syncthreads();
     if (warp < 2) {
       const int half = core.ids_per_row > 0
                            ? core.halves.warp_lower_bound((row + warp) * core.ids_per_row)
                            : warp;
-      if (threadIdx.x % simt::kWarp == 0) range[warp] = half;
+      if (threadIdx.x % simt::kWarpLanes == 0) range[warp] = half;
     }
     __syncthreads();
     if (range[0] == range[1]) continue;

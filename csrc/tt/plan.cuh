@@ -108,8 +108,8 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
 // Return, in every thread of the block, the sum over its warps of the value that lane 0 passes.
 // Has two barriers; `shared` is memory for a value per warp.
 EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
-  constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
-  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = value;
+  constexpr int kWarps = kTileThreads / kWarpLanes;
+  if (threadIdx.x % simt::kWarpLanes == 0) shared[threadIdx.x / simt::kWarpLanes] = value;
   __syncthreads();
   int32_t sum = 0;
   for (int w = 0; w < kWarps; ++w) sum += shared[w];
@@ -121,7 +121,7 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
 // halves begin in the block's range. One thread also writes starts[T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_split_kernel(TtSplitArgs args) {
-  __shared__ int32_t counts[kTileThreads / simt::kWarp];
+  __shared__ int32_t counts[kTileThreads / simt::kWarpLanes];
   const int32_t rows = *args.count;
   if (simt::global_thread() == 0) args.starts[args.num_tables] = rows;
   const int64_t n = args.right_buffers.n, length = tt_range_rows(n);
@@ -133,7 +133,7 @@ EMB_DEVICE int32_t sum_of_warps(int32_t value, int32_t* shared) {
     TtIds ids{-1, static_cast<int32_t>(args.right_buffers.limit)};
     if (j < rows) ids = ids_of_key(args, args.keys[j]);
     int32_t previous_left = __shfl_up_sync(simt::kFullMask, ids.left, 1);
-    if (threadIdx.x % simt::kWarp == 0) {
+    if (threadIdx.x % simt::kWarpLanes == 0) {
       previous_left = j > 0 && j < rows ? ids_of_key(args, args.keys[j - 1]).left : -1;
     }
     num_begun += __popc(__ballot_sync(simt::kFullMask, ids.left >= 0 && ids.left != previous_left));
@@ -160,16 +160,16 @@ struct TtLeftsArgs {
 // last block also writes the end of the segments and the number of left halves.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_lefts_kernel(TtLeftsArgs args) {
-  constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
+  constexpr int kWarps = kTileThreads / kWarpLanes;
   __shared__ int32_t shared[kWarps];
-  const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
+  const unsigned lane = threadIdx.x % simt::kWarpLanes, warp = threadIdx.x / simt::kWarpLanes;
   const int32_t rows = *args.count;
   const int64_t length = tt_range_rows(args.n), first = int64_t{blockIdx.x} * length;
   const int64_t end = first + length < rows ? first + length : rows;
   int32_t num_before = 0;  // left halves that begin before the tile
   for (unsigned i = threadIdx.x; i < blockIdx.x; i += kTileThreads)
     num_before += args.range_counts[i];
-  num_before = sum_of_warps(simt::group_sum(num_before, simt::kWarp), shared);
+  num_before = sum_of_warps(simt::group_sum(num_before, simt::kWarpLanes), shared);
   for (int64_t tile = first; tile < end; tile += kTileThreads) {
     const int64_t j = tile + threadIdx.x;
     const bool inside = j < end;
@@ -178,7 +178,7 @@ struct TtLeftsArgs {
     const unsigned bits = __ballot_sync(simt::kFullMask, begins);
     if (lane == 0) shared[warp] = __popc(bits);
     __syncthreads();
-    int32_t u = num_before + __popc(bits & (0xffffffffu >> (simt::kWarp - 1 - lane))) - 1;
+    int32_t u = num_before + __popc(bits & (0xffffffffu >> (simt::kWarpLanes - 1 - lane))) - 1;
     for (int w = 0; w < kWarps; ++w) {
       u += w < static_cast<int>(warp) ? shared[w] : 0;
       num_before += shared[w];

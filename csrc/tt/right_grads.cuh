@@ -102,8 +102,8 @@ class LineWalk {
  public:
   EMB_DEVICE LineWalk(int quads, int left_columns)
       : left_columns_(left_columns),
-        lines_of_warp_(static_cast<int>(simt::kWarp) / quads),
-        part_(static_cast<int>(threadIdx.x % simt::kWarp) / quads) {
+        lines_of_warp_(kWarpLanes / quads),
+        part_(static_cast<int>(threadIdx.x % simt::kWarpLanes) / quads) {
     const int lines = lines_of_warp_ * kRowWarps;
     step_rows_ = lines / left_columns;
     step_columns_ = lines - step_rows_ * left_columns;
@@ -112,7 +112,7 @@ class LineWalk {
   // Go to the lane's first line of `rows` rows; return the number of lines of each lane, some of
   // which may not be `inside`.
   EMB_DEVICE int begin(int rows) {
-    const int line = static_cast<int>(threadIdx.x / simt::kWarp) * lines_of_warp_ + part_;
+    const int line = static_cast<int>(threadIdx.x / simt::kWarpLanes) * lines_of_warp_ + part_;
     rows_ = part_ < lines_of_warp_ ? rows : 0;
     row_ = line / left_columns_;
     column_ = line - row_ * left_columns_;
@@ -122,7 +122,7 @@ class LineWalk {
   // Return, for the lane's line: whether it exists; the lane that has looked up its row; its left
   // column.
   EMB_DEVICE bool inside() const { return row_ < rows_; }
-  EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarp - 1); }
+  EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarpLanes - 1); }
   EMB_DEVICE int column() const { return column_; }
   // Go to the lane's next line.
   EMB_DEVICE void next() {
@@ -177,8 +177,8 @@ class TileSums {
   // number of quads is a power of two, lanes with the same quad are added before (`folded_`). Ends
   // with a barrier.
   EMB_DEVICE void store(QuadSums* sums, int quads) {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
+    const int warp = static_cast<int>(threadIdx.x / simt::kWarpLanes);
     folded_ = (quads & (quads - 1)) == 0;
     quads_ = quads;
     if (!folded_) {
@@ -211,7 +211,7 @@ class TileSums {
       for (int w = 0; w < kRowWarps; ++w) sum += value_of(w)[j * quads_ * 4 + r];
       return sum;
     }
-    const int parts = static_cast<int>(simt::kWarp) / quads_;
+    const int parts = kWarpLanes / quads_;
     for (int w = 0; w < kRowWarps; ++w) {
       for (int i = 0; i < parts; ++i) {
         sum += value_of(w)[(i * quads_ + r / 4) * kStride + j * 4 + r % 4];
@@ -222,12 +222,10 @@ class TileSums {
 
   EMB_DEVICE explicit TileSums(float* memory) : memory_(memory) {}
 
-  static constexpr int kFloats = kRowWarps * static_cast<int>(simt::kWarp) * kStride;
+  static constexpr int kFloats = kRowWarps * kWarpLanes * kStride;
 
  private:
-  EMB_DEVICE float* value_of(int warp) const {
-    return memory_ + warp * static_cast<int>(simt::kWarp) * kStride;
-  }
+  EMB_DEVICE float* value_of(int warp) const { return memory_ + warp * kWarpLanes * kStride; }
 
   float* memory_;
   bool folded_ = false;
@@ -246,14 +244,13 @@ EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table
                           const float* row_grads, const RowChunk& chunk, int quads, int rank,
                           int column, QuadSums* sums) {
   constexpr int kLinesInFlight = kVectors ? 4 : 2;  // lines that a lane has in flight
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const int ranks = table.rank, columns = table.right_columns;
   const auto left = args.left_of(table);
   LineWalk walk(quads, table.left_columns);
-  for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
+  for (int done = 0; done < chunk.rows; done += kWarpLanes) {
     const int remaining = chunk.rows - done;
-    const int rows =
-        remaining < static_cast<int>(simt::kWarp) ? remaining : static_cast<int>(simt::kWarp);
+    const int rows = remaining < kWarpLanes ? remaining : kWarpLanes;
     // The row that this lane looks up and its left half: with vectors as offsets in quads, else as
     // indices of rows.
     uint32_t lane_left = 0, lane_row = 0;
@@ -324,7 +321,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     const int column = tile / rank_tiles * kTileColumns;
     const int first_quad = tile % rank_tiles * kTileQuads;
     const int quads = all_quads - first_quad < kTileQuads ? all_quads - first_quad : kTileQuads;
-    const int lane_quad = static_cast<int>(threadIdx.x % simt::kWarp) % quads;
+    const int lane_quad = static_cast<int>(threadIdx.x % simt::kWarpLanes) % quads;
     QuadSums sums;
     add_lines<kVectors>(args, table, out.row_grads, chunk, quads, (first_quad + lane_quad) * 4,
                         column, &sums);
@@ -352,7 +349,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
 // a half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, kSumBlocksPerSm)
     right_sums_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const int64_t rights = args.rights();
   const int32_t* segments = args.plan.right_segments;
   for (int64_t v = simt::global_warp(); v < rights; v += simt::warps_in_grid()) {
@@ -362,7 +359,7 @@ __global__ void __launch_bounds__(kRowThreads, kPartialBlocksPerSm<kVectors>)
     const RightGradOf to(args, table, out, v);
     const float* from = out.partials + 2 * int64_t{begin / kChunkRows} * args.right_stride;
     const int size = static_cast<int>(table.right_size());
-    for (int e = lane; e < size; e += static_cast<int>(simt::kWarp)) {
+    for (int e = lane; e < size; e += kWarpLanes) {
       float sum = 0.0f;
 #pragma unroll 4
       for (int c = 0; c < chunks; ++c) sum += from[c * args.right_stride + e];

@@ -138,8 +138,8 @@ EMB_DEVICE void store_four(float* address, bool uses_vectors, const float (&x)[4
 
 // The lane's row and column of a fragment, see core/mma.cuh.
 struct FragmentLane {
-  int row = static_cast<int>(threadIdx.x % simt::kWarp) / 4;
-  int column = static_cast<int>(threadIdx.x % simt::kWarp) % 4;
+  int row = static_cast<int>(threadIdx.x % simt::kWarpLanes) / 4;
+  int column = static_cast<int>(threadIdx.x % simt::kWarpLanes) % 4;
 };
 
 inline constexpr int kFragmentM = 16;  // left columns of a warp
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
 // warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     tt_rows_kernel(TtDeviceRowsArgs args, float* rows) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const int64_t last = args.lefts();
   for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
     const TtTableRows& table = args.table_of_left(u);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(kRowThreads, kMmaBlocksPerSm)
     const float* left = args.left_of(table).at(u);
     for (int64_t j = args.plan.left_segments[u]; j < args.plan.left_segments[u + 1]; ++j) {
       const float* right = args.right + args.plan.row_rights[j] * args.right_stride;
-      for (int o = lane; o < dim; o += static_cast<int>(simt::kWarp)) {
+      for (int o = lane; o < dim; o += kWarpLanes) {
         const int row = o / right_columns;
         const float* a = left + int64_t{1} * row * rank;
         const float* b = right + int64_t{1} * (o - row * right_columns) * rank;
@@ -351,10 +351,10 @@ struct LaneElements {
   bool inside[kElementsPerLane];
 
   EMB_DEVICE LaneElements(int64_t first, int64_t size, int rank) {
-    const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
 #pragma unroll
     for (int i = 0; i < kElementsPerLane; ++i) {
-      element[i] = first + lane + i * static_cast<int>(simt::kWarp);
+      element[i] = first + lane + i * kWarpLanes;
       inside[i] = element[i] < size;
       column[i] = inside[i] ? static_cast<int>(element[i] / rank) : 0;
       inner[i] = inside[i] ? static_cast<int>(element[i] % rank) : 0;
@@ -363,7 +363,7 @@ struct LaneElements {
 };
 
 // Elements that a warp computes in one pass.
-inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
+inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarpLanes);
 
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
 // tables without has_mma_grads; one warp per left half.
@@ -403,7 +403,7 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
 // (of dtype `type`) with its axes reversed. A warp takes a right half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_values_kernel(TtDeviceRowsArgs args, Dtype type, float* values) {
-  const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
+  const int lane = static_cast<int>(threadIdx.x % simt::kWarpLanes);
   const int64_t last = args.rights();
   for (int64_t v = simt::global_warp(); v < last; v += simt::warps_in_grid()) {
     const TtTableRows& table = args.table_of_right(v);
@@ -411,7 +411,7 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
     const int size = static_cast<int>(table.right_size()), rank = table.rank;
     const int64_t row = (int64_t{args.plan.rights[v]} - table.first_right) * size;
     float* to = values + v * args.right_stride;
-    for (int e = lane; e < size; e += static_cast<int>(simt::kWarp)) {
+    for (int e = lane; e < size; e += kWarpLanes) {
       const int column = e / rank;
       const int64_t from = row + (e - column * rank) * table.right_columns + column;
       to[e] = read_float(table.last_core, type, from);
@@ -445,7 +445,7 @@ struct TtReverse {
 }
 
 inline constexpr int kMaxGridY = 65535;  // a limit of CUDA
-inline constexpr int kRowWarps = kRowThreads / static_cast<int>(simt::kWarp);
+inline constexpr int kRowWarps = kRowThreads / kWarpLanes;
 
 // The kernels that the tables of a batch need: on tensor cores or not, with vectors or not (see
 // has_mma_rows, has_mma_grads, and right_grads.cuh).

@@ -94,14 +94,14 @@ __global__ void cluster_kernel(const int32_t* x, int32_t* out) {
   simt::cluster_sync();
   int32_t sum = 0;
   for (unsigned rank = 0; rank < simt::cluster_size(); ++rank) {
-    sum += simt::of_block(mine, rank)[threadIdx.x];
+    sum += simt::address_in_block(mine, rank)[threadIdx.x];
   }
   out[i] = sum * 10 + static_cast<int32_t>(simt::cluster_rank());
   simt::cluster_sync();
 }
 
 __global__ void early_access_kernel() {
-  *simt::of_block(simt::dynamic_shared<int32_t>(), 1 - simt::cluster_rank()) = 1;
+  *simt::address_in_block(simt::dynamic_shared<int32_t>(), 1 - simt::cluster_rank()) = 1;
   simt::cluster_sync();
 }
 
@@ -120,7 +120,7 @@ __global__ void two_cluster_barriers_kernel() {
 __global__ void static_memory_kernel() {
   __shared__ int32_t number;
   simt::cluster_sync();
-  *simt::of_block(&number, 0) = 1;
+  *simt::address_in_block(&number, 0) = 1;
 }
 
 // Read the memory of the other block without a barrier before either leaves.
@@ -128,7 +128,7 @@ __global__ void late_access_kernel(int32_t* out) {
   auto* mine = simt::dynamic_shared<int32_t>();
   *mine = 5;
   simt::cluster_sync();
-  out[simt::cluster_rank()] = *simt::of_block(mine, 1 - simt::cluster_rank());
+  out[simt::cluster_rank()] = *simt::address_in_block(mine, 1 - simt::cluster_rank());
 }
 
 // Copy the dynamic shared memory of a block, which nothing has written.

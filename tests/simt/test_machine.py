@@ -102,7 +102,7 @@ def _bytes(*words: int) -> list[tuple[int, ...]]:
         (1, "threads meet at different __syncthreads"),
         (2, "deadlock, no thread can go on"),
         (3, "meets lane [0-9]+ in another collective"),
-        (4, "of_block before the first cluster_sync"),
+        (4, "address_in_block before the first cluster_sync"),
         (5, "(left|leaves) the kernel"),
         (6, "threads meet at different cluster_syncs"),
         (7, "outside the dynamic shared memory"),
