@@ -354,14 +354,19 @@ def _row_shards(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
     )
 
 
+def column_blocks(shape: TableShape, num_blocks: int) -> list[Span]:
+    """Cut the columns of a table into `num_blocks` blocks, or fewer of a narrow table."""
+    # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
+    unit = math.lcm(shape.column_unit, 4)
+    unit = unit if shape.columns % unit == 0 else shape.column_unit
+    return blocks(shape.columns, num_blocks, unit)
+
+
 def _column_shards(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     """Return shards that cut a table by columns: one per rank, fewer of a narrow table."""
-    # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
-    unit = math.lcm(shape.column_unit, 4)
-    unit = unit if shape.columns % unit == 0 else shape.column_unit
-    spans = blocks(shape.columns, len(ranks), unit)
+    spans = column_blocks(shape, len(ranks))
     if sizes is not None:
         if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
             raise ValueError(

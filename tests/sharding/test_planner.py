@@ -21,7 +21,7 @@ from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
-from emblib.sharding.planner.search import PlacedOption, RankCosts
+from emblib.sharding.planner.search import PlacedOption, Problem, RankCosts, best_of, starts
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
 from emblib.storage import (
@@ -287,6 +287,33 @@ def test_optimizers_that_see_whole_rows_are_not_cut_by_columns() -> None:
     assert ShardingType.COLUMN_WISE in found(optim.Adam(0.1))
     assert ShardingType.COLUMN_WISE not in found(optim.RowwiseAdagrad(0.1))
     assert ShardingType.COLUMN_WISE not in found(optim.LAMB(0.1))
+
+
+def test_no_column_shard_is_narrower_than_min_partition() -> None:
+    every_type = tuple(ShardingType)
+    for dim, min_partition in ((68, 17), (36, 9), (10, 2), (64, 16), (100, 24)):
+        constraints = TableConstraints(every_type, min_partition=min_partition)
+        config = EmbeddingBagConfig(100, dim, "t")
+        work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0, constraints)
+        topology = Topology(16, 4)
+        types = set()
+        for option in options_of(work, planner_of(topology).model([work])):
+            num_units = len(option.units)
+            shards = option.sharding(work, topology, range(num_units)).shards
+            assert min((shard.shape[1] for shard in shards), default=dim) >= min_partition
+            types.add(option.type)
+        assert types >= {ShardingType.COLUMN_WISE, ShardingType.GRID}
+
+
+@pytest.mark.parametrize("max_trials", [1, 2, 7])
+def test_no_more_placements_are_tried_than_allowed(max_trials: int) -> None:
+    planner = planner_of(Topology(4), max_trials=max_trials)
+    works = random_works(seed=3, count=6)
+    model = planner.model(works)
+    options = [options_of(work, model) for work in works]
+    problem = Problem(model, planner.free_memory(), options, max_trials=max_trials)
+    best_of(problem, starts(problem))
+    assert problem.num_tried == max_trials
 
 
 def test_dynamic_tables_are_cut_by_keys_alone() -> None:

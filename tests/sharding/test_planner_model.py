@@ -297,6 +297,17 @@ def test_weak_and_strong_scaling() -> None:
     assert [(s.world_size, s.batch_size) for s in strong] == [(2, 128), (4, 64), (16, 16)]
     with pytest.raises(ValueError, match="must divide the batch of all together = 256"):
         simulate(planner, module, [6], scaling=Scaling.STRONG)
+    planner.constraints = {"t1": TableConstraints(batch_size=24)}
+    for scaling, size in ((Scaling.STRONG, 12), (Scaling.WEAK, 24)):
+        tables = simulate(planner, module, [8], scaling=scaling)[0].prediction.tables
+        assert [t.workload.batch_size for t in tables] == [
+            size * 8 // 3,
+            size,
+            *[size * 8 // 3] * 2,
+        ]
+    with pytest.raises(ValueError, match="must divide the batch of all together = 96"):
+        simulate(planner, module, [64], scaling=Scaling.STRONG)
+    planner.constraints = {}
     rows = simulate(planner, module, [8], sharding=ShardingType.ROW_WISE)[0].prediction
     assert {t.sharding.type for t in rows.tables} == {ShardingType.ROW_WISE}
     lines = format_simulated(weak).splitlines()

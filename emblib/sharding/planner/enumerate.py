@@ -17,7 +17,14 @@ from emblib.sharding.planner.estimate import (
 )
 from emblib.sharding.planner.topology import MemoryNeed, Topology
 from emblib.sharding.planner.workloads import TableWorkload
-from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
+from emblib.sharding.sharding_types import (
+    ParameterSharding,
+    Rule,
+    Shard,
+    ShardingType,
+    TableShape,
+    column_blocks,
+)
 from emblib.specs import Choice
 from emblib.storage import Storage, TableSlice
 
@@ -270,8 +277,9 @@ def _options(
     if sharding_type is ShardingType.DATA_PARALLEL:
         yield Option(sharding_type, storage, (), shard_costs.replicated_cost(), penalty)
         return
-    for rule, domain in _rules(workload, topology, sharding_type):
-        shards = rule(shape_of(workload.config, storage), topology.world).shards
+    shape = shape_of(workload.config, storage)
+    for rule, domain in _rules(shape, topology, sharding_type, workload.constraints.min_partition):
+        shards = rule(shape, topology.world).shards
         if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
         if not shard_costs.config.storage.can_divide(len({shard.rows for shard in shards})):
@@ -352,32 +360,45 @@ def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
 
 
 def _rules(
-    workload: TableWorkload, topology: Topology, sharding_type: ShardingType
+    shape: TableShape, topology: Topology, sharding_type: ShardingType, min_partition: int
 ) -> Iterator[tuple[Rule, Domain]]:
-    """Yield rules with placeholder targets 0, 1, ..., which the search replaces."""
+    """Yield rules with placeholder targets 0, 1, ..., which the search replaces.
+
+    No rule cuts a table into column shards of fewer than `min_partition` columns.
+    """
     if sharding_type is ShardingType.TABLE_WISE:
         yield sharding_types.table_wise(0), Domain.RANK
     elif sharding_type is ShardingType.ROW_WISE:
         yield sharding_types.row_wise(), Domain.WORLD
     elif sharding_type is ShardingType.COLUMN_WISE:
-        for num_shards in _column_counts(workload, topology.world_size):
+        for num_shards in _column_counts(shape, topology.world_size, min_partition):
             yield sharding_types.column_wise(range(num_shards)), Domain.RANK
     elif sharding_type is ShardingType.TABLE_ROW_WISE:
         yield sharding_types.table_row_wise(0), Domain.NODE
     elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
-        min_partition = workload.constraints.min_partition
-        if workload.config.embedding_dim // topology.local_world_size >= min_partition:
+        if _are_wide_enough(shape, topology.local_world_size, min_partition):
             yield sharding_types.table_column_wise(0), Domain.NODE
     elif sharding_type is ShardingType.GRID:
-        for num_shards in _column_counts(workload, topology.num_nodes):
+        for num_shards in _column_counts(shape, topology.num_nodes, min_partition):
             yield sharding_types.grid(range(num_shards)), Domain.NODE
 
 
-def _column_counts(workload: TableWorkload, max_count: int) -> list[int]:
-    """Return the numbers of column shards to try: powers of two, and the largest one."""
-    max_count = min(max_count, workload.config.embedding_dim // workload.constraints.min_partition)
-    counts = [2**k for k in range(1, max_count.bit_length()) if 2**k <= max_count]
-    return sorted({*counts, max_count} - {0, 1})
+def _column_counts(shape: TableShape, max_count: int, min_partition: int) -> list[int]:
+    """Return the numbers of column shards to try: powers of two, and the largest one.
+
+    Numbers that `_are_wide_enough` refuses are left out.
+    """
+    max_count = min(max_count, shape.columns // min_partition)
+    while max_count > 1 and not _are_wide_enough(shape, max_count, min_partition):
+        max_count -= 1
+    counts = {2**k for k in range(1, max_count.bit_length())} | {max_count}
+    return sorted(n for n in counts if n > 1 and _are_wide_enough(shape, n, min_partition))
+
+
+def _are_wide_enough(shape: TableShape, num_shards: int, min_partition: int) -> bool:
+    """Return whether a cut by columns makes only shards of `min_partition` columns or more."""
+    # The last shard may be narrower than the others, whose widths are rounded up.
+    return all(end - start >= min_partition for start, end in column_blocks(shape, num_shards))
 
 
 def _units(

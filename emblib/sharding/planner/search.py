@@ -474,18 +474,23 @@ def _sweep(problem: Problem, plan: Plan, rank_costs: RankCosts, tables: Iterable
 
 
 def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: int) -> bool:
-    """Choose the best option of `table`, all others unchanged; return whether it changed."""
+    """Choose the best option of `table`, until no trial is left; return whether it changed.
+
+    All other tables stay as they are.
+    """
     old_score, old_placement = score(rank_costs), plan[table]
     rank_costs.add(old_placement, -1)
     best, best_score = old_placement, old_score
-    for option in problem.options[table]:
-        for choice in _placements(rank_costs, option):
-            rank_costs.add(choice)
-            problem.num_tried += 1
-            new_score = score(rank_costs)
-            rank_costs.add(choice, -1)
-            if _is_better(new_score, best_score):
-                best, best_score = choice, new_score
+    choices = (c for option in problem.options[table] for c in _placements(rank_costs, option))
+    for choice in choices:
+        if problem.is_exhausted:
+            break
+        rank_costs.add(choice)
+        problem.num_tried += 1
+        new_score = score(rank_costs)
+        rank_costs.add(choice, -1)
+        if _is_better(new_score, best_score):
+            best, best_score = choice, new_score
     rank_costs.add(best)
     plan[table] = best
     return best is not old_placement

@@ -63,12 +63,14 @@ def simulate(
         planner: planner of the measured world, whose settings are used.
         module: model to plan.
         world_sizes: numbers of ranks.
-        scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal.
+        scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal, also
+            those of tables with a `batch_size` of their own.
         sharding: sharding type of all tables; None lets the planner choose.
         optimizer: optimizer of tables whose configuration has none, as for `Planner.plan`.
 
     Raises:
-        ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide the batch.
+        ValueError: ranks do not fill whole nodes, or, with STRONG, do not divide a batch; or an
+            argument is wrong, see `Planner.plan`.
         PlanError: the tables do not fit.
     """
     return [
@@ -86,16 +88,15 @@ def _simulate_world(
     optimizer: Optimizer | None,
 ) -> Simulated:
     """Plan the model for one world size; return the prediction with its batch size."""
-    batch_size = planner.batch_size
+    topology = planner.topology.of_size(world_size)
+    batch_size, constraints = planner.batch_size, dict(planner.constraints)
     if scaling is Scaling.STRONG:
-        global_batch = batch_size * planner.topology.world_size
-        if global_batch % world_size:
-            raise ValueError(
-                f"{world_size} ranks must divide the batch of all together = {global_batch}; "
-                "choose others, or Scaling.WEAK"
-            )
-        batch_size = global_batch // world_size
-    constraints = dict(planner.constraints)
+        measured_size = planner.topology.world_size
+        batch_size = _divide_batch(batch_size, measured_size, world_size)
+        for name, constraint in constraints.items():
+            if constraint.batch_size is not None:
+                table_batch = _divide_batch(constraint.batch_size, measured_size, world_size)
+                constraints[name] = replace(constraint, batch_size=table_batch)
     if sharding is not None:
         for workload in workloads_of(module, batch_size, constraints):
             for reader in workload.by_reader:
@@ -104,7 +105,7 @@ def _simulate_world(
                     constraint or TableConstraints(), sharding_types=(sharding,)
                 )
     planner_of_size = Planner(
-        planner.topology.of_size(world_size),
+        topology,
         batch_size,
         constraints,
         reservation=planner.reservation,
@@ -112,6 +113,20 @@ def _simulate_world(
         max_trials=planner.max_trials,
     )
     return Simulated(world_size, batch_size, planner_of_size.solve(module, optimizer=optimizer))
+
+
+def _divide_batch(batch_size: int, old_size: int, new_size: int) -> int:
+    """Return the examples per rank of `new_size` ranks, if `old_size` ranks have `batch_size` each.
+
+    Raises ValueError if the ranks do not divide the batch.
+    """
+    global_batch = batch_size * old_size
+    if global_batch % new_size:
+        raise ValueError(
+            f"{new_size} ranks must divide the batch of all together = {global_batch}; choose "
+            "others, or Scaling.WEAK"
+        )
+    return global_batch // new_size
 
 
 def format_simulated(simulated: Sequence[Simulated]) -> str:
