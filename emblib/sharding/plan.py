@@ -1,6 +1,7 @@
 """Sharding plans: the sharding of every table of a model, which can be saved as JSON."""
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
@@ -43,7 +44,8 @@ _VERSION = 1
 class ShardingPlan:
     """The plan of each collection by its path in the model, for a world of a given size.
 
-    `str(plan)` is a table to read; `save` and `load` store the plan as JSON.
+    `str(plan)` formats the plan as a table; `save` and `load` store it as JSON. `plan[path]` raises
+    KeyError if the plan has no such collection.
 
     Example:
         >>> model = torch.nn.Sequential(
@@ -94,7 +96,8 @@ class ShardingPlan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            ValueError: the text is no such JSON, or of a version that this emblib cannot read.
+            ValueError: the text is no such JSON, or of a version that this emblib cannot read. That
+                shards fit their tables is checked when the plan is used.
         """
         try:
             data = json.loads(text)
@@ -110,8 +113,8 @@ class ShardingPlan:
                 path: {name: _sharding_from_json(sharding) for name, sharding in tables.items()}
                 for path, tables in data["modules"].items()
             }
-            return cls(modules, World(*data["world"]))
-        except (KeyError, TypeError, AttributeError) as error:
+            return cls(modules, World(*map(operator.index, data["world"])))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"a plan must be what to_json made, whole; got {error!r}") from error
 
     def save(self, path: str | Path) -> None:
@@ -153,9 +156,9 @@ def module_plan(
     """Make the plan of the tables of one collection from a rule or a sharding per table.
 
     Raises:
-        ValueError: a table without a rule, a rule without a table, shards that do not fit, or a
-            storage that cannot be sharded.
-        TypeError: something that is not a rule, or no mapping of rules.
+        ValueError: a table has no rule, a rule has no table, shards do not fit, or a storage cannot
+            be sharded.
+        TypeError: an entry of `rules` is no rule, or `rules` is no mapping.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -171,7 +174,7 @@ def module_plan(
 
 
 def _as_rule(name: str, rule: Rule | ParameterSharding) -> Rule:
-    """Return a rule as a function of shape and world size; raise TypeError for another value."""
+    """Return a rule for a rule or a sharding; raise TypeError for any other value."""
     if isinstance(rule, ParameterSharding):
         return lambda shape, world: rule
     if isinstance(rule, Mapping):
@@ -194,7 +197,7 @@ def construct_plan(
 
     Raises:
         ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
-        TypeError: a rule returned something that is no ParameterSharding.
+        TypeError: a rule returned another value than a ParameterSharding.
     """
     missing_tables, unknown_tables = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
     if missing_tables or unknown_tables:
@@ -249,6 +252,7 @@ def _format_storage(storage: Storage) -> str:
 
 
 def _alternatives() -> dict[str, Any]:
+    """Return the storages that plans can have, by their names in plans."""
     return {name: kind for name, kind in kinds().items() if kind.is_alternative}
 
 
@@ -282,5 +286,6 @@ def _sharding_from_json(described: Mapping[str, Any]) -> ParameterSharding:
     if described["kind"] is not None:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in described["kind"].items()}
         storage = _alternatives()[str(values.pop("name"))].from_plan(values)
-    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in described["boxes"])
+    boxes = [map(operator.index, box) for box in described["boxes"]]
+    shards = tuple(Shard(rank, (r0, r1), (c0, c1)) for rank, r0, r1, c0, c1 in boxes)
     return ParameterSharding(ShardingType(described["type"]), shards, storage)

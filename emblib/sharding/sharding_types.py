@@ -3,9 +3,13 @@
 A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
 makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`).
 
-Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`, rounded up to a multiple of the
-unit at which the table can be cut (`TableShape`; a tensor train is cut between slices of its first
-core only), columns also as `column_wise` says. The last blocks may be shorter or missing.
+Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`. This size is rounded up to a
+multiple of the unit at which the table can be cut (`TableShape`). For example, the rows of a tensor
+train are cut only between slices of its first core. Blocks of columns are also rounded as
+`column_wise` says. The last blocks may be shorter or missing.
+
+Ranks, nodes and sizes are checked when a rule is applied to a table: the callers of rules raise
+ValueError for wrong ones.
 """
 
 import math
@@ -38,7 +42,7 @@ class Shard(NamedTuple):
 
 
 class World(NamedTuple):
-    """The number of ranks, and of ranks per node: rank r is on node r // local_size.
+    """The number of ranks, and the number of ranks per node: rank r is on node r // local_size.
 
     Example:
         >>> emblib.sharding.World(size=16, local_size=8).ranks_of(node=1)
@@ -65,9 +69,9 @@ class World(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """Rows and columns of a table, and the units at whose multiples it may be cut.
+    """The rows and columns of a table, and where it may be cut.
 
-    `row_unit` and `column_unit`: rows can be cut at multiples of the first, columns of the second.
+    Rows can be cut at multiples of `row_unit`, columns at multiples of `column_unit`.
     """
 
     rows: int
@@ -99,11 +103,11 @@ class ParameterSharding:
     """Sharding of one table: its shards, or none if every rank has a replica (DATA_PARALLEL).
 
     Args:
-        type: name of the rule. DATA_PARALLEL replicates the table; otherwise only the shards have
-            an effect on lookups.
+        type: name of the rule. DATA_PARALLEL replicates the table; of the other types, lookups use
+            only the shards.
         shards: rectangles that tile the table; a rank may have several.
-        storage: storage that replaces the table's own, e.g. `Dense(Placement.MANAGED_CACHING)`, or
-            None.
+        storage: storage that replaces the configured one, e.g. `Dense(Placement.MANAGED_CACHING)`;
+            None keeps it.
 
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 2))
@@ -147,8 +151,8 @@ class ParameterSharding:
 Rule = Callable[[TableShape, World], ParameterSharding]
 """Function that makes the sharding of a table from its shape and the world.
 
-It may raise ValueError for ranks, nodes or sizes that do not fit. The callers of rules find the
-rest by `ParameterSharding.check`.
+It may raise ValueError for ranks, nodes or sizes that do not fit. Its caller then calls
+`ParameterSharding.check`, which finds all other faults.
 """
 
 
@@ -187,8 +191,8 @@ def table_wise(rank: int) -> Rule:
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of rows on `ranks`, by default on all.
 
-    A block has `ceil(rows / ranks)` rows, in a tensor train rounded up to whole slices of its first
-    core; the last ranks may have fewer, or no shard.
+    A block has `ceil(rows / ranks)` rows, rounded up to whole slices of the first core in a tensor
+    train. The last ranks may have fewer rows, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -204,7 +208,9 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        return ParameterSharding(ShardingType.ROW_WISE, _row_shards(shape, _ranks(ranks, world)))
+        return ParameterSharding(
+            ShardingType.ROW_WISE, _row_shards(shape, _checked_ranks(ranks, world))
+        )
 
     return rule
 
@@ -213,8 +219,8 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
     """Split the table into blocks of columns on `ranks`, by default on all.
 
     `sizes` are the columns per rank. By default a block has `ceil(columns / ranks)` columns,
-    rounded up to a multiple of 4 (in a tensor train also of its slices) if the table's width is
-    one; the last ranks may have fewer, or no shard.
+    rounded up to a multiple of `TableShape.column_unit`; if the table's width is a multiple of 4 as
+    well, so are the blocks. The last ranks may have fewer columns, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -228,8 +234,10 @@ def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | No
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        owners = _ranks(ranks, world)
-        return ParameterSharding(ShardingType.COLUMN_WISE, _column_shards(shape, owners, sizes))
+        chosen_ranks = _checked_ranks(ranks, world)
+        return ParameterSharding(
+            ShardingType.COLUMN_WISE, _column_shards(shape, chosen_ranks, sizes)
+        )
 
     return rule
 
@@ -298,12 +306,14 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     def rule(shape: TableShape, world: World) -> ParameterSharding:
         num_nodes = -(-world.size // world.local_size)
         node_numbers = tuple(range(num_nodes) if nodes is None else nodes)
+        if not node_numbers:
+            raise ValueError("grid needs at least one node, got none")
         ranks_of_node = {node: world.ranks_of(node) for node in node_numbers}
-        columns = _column_shards(shape, node_numbers)
+        column_shards = _column_shards(shape, node_numbers)
         shards = tuple(
-            Shard(rows.rank, rows.rows, block.columns)
-            for block in columns
-            for rows in _row_shards(shape, ranks_of_node[block.rank])
+            Shard(row_shard.rank, row_shard.rows, block.columns)
+            for block in column_shards  # with the number of a node as their rank
+            for row_shard in _row_shards(shape, ranks_of_node[block.rank])
         )
         return ParameterSharding(ShardingType.GRID, shards)
 
@@ -311,7 +321,7 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
 
 
 def custom(shards: Sequence[Shard]) -> Rule:
-    """Use any shards that tile the table.
+    """Use any shards that tile the table; TypeError if an entry is no shard.
 
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 3))
@@ -327,17 +337,20 @@ def custom(shards: Sequence[Shard]) -> Rule:
 
 
 def blocks(size: int, num_spans: int, unit: int = 1) -> list[Span]:
-    """Cut `size` into `num_spans` spans or fewer, of equal whole units; the last may be shorter."""
-    units = math.ceil(size / unit)
-    step = math.ceil(units / check_count("num_spans", num_spans)) * unit
-    return [(start, min(start + step, size)) for start in range(0, size, step)]
+    """Cut `size` into at most `num_spans` spans of equal length; the last may be shorter.
+
+    The length is a multiple of `unit`. Raises ValueError if `num_spans` is below 1.
+    """
+    num_units = math.ceil(size / unit)
+    length = math.ceil(num_units / check_count("num_spans", num_spans)) * unit
+    return [(start, min(start + length, size)) for start in range(0, size, length)]
 
 
 def _full_spans(shape: TableShape) -> tuple[Span, Span]:
     return (0, shape.rows), (0, shape.columns)
 
 
-def _ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
+def _checked_ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
     """Return `ranks`, by default all; ValueError for ranks outside the world."""
     chosen = tuple(range(world.size)) if ranks is None else tuple(ranks)
     outside = [rank for rank in chosen if not 0 <= rank < world.size]
@@ -365,7 +378,7 @@ def column_blocks(shape: TableShape, num_blocks: int) -> list[Span]:
 def _column_shards(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
-    """Return shards that cut a table by columns: one per rank, fewer of a narrow table."""
+    """Return shards that cut a table by columns: one per rank, or fewer if the table is narrow."""
     spans = column_blocks(shape, len(ranks))
     if sizes is not None:
         if len(sizes) != len(ranks) or sum(sizes) != shape.columns:
@@ -400,7 +413,7 @@ def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) ->
 
 
 def _overlapping(shards: Sequence[Shard]) -> bool:
-    """Return whether two shards share a value, by a sweep over rows: there may be thousands."""
+    """Return whether any two shards overlap, by a sweep over rows: there may be thousands."""
     edges = sorted({edge for shard in shards for edge in shard.rows})
     by_start: dict[int, list[Shard]] = {}
     for shard in shards:

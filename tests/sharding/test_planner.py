@@ -21,7 +21,13 @@ from emblib.sharding.planner.enumerate import Domain, Option, Unit, options_of
 from emblib.sharding.planner.estimate import Load
 from emblib.sharding.planner.feasible import _Search
 from emblib.sharding.planner.report import predict
-from emblib.sharding.planner.search import PlacedOption, Problem, RankCosts, best_of, starts
+from emblib.sharding.planner.search import (
+    PlacedOption,
+    Problem,
+    RankCosts,
+    improve_best,
+    starting_plans,
+)
 from emblib.sharding.planner.topology import MemoryNeed
 from emblib.sharding.sharding_types import ShardingType
 from emblib.storage import (
@@ -312,7 +318,7 @@ def test_no_more_placements_are_tried_than_allowed(max_trials: int) -> None:
     model = planner.model(works)
     options = [options_of(work, model) for work in works]
     problem = Problem(model, planner.free_memory(), options, max_trials=max_trials)
-    best_of(problem, starts(problem))
+    improve_best(problem, starting_plans(problem))
     assert problem.num_tried == max_trials
 
 

@@ -32,6 +32,7 @@ from emblib.sharding import (
     row_wise,
     table_wise,
 )
+from emblib.sharding.sharding_types import TableShape
 from emblib.specs import CacheConfig, CachePolicy, MultiPassPrefetch, Placement, Verify
 from emblib.storage import Dense
 
@@ -77,6 +78,28 @@ def test_options(options: dict[str, Any], error: str) -> None:
 def test_files_that_are_no_plans(text: str) -> None:
     with pytest.raises(ValueError, match="a plan must be"):
         ShardingPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("[0, 0, 10, 0, 4]", "[0, 0, 10]"),
+        ("[0, 0, 10, 0, 4]", '["0", 0, 10, 0, 4]'),
+        ('"world": [1, 1]', '"world": ["1", 1]'),
+        ('"table_wise"', '"table_unwise"'),
+    ],
+)
+def test_values_that_are_not_of_a_plan(old: str, new: str) -> None:
+    sharding = ParameterSharding(ShardingType.TABLE_WISE, (Shard(0, (0, 10), (0, 4)),))
+    text = ShardingPlan({"bags": {"a": sharding}}, World(1, 1)).to_json()
+    assert old in text
+    with pytest.raises(ValueError, match="a plan must be what to_json made"):
+        ShardingPlan.from_json(text.replace(old, new))
+
+
+def test_a_grid_needs_a_node() -> None:
+    with pytest.raises(ValueError, match="grid needs at least one node"):
+        grid([])(TableShape(8, 8), World(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 `docs/planner.md` describes how the model uses them, `measure.calibrate` measures them. Curves are
 pairs of (bytes, nanoseconds), ascending in bytes and interpolated linearly.
 
-The defaults are `CPU`, measured by `calibrate` on two virtual cores of an AMD EPYC with 32 MiB of
-L3 cache, between two processes that shared memory, and rounded, with round figures for network and
-disk; and `CUDA`, data-sheet figures of an NVIDIA H100 SXM5 (3,350 GB/s of memory, 450 GB/s of
-NVLink and 64 GB/s of PCIe 5 in each direction, 400 Gbit/s of network per GPU) with round figures
-for launches and latencies. The CUDA figures were not measured.
+There are two defaults. `CPU` was measured by `calibrate` and rounded: on two virtual cores of an
+AMD EPYC with 32 MiB of L3 cache, between two processes that shared memory. It has round figures for
+network and disk. `CUDA` was not measured. It has data-sheet figures of an NVIDIA H100 SXM5
+(3,350 GB/s of memory, 450 GB/s of NVLink and 64 GB/s of PCIe 5 in each direction, 400 Gbit/s of
+network per GPU), and round figures for launches and latencies.
 """
 
 import bisect
@@ -43,10 +43,10 @@ class Calibration:
         unit_s: seconds per feature of a shard that a rank looks up, forward and backward together.
         route_ns: ns to sort one id (or 8 bytes of lengths or weights) by destination.
         arrange_ns: ns per byte read or written to reorder rows; a copied byte counts twice.
-        pack_ns: ns per bag and block of rows to find the bags without ids for the block. If these
-            bags are many, they are not sent.
+        pack_ns: ns per bag and block of rows to find the bags without ids for the block. If there
+            are many such bags, they are not sent.
         uneven_ns: additional ns per bag, forward and backward, of a lookup whose features differ in
-            their number of bags, as they do if bags without ids are not sent.
+            their number of bags. They differ if bags without ids are not sent.
         hash_ns: ns to find one key of a dynamic table, in addition to the cost of a dense row.
         tt_ns: ns per multiply-add of computing a tensor-train row.
         host_bytes_per_s: rate at which a GPU reads host memory.
@@ -54,14 +54,15 @@ class Calibration:
         link_bytes_per_s: rate at which a rank sends within its node while all ranks send.
         network_bytes_per_s: rate at which a rank sends to other nodes.
         exchange_s: seconds of an empty all-to-all between two ranks.
-        message_s: additional seconds of an empty all-to-all per further rank.
+        message_s: additional seconds of an empty all-to-all for each rank above two.
         copies_s: additional seconds of a step if any table is replicated.
         blocks_s: additional seconds of a step if any table is cut by rows.
         step_s: seconds of a step that looks up nothing: Python, dispatch, autograd.
 
     Raises:
-        ValueError: a constant is no number, negative or not finite, or a rate below 1 byte per
-            second; a curve is no pairs of numbers, has no points, or they do not ascend.
+        ValueError: a constant is no number, is negative or not finite, or is a rate below 1 byte
+            per second; a curve has no points, or they are not pairs of finite numbers >= 0 that
+            ascend in bytes.
     """
 
     source: str
@@ -111,7 +112,8 @@ class Calibration:
         """Parse the JSON of `to_json`.
 
         Raises:
-            ValueError: the text is not of `to_json`, or constants are missing or unknown.
+            ValueError: the text is not the JSON of `to_json`, constants are missing or unknown, or
+                a constant is refused by the class.
         """
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("version") != _VERSION:
@@ -121,7 +123,7 @@ class Calibration:
 
     @classmethod
     def _from_values(cls, values: Mapping[str, Any]) -> "Calibration":
-        """Return a calibration; raise ValueError unless exactly its constants are there."""
+        """Return a calibration; raise ValueError unless `values` has exactly its constants."""
         names = {f.name for f in fields(cls)}
         if names != values.keys():
             raise ValueError(

@@ -36,7 +36,7 @@ _TYPES_ON_REQUEST = frozenset({ShardingType.GRID})
 
 
 class Domain(Choice):
-    """The target of a unit: any RANK, any NODE, or the WORLD."""
+    """The kind of target that a unit is placed on: one RANK, one NODE, or the whole WORLD."""
 
     RANK = "rank"
     NODE = "node"
@@ -48,10 +48,10 @@ class Unit:
     """A group of shards placed together.
 
     Attributes:
-        domain: target that the unit is placed on.
+        domain: kind of target that the unit is placed on.
         members: one load per rank. The domain RANK has one member, NODE one per rank of the node,
-            in order. In the domain WORLD the members belong to the ranks from `first_rank` on, and
-            are differences from `Option.common_cost`, possibly negative.
+            in order. In the domain WORLD the members belong to the ranks from `first_rank` on. They
+            are then added to `Option.common_cost`, and may be negative.
         first_rank: rank of the first member in the domain WORLD; unused in the others.
     """
 
@@ -93,8 +93,8 @@ class Option:
     def exchanges_ids(self) -> bool:
         """Return whether ids of the table pass through the exchange of a step.
 
-        True of every table with shards, also on one rank. The sum of the gradients of a replicated
-        table is no such exchange.
+        True of every table with shards, also on one rank. Ids of a replicated table are exchanged
+        only if its optimizer is fused; summing its dense gradients is no such exchange.
         """
         return self.type is not ShardingType.DATA_PARALLEL or self.common_cost.seconds[INPUT] > 0
 
@@ -140,10 +140,13 @@ class Option:
 
 
 def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
-    """Return all allowed options, those of the configured storage first; never an empty list.
+    """Return the options of all allowed types, those of the configured storage first.
+
+    Not every allowed cut is an option: tables are cut by columns into a few numbers of shards, and
+    no option is CUSTOM. The list is never empty.
 
     Raises:
-        ValueError: the constraints allow no option, or a hash table another storage.
+        ValueError: the constraints allow no option, or allow a hash table another storage.
     """
     if workload.config.storage.is_keyed and workload.constraints.storages:
         raise ValueError(
@@ -154,7 +157,7 @@ def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
     storages: list[Storage | None] = [None, *workload.constraints.storages]
     for penalty, storage in enumerate(storages):
         for sharding_type in allowed_types(workload, model.topology, storage):
-            options += list(_options(workload, model, sharding_type, storage, penalty))
+            options += list(_options_of_type(workload, model, sharding_type, storage, penalty))
     if not options:
         types = workload.constraints.sharding_types or allowed_types(workload, model.topology, None)
         raise ValueError(
@@ -180,8 +183,8 @@ def allowed_types(
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result.
 
-    Keyed tables have only the types in `_KEYED_TYPES`. By default types that are equal to another
-    one in this topology are left out.
+    Keyed tables have only the types in `_KEYED_TYPES`. Without constraints, types that are the same
+    as another type in this topology are left out, and the types in `_TYPES_ON_REQUEST`.
     """
     requested_types = workload.constraints.sharding_types
     types = [t for t in ShardingType if requested_types is None or t in requested_types]
@@ -213,7 +216,7 @@ class ShardCosts:
         self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
     def id_shares(self, shards: Sequence[Shard]) -> list[float]:
-        """Return each shard's share of the ids: its share of the rows; equal shares if keyed.
+        """Return each shard's share of the ids: its share of the rows, or equal shares if keyed.
 
         `shards` must be all shards of the table.
         """
@@ -231,16 +234,16 @@ class ShardCosts:
         if not self.config.pooled or local == 1 or self.model.topology.num_nodes == 1:
             return [False] * len(shards)
         # The ranks of each range of columns, and the rows that they send per bag.
-        ranks: dict[tuple[int, int], set[int]] = {}
+        ranks_of_columns: dict[tuple[int, int], set[int]] = {}
         rows_per_bag: dict[tuple[int, int], float] = {}
         for shard, share in zip(shards, self.id_shares(shards), strict=True):
-            ranks.setdefault(shard.columns, set()).add(shard.rank)
+            ranks_of_columns.setdefault(shard.columns, set()).add(shard.rank)
             bag_share = share_of_bags_with_ids(self.workload, share)
             rows_per_bag[shard.columns] = rows_per_bag.get(shard.columns, 0.0) + bag_share
         # Sums save nothing if each bag has ids in only one block: the other blocks send no row.
         return [
-            len(ranks[shard.columns]) == local
-            and len({rank // local for rank in ranks[shard.columns]}) == 1
+            len(ranks_of_columns[shard.columns]) == local
+            and len({rank // local for rank in ranks_of_columns[shard.columns]}) == 1
             and rows_per_bag[shard.columns] > 1.0 + 1e-9  # shares are rounded
             for shard in shards
         ]
@@ -265,7 +268,7 @@ class ShardCosts:
         return self.model.replicated_cost(self.workload, TableSlice.whole(self.config))
 
 
-def _options(
+def _options_of_type(
     workload: TableWorkload,
     model: CostModel,
     sharding_type: ShardingType,
@@ -278,7 +281,9 @@ def _options(
         yield Option(sharding_type, storage, (), shard_costs.replicated_cost(), penalty)
         return
     shape = shape_of(workload.config, storage)
-    for rule, domain in _rules(shape, topology, sharding_type, workload.constraints.min_partition):
+    for rule, domain in _placeholder_rules(
+        shape, topology, sharding_type, workload.constraints.min_partition
+    ):
         shards = rule(shape, topology.world).shards
         if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
@@ -294,7 +299,7 @@ def option_of(
     domain: Domain,
     penalty: int,
 ) -> Option:
-    """Build an option from the shards of a table; its loads are computed, nothing is placed.
+    """Build an option from the shards of a table: compute their costs, place nothing.
 
     Args:
         shard_costs: costs of shards of the table.
@@ -305,22 +310,22 @@ def option_of(
         penalty: penalty of the storage, see `Option`.
     """
     topology = shard_costs.model.topology
-    summed = shard_costs.are_summed(shards)
+    is_summed_by_shard = shard_costs.are_summed(shards)
     loads = [
         shard_costs.load(shard, share, is_summed=is_summed)
         for shard, share, is_summed in zip(
-            shards, shard_costs.id_shares(shards), summed, strict=True
+            shards, shard_costs.id_shares(shards), is_summed_by_shard, strict=True
         )
     ]
     common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
-        by_rank = _by_rank(shards, loads, topology.world_size)
+        by_rank = _loads_by_rank(shards, loads, topology.world_size)
         common, unit = _split_common(by_rank)
         seconds, nbytes = common
         common_cost = common_cost._replace(seconds=seconds, nbytes=common_cost.nbytes.plus(nbytes))
         units: tuple[Unit, ...] = (unit,)
     else:
-        units = tuple(_units(shards, loads, domain, topology))
+        units = tuple(_make_units(shards, loads, domain, topology))
     custom_shards = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
     cuts_rows = any(shard.shape[0] < shard_costs.config.num_embeddings for shard in shards)
     return Option(
@@ -331,12 +336,12 @@ def option_of(
         penalty,
         custom_shards,
         cuts_rows,
-        any(summed),
+        any(is_summed_by_shard),
     )
 
 
-def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
-    """Return the sum of the loads for each rank modulo `size`; `NO_LOAD` for a rank without."""
+def _loads_by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[Load]:
+    """Return the sum of the loads of each rank modulo `size`; `NO_LOAD` for a rank without."""
     members = [NO_LOAD] * size
     for shard, load in zip(shards, loads, strict=True):
         total = members[shard.rank % size]
@@ -345,11 +350,11 @@ def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[
 
 
 def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
-    """Split loads by rank into the load that all ranks share, and a unit of the differences.
+    """Split loads by rank into a load that all ranks have, and a unit of the differences from it.
 
     Equal blocks of rows have equal loads; only the last blocks may be smaller or missing. The
-    shared load is then the load of rank 0, and the unit has the last ranks. For any other pattern
-    of loads the unit has all loads, and the shared load is `NO_LOAD`.
+    common load is then the load of rank 0, and the unit has the last ranks. For any other pattern
+    of loads the unit has all loads, and the common load is `NO_LOAD`.
     """
     common, index = members[0], len(members)
     while index > 0 and members[index - 1] != common:
@@ -359,7 +364,7 @@ def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
     return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[index:]), index)
 
 
-def _rules(
+def _placeholder_rules(
     shape: TableShape, topology: Topology, sharding_type: ShardingType, min_partition: int
 ) -> Iterator[tuple[Rule, Domain]]:
     """Yield rules with placeholder targets 0, 1, ..., which the search replaces.
@@ -401,7 +406,7 @@ def _are_wide_enough(shape: TableShape, num_shards: int, min_partition: int) -> 
     return all(end - start >= min_partition for start, end in column_blocks(shape, num_shards))
 
 
-def _units(
+def _make_units(
     shards: Sequence[Shard], loads: Sequence[Load], domain: Domain, topology: Topology
 ) -> Iterator[Unit]:
     """Yield one unit per shard (RANK) or per node (NODE); ranks without a shard get `NO_LOAD`."""
@@ -412,5 +417,5 @@ def _units(
     local = topology.local_world_size
     for node in dict.fromkeys(shard.rank // local for shard in shards):
         indices = [i for i, shard in enumerate(shards) if shard.rank // local == node]
-        members = _by_rank([shards[i] for i in indices], [loads[i] for i in indices], local)
+        members = _loads_by_rank([shards[i] for i in indices], [loads[i] for i in indices], local)
         yield Unit(domain, tuple(members))

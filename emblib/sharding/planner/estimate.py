@@ -1,9 +1,9 @@
 """The cost model: seconds and bytes of a shard for the rank that stores it.
 
-`docs/planner.md` derives the formulas. A step has four phases, in each of which ranks wait for the
-slowest: ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back and later their
-gradients (OUTPUT), rows are updated (UPDATE). The work that every rank does to order its ids and
-rows, whatever shards it has, is outside the phases: `arrange_s`.
+`docs/planner.md` derives the formulas. A step has four phases, and in each all ranks wait for the
+slowest one. Ids are sent (INPUT), rows are looked up (LOOKUP), rows are sent back and later their
+gradients (OUTPUT), rows are updated (UPDATE). The time in which every rank orders ids and rows,
+whatever shards it has, belongs to no phase: `arrange_s`.
 
 Counts of ids, bags and rows are means per step, so they are floats. Counts of a shard cover the
 batches of all ranks. Counts of what a rank sends, or looks up in a replica, cover its own batch.
@@ -32,7 +32,7 @@ PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
 Seconds = tuple[float, float, float, float]  # by phase
 
-_ID_BYTES = 8  # of an id or a length, taken to be int64; the model overestimates int32
+_ID_BYTES = 8  # of an id or a length in int64; int32 ids are overestimated
 _FLOAT_BYTES = 4
 _COPY_BYTES = 2 * _FLOAT_BYTES  # bytes read and written per copied float, as `arrange_ns` counts
 _PASSES = 2  # forward and backward
@@ -81,8 +81,8 @@ class CommonCost(NamedTuple):
         position_nbytes: bytes of the original positions of ids, which ranks store if any table is
             cut by rows.
         drops_empty_bags: whether bags without ids are not sent to a shard.
-        uneven_s: additional seconds of this table if any other table drops empty bags, because
-            features then differ in their number of bags.
+        uneven_s: additional seconds of this table if another table drops empty bags. Features then
+            differ in their number of bags.
     """
 
     seconds: Seconds
@@ -145,18 +145,20 @@ FLOAT32_IN_TRANSIT = BytesPerFloat()
 class CostModel:
     """Compute the costs of shards and replicas on a topology.
 
-    Nothing is measured or stored here: equal arguments give equal costs. A *reader* is a collection
-    that looks up a table, which several collections may share; its lookups are a `TableWorkload`.
+    Nothing is measured or stored here: equal arguments give equal costs. Several collections may
+    share a table. Each of them is a *reader* of the table, with a `TableWorkload` of its lookups.
     Storages get the costs of single rows from this object, as the `Rates` of `emblib.storage`.
 
     Args:
         topology: machine whose constants are used.
         bytes_per_float: bytes of a float in transit.
         batches_in_flight: number of distributed batches in memory at the same time.
-        workloads: the tables that are planned together; they share the cache of a rank.
+        workloads: the tables that are planned together, which share the cache of a rank. Without
+            them, each shard has the whole cache.
 
     Attributes:
-        floats_per_rank: floats that a rank looks up per step, by which shards share its cache.
+        floats_per_rank: floats that a rank looks up per step. A shard's share of them is its share
+            of the cache.
     """
 
     def __init__(
@@ -211,17 +213,17 @@ class CostModel:
             self._shard_cost(reader, table_slice, id_share, is_summed=is_summed)
             for reader in workload.by_reader
         ]
-        return self._load(workload, table_slice, lookup_costs)
+        return self._sum_load(workload, table_slice, lookup_costs)
 
-    def _load(
+    def _sum_load(
         self,
         workload: TableWorkload,
         table_slice: TableSlice,
         lookup_costs: Sequence[_LookupCost],
     ) -> Load:
-        """Add up the costs of lookups in one slice, and the memory of the slice."""
+        """Return the sum of the costs of lookups in a slice, with the memory of the slice."""
         seconds = [sum(phase) for phase in zip(*(c.seconds for c in lookup_costs), strict=True)]
-        nbytes = _need(
+        nbytes = _memory_need(
             table_slice.storage.nbytes(table_slice, workload.optimizer, self.device),
             sum(cost.combining_nbytes for cost in lookup_costs),
             sum(cost.updating_nbytes for cost in lookup_costs),
@@ -234,20 +236,20 @@ class CostModel:
     ) -> _LookupCost:
         """Return the cost of one reader's lookups in a shard, for the batches of all ranks."""
         world, local = self.topology.world_size, self.topology.local_world_size
-        costs, per_float = self.costs, self._bytes_per_float
+        costs, bytes_per_float = self.costs, self._bytes_per_float
         ids = reader.batch_size * world * reader.ids_per_example * id_share
         bag_share = 1.0 if is_summed else share_of_bags_with_ids(reader, id_share)
         bags = reader.batch_size * world * reader.num_features * bag_share
         rows_out = bags if reader.config.pooled else ids
         floats = rows_out * table_slice.dim
         batch_nbytes = _batch_nbytes(reader, ids, bags)
-        output_s = floats * (per_float.forward + per_float.backward) * self._s_per_byte
+        output_s = floats * (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_byte
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
             copied_s = _PASSES * 2 * _COPY_BYTES * costs.arrange_ns * _S_PER_NS
             output_s = floats * (
                 _PASSES * _FLOAT_BYTES * self._s_per_unsummed_byte
-                + (per_float.forward + per_float.backward) * self._s_per_summed_byte
+                + (bytes_per_float.forward + bytes_per_float.backward) * self._s_per_summed_byte
                 + copied_s
             )
         # `uneven_ns` covers both passes.
@@ -261,18 +263,22 @@ class CostModel:
         )
         # Ids, weights and lengths of each batch in flight, and the outgoing rows or the incoming
         # gradients of one batch. Unpooled rows are put in order before they are sent, and their
-        # gradients after they have arrived. Rows for the rank itself count as sent, though large
-        # messages leave them in place.
+        # gradients after they have arrived. Rows for the rank itself count as if they were sent,
+        # although large messages do not contain them.
         rows_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats
         received_nbytes = self._num_received_batches * batch_nbytes
-        combining = received_nbytes + rows_nbytes
+        combining_nbytes = received_nbytes + rows_nbytes
         grouping = _GROUPING_BYTES * ids * table_slice.storage.is_trained
-        updating = combining + (grouping if reader.config.pooled else max(grouping, rows_nbytes))
+        updating_nbytes = combining_nbytes + (
+            grouping if reader.config.pooled else max(grouping, rows_nbytes)
+        )
         if is_summed:
-            # In addition rows in the order of sending, the rows to sum, and the gradients of sums.
-            combining += 2 * rows_nbytes + rows_nbytes / local
-            updating = max(updating, received_nbytes + 2 * rows_nbytes + rows_nbytes / local)
-        return _LookupCost(seconds, combining, updating)
+            # In addition: rows in the order of sending, the rows to sum, the gradients of the sums.
+            combining_nbytes += 2 * rows_nbytes + rows_nbytes / local
+            updating_nbytes = max(
+                updating_nbytes, received_nbytes + 2 * rows_nbytes + rows_nbytes / local
+            )
+        return _LookupCost(seconds, combining_nbytes, updating_nbytes)
 
     def common_cost(self, workload: TableWorkload, shards: Iterable[ShardShape]) -> CommonCost:
         """Return what a sharded table costs every rank: to send ids and to combine rows."""
@@ -302,20 +308,19 @@ class CostModel:
             + index_nbytes / _ROW_INDEX_BYTES * costs.pack_ns
             + _PASSES * (floats_in + floats_out) * _FLOAT_BYTES * costs.arrange_ns
         )
-        # The caller's batches with their weights, the output and its gradient. `combining` adds the
-        # sent ids and the received rows.
-        in_and_out = (
+        # The caller's batches with their weights, the output and its gradient.
+        caller_nbytes = (
             self._batches_in_flight * _batch_nbytes(reader, ids, bags)
             + 2 * _FLOAT_BYTES * floats_out
         )
         # The gradients of unpooled rows are first concatenated, then put in order.
         received_nbytes = self._num_row_copies(reader) * _FLOAT_BYTES * floats_in
-        ordered_nbytes = 0.0 if is_pooled else received_nbytes
-        combining = (
-            in_and_out
+        ordering_nbytes = 0.0 if is_pooled else received_nbytes
+        combining_nbytes = (  # sent ids and received rows in addition
+            caller_nbytes
             + (self._batches_in_flight - 1) * sent_nbytes
             + received_nbytes
-            + ordered_nbytes
+            + ordering_nbytes
             + index_nbytes
         )
         position_nbytes = 0.0 if is_pooled else self._num_received_batches * sent_ids * _ID_BYTES
@@ -323,7 +328,7 @@ class CostModel:
         return CommonCost(
             NO_LOAD.seconds,
             _round_to_grid(arrange_ns * _S_PER_NS),
-            _need(MemoryBytes(0), combining, in_and_out + ordered_nbytes),
+            _memory_need(MemoryBytes(0), combining_nbytes, caller_nbytes + ordering_nbytes),
             float(math.ceil(position_nbytes)),
             drops_empty_bags=index_nbytes > 0,
             uneven_s=_round_to_grid(uneven_ns * _S_PER_NS),
@@ -339,7 +344,7 @@ class CostModel:
         return self._batches_in_flight if is_distributed else self._batches_in_flight - 1
 
     def _num_row_copies(self, reader: TableWorkload) -> int:
-        """Return the number of copies of rows: 0 where one rank's pooled rows are the output."""
+        """Return the number of copies of rows: 0 if one rank alone pools rows into the output."""
         return 1 if self.topology.world_size > 1 or not reader.config.pooled else 0
 
     def replicated_cost(self, workload: TableWorkload, table_slice: TableSlice) -> CommonCost:
@@ -354,7 +359,7 @@ class CostModel:
             # The gradient of the whole table is summed over the ranks, there and back.
             sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT_BYTES * self._s_per_byte
             lookup_costs.append(_LookupCost((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
-        load = self._load(workload, table_slice, lookup_costs)
+        load = self._sum_load(workload, table_slice, lookup_costs)
         arrange_s = sum(cost.arrange_s for cost in lookup_costs)
         return CommonCost(load.seconds, _round_to_grid(arrange_s), load.nbytes)
 
@@ -367,11 +372,11 @@ class CostModel:
         rows_out = bags if is_pooled else ids
         floats = rows_out * reader.config.embedding_dim
         lookup_s = self._lookup_s(reader, table_slice, ids, rows_out)
-        in_and_out = (
+        caller_nbytes = (
             self._batches_in_flight * _batch_nbytes(reader, ids, bags) + 2 * _FLOAT_BYTES * floats
         )
-        combining = in_and_out + (_FLOAT_BYTES * floats if is_pooled else 0.0)
-        updating = in_and_out + _GROUPING_BYTES * ids
+        combining_nbytes = caller_nbytes + (_FLOAT_BYTES * floats if is_pooled else 0.0)
+        updating_nbytes = caller_nbytes + _GROUPING_BYTES * ids
         arrange_s = 0.0
         if world > 1:
             # Three copies: rows are appended to the received rows, then copied to the output;
@@ -386,10 +391,10 @@ class CostModel:
             all_batches_nbytes = _batch_nbytes(reader, ids, bags) * world
             all_ids, all_rows_out = ids * world, rows_out * world
             update_s = self._update_s(reader, table_slice, all_ids, all_rows_out)
-            values_nbytes = 0.0
+            rows_nbytes = 0.0
             if table_slice.storage.updates_need_rows:
                 update_s += self._lookup_s(reader, table_slice, all_ids, all_rows_out)
-                values_nbytes = _FLOAT_BYTES * floats * world
+                rows_nbytes = _FLOAT_BYTES * floats * world
             gradient_nbytes = floats * world * self._bytes_per_float.backward
             seconds = (
                 all_batches_nbytes * self._s_per_byte,
@@ -406,10 +411,12 @@ class CostModel:
                 gathered_nbytes = (
                     self._batches_in_flight * all_batches_nbytes + _FLOAT_BYTES * floats * world
                 )
-            combining += gathered_nbytes * self._num_row_copies(reader)
-            combining += 0.0 if is_pooled else 2 * _FLOAT_BYTES * floats
-            updating = in_and_out + gathered_nbytes + values_nbytes + _GROUPING_BYTES * all_ids
-        return _LookupCost(seconds, combining, updating, arrange_s)
+            combining_nbytes += gathered_nbytes * self._num_row_copies(reader)
+            combining_nbytes += 0.0 if is_pooled else 2 * _FLOAT_BYTES * floats
+            updating_nbytes = (
+                caller_nbytes + gathered_nbytes + rows_nbytes + _GROUPING_BYTES * all_ids
+            )
+        return _LookupCost(seconds, combining_nbytes, updating_nbytes, arrange_s)
 
     # Lookups and updates
 
@@ -452,8 +459,8 @@ class CostModel:
     ) -> float:
         """Return the mean ns per row of a shard that is partly in cache.
 
-        The shards of a rank share its cache in proportion to the floats that they look up. Every
-        rank is assumed to look up `floats_per_rank`.
+        The shards of a rank share its cache in proportion to the floats that they look up. Each
+        rank is assumed to look up `floats_per_rank` floats.
         """
         floats, all_floats = ids * table_slice.dim, self.floats_per_rank
         cache_share = min(1.0, floats / all_floats) if all_floats else 1.0
@@ -516,8 +523,8 @@ def _round_to_grid(seconds: float) -> float:
     return round(seconds / _GRID_S) * _GRID_S
 
 
-def _need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -> MemoryNeed:
-    """Add the device memory of a table to the bytes of batches at the two peaks of a step."""
+def _memory_need(table: MemoryBytes, combining_nbytes: float, updating_nbytes: float) -> MemoryNeed:
+    """Return the memory of a table, with the bytes of batches at the two peaks of a step."""
     device, host, disk = table
     return MemoryNeed(
         float(math.ceil(device + combining_nbytes)),

@@ -33,9 +33,9 @@ _ROW_OVERHEAD_FLOATS = 4  # per received row, for ids, lengths and indices; a gu
 def any_plan(problem: Problem) -> Plan:
     """Search all placements for a plan that fits; return an empty plan if none was found.
 
-    Each table must have an option. The search is exhaustive up to `_MAX_STEPS` placements of units
-    and options without units, which problems of a few tables do not reach. Of ranks with equal free
-    memory only one is tried. With more than `_MAX_UNITS` units nothing is tried.
+    Each table must have an option. The search ends after `_MAX_STEPS` placements, of units or of
+    options without units, which problems of a few tables do not reach. Of interchangeable ranks and
+    nodes only one is tried. With more than `_MAX_UNITS` units nothing is tried.
     """
     world = problem.model.topology.world_size
     num_units = sum(max(len(o.units) for o in options) for options in problem.options)
@@ -74,7 +74,7 @@ class _Search:
     """A depth-first search over tables, options, and targets of units.
 
     Args:
-        rank_costs: costs of an empty plan, changed in place: the costs of the plan if it is found.
+        rank_costs: costs of an empty plan. A search that finds a plan adds its costs in place.
         options: options of each table.
         min_remaining_nbytes: `min_remaining_nbytes[i]` are lower bounds of the bytes that tables i,
             i + 1, ... need on all ranks together, by field of `MemoryNeed`; zeros at the end.
@@ -95,28 +95,28 @@ class _Search:
         self.choices: list[PlacedOption] = []
         self.num_steps = 0
 
-    def place_from(self, number: int) -> bool:
-        """Place table `number` and the following tables; return whether all were placed."""
-        if number == len(self.options):
+    def place_from(self, table: int) -> bool:
+        """Place `table` and the following tables; return whether all were placed."""
+        if table == len(self.options):
             return True
         if any(
             needed_nbytes > free_nbytes + 1.0  # free bytes are rounded
             for needed_nbytes, free_nbytes in zip(
-                self.min_remaining_nbytes[number], self._free_nbytes(), strict=True
+                self.min_remaining_nbytes[table], self._free_nbytes(), strict=True
             )
         ):
             return False
-        for option in self.options[number]:
+        for option in self.options[table]:
             if not option.units and not self._count_step():
                 return False
             self.rank_costs.add_common(option)
-            if self._place_units(number, option, []):
+            if self._place_units(table, option, []):
                 return True
             self.rank_costs.add_common(option, -1)
         return False
 
-    def _place_units(self, number: int, option: Option, targets: list[int]) -> bool:
-        """Place the units after `targets`, then the following tables; undo what fails.
+    def _place_units(self, table: int, option: Option, targets: list[int]) -> bool:
+        """Place the units that have no target yet, then the following tables; undo what fails.
 
         Returns whether all were placed.
         """
@@ -124,7 +124,7 @@ class _Search:
             if not self.rank_costs.all_ranks_fit():
                 return False
             self.choices.append(PlacedOption(option, tuple(targets)))
-            if self.place_from(number + 1):
+            if self.place_from(table + 1):
                 return True
             self.choices.pop()
             return False
@@ -134,7 +134,7 @@ class _Search:
                 return False
             self.rank_costs.move(unit, target, 1)
             targets.append(target)
-            if self._place_units(number, option, targets):
+            if self._place_units(table, option, targets):
                 return True
             targets.pop()
             self.rank_costs.move(unit, target, -1)
@@ -146,9 +146,9 @@ class _Search:
         return self.num_steps <= _MAX_STEPS
 
     def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
-        """Yield the unused targets with memory for a unit; of interchangeable ones, the first.
+        """Yield the unused targets with memory for a unit; of interchangeable targets, the first.
 
-        The target of the domain WORLD is not checked: `all_ranks_fit` does that.
+        In the domain WORLD memory is not checked here, but by `all_ranks_fit`.
         """
         tried_keys = set()
         for target in range(self.rank_costs.num_targets(unit)):
@@ -178,7 +178,7 @@ class _Search:
         return self._free_nbytes_of(rank), tuple(sorted(ranks))
 
     def _free_nbytes_of(self, rank: int) -> tuple[float, ...]:
-        """Return the free bytes of a rank by field of `MemoryNeed`; common costs count as free."""
+        """Return a rank's free bytes by field of `MemoryNeed`; common costs count as free."""
         free_memory = self.rank_costs.free_memory[rank]
         return tuple(
             round(free - used[rank])
@@ -203,9 +203,8 @@ class _Search:
 def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
-    Each table must have an option.
-    Tables that must not be cut are placed before the others; in both groups the largest comes
-    first.
+    Each table must have an option. Tables that must not be cut are placed before the others.
+    In both groups the largest comes first.
     """
     world = problem.model.topology.world_size
     nbytes = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
@@ -246,13 +245,13 @@ def _cut_into_blocks(
     world = problem.model.topology.world_size
     row_unit = shape.row_unit  # blocks of rows are multiples of it
 
-    def shard(rank: int, begin: int, rows: int) -> Shard:
+    def block(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
 
-    def nbytes(rows: int) -> float:
-        return shard_costs.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
+    def nbytes_of(rows: int) -> float:
+        return shard_costs.load(block(0, 0, rows), rows / shape.rows).nbytes.device
 
-    def free_nbytes(rank: int) -> float:
+    def free_nbytes_of(rank: int) -> float:
         # Device memory at its two peaks, `combining` and `updating`.
         used = (rank_costs.nbytes[pool][rank] + rank_costs.common_nbytes[pool] for pool in (0, 1))
         return rank_costs.free_memory[rank][0] - max(used)
@@ -269,21 +268,21 @@ def _cut_into_blocks(
     received_nbytes = world * rows_sent * (shape.columns + _ROW_OVERHEAD_FLOATS) * _FLOAT_BYTES
     common_nbytes = equal_cost.nbytes.device + equal_cost.position_nbytes + received_nbytes
     # The bytes of a shard are nearly linear in its rows: estimate the rows, then correct them.
-    unit_nbytes, table_nbytes = nbytes(min(row_unit, shape.rows)), nbytes(shape.rows)
+    unit_nbytes, table_nbytes = nbytes_of(min(row_unit, shape.rows)), nbytes_of(shape.rows)
     nbytes_per_row = max((table_nbytes - unit_nbytes) / max(shape.rows - row_unit, 1), 1e-9)
     shards: list[Shard] = []
     begin = 0
-    for rank in sorted(range(world), key=lambda r: (-free_nbytes(r), r)):
-        available_nbytes = free_nbytes(rank) - common_nbytes
+    for rank in sorted(range(world), key=lambda r: (-free_nbytes_of(r), r)):
+        available_nbytes = free_nbytes_of(rank) - common_nbytes
         rows = 0
         if available_nbytes >= unit_nbytes:
             more_rows = int((available_nbytes - unit_nbytes) / nbytes_per_row)
             rows = row_unit + more_rows // row_unit * row_unit
         rows = min(rows, shape.rows - begin)
-        while rows > 0 and nbytes(rows) > available_nbytes:
+        while rows > 0 and nbytes_of(rows) > available_nbytes:
             rows -= rows % row_unit or row_unit
         if rows > 0:
-            shards.append(shard(rank, begin, rows))
+            shards.append(block(rank, begin, rows))
             begin += rows
         if begin == shape.rows:
             break
@@ -300,10 +299,11 @@ class PlanError(ValueError):
     """No plan fits.
 
     Attributes:
-        tables: tables that do not fit even alone, else all tables; the largest first. Empty if
-            the reservation leaves a rank no memory.
-        missing_nbytes: lower bound of the missing bytes on all ranks together.
-        remedies: changes that would make the tables fit, one sentence each.
+        tables: names of the tables that do not fit even alone, or of all tables if each fits alone;
+            the largest first. Empty if the reservation is larger than the memory of a rank.
+        missing_nbytes: lower bound of the missing bytes on all ranks together, 0 if unknown. Where
+            the reservation is too large: the missing bytes of the first such rank.
+        remedies: changes that may make the tables fit, one sentence each.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
-    """Build the error for a problem without a plan; `workloads` are its tables."""
+    """Return the error for a problem without a plan; `workloads` are its tables."""
     world = problem.model.topology.world_size
     # Bytes per table on all ranks together, by its smallest option.
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
@@ -439,7 +439,7 @@ def _remedies(
     tables: Sequence[int],
     missing: MemoryBytes,
 ) -> list[str]:
-    """Return changes that would make the tables fit, one sentence each.
+    """Return changes that may make the tables fit, one sentence each.
 
     Args:
         problem: the problem without a plan.
@@ -490,7 +490,7 @@ def _smaller_storages(workload: TableWorkload, device: str) -> list[str]:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if the reservation leaves a rank no memory."""
+    """Raise PlanError if the reservation is as large as the device memory of a rank, or larger."""
     for rank, memory in enumerate(free_memory):
         if memory.device <= 0:
             remedies = (

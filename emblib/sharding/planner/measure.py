@@ -63,11 +63,11 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of what is measured; less is faster and less exact.
+    """Sizes of the measurements: smaller sizes are faster and less exact.
 
     Attributes:
-        large_bytes: bytes of the largest table, which must exceed the cache. A quarter of it, the
-            middle table, must not be much smaller than the cache.
+        large_bytes: bytes of the largest table, which must be larger than the cache. The middle
+            table has a quarter of them, and must not be much smaller than the cache.
         rounds: number of rounds, of which the fastest counts; some figures take a multiple of it.
     """
 
@@ -109,8 +109,8 @@ def wait(device: torch.device) -> None:
 def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     """Measure the constants of one rank; the other constants keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
-    table_overhead = _one_table(device, sizes.rounds)
-    step_s, unit_s = _units(device, sizes.rounds)
+    table_overhead = _measure_tiny_table(device, sizes.rounds)
+    step_s, unit_s = _measure_step_and_unit(device, sizes.rounds)
     near_rows, middle_rows, far_rows = (
         _Rows(device, nbytes, sizes.rounds, table_overhead)
         for nbytes in (_CACHED_BYTES, sizes.large_bytes // 4, sizes.large_bytes)
@@ -118,8 +118,8 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     far_update_ns, middle_update_ns, near_update_ns = (
         rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
     )
-    # A part of the middle table, as large as the cache, costs as much as rows of the near table;
-    # the other part costs as much as rows of the far table.
+    # In the middle table, as many rows as the cache holds cost as much as rows of the near table.
+    # The other rows cost as much as rows of the far table.
     near_fraction = min(
         1.0,
         max(
@@ -127,7 +127,7 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
             (far_update_ns - middle_update_ns) / max(far_update_ns - near_update_ns, 1e-3),
         ),
     )
-    route_ns, arrange_ns = _routing(device, sizes.rounds)
+    route_ns, arrange_ns = _measure_routing(device, sizes.rounds)
     return replace(
         base,
         source=f"measured on {_name(device)}",
@@ -144,8 +144,8 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
         arrange_ns=arrange_ns,
         pack_ns=measure_packing(device, sizes.rounds),
         uneven_ns=_measure_uneven(device, sizes.rounds),
-        hash_ns=_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
-        tt_ns=_multiply_add(device, sizes.rounds),
+        hash_ns=_measure_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
+        tt_ns=_measure_multiply_add(device, sizes.rounds),
     )
 
 
@@ -247,8 +247,8 @@ class _Rows:
 def _line(points: dict[float, float]) -> Curve:
     """Fit a straight line that neither falls nor is negative at 0 bytes; return its two ends.
 
-    `points` are ns by bytes. The fit minimises relative distances: small rows cost little and count
-    as much.
+    `points` are ns by bytes. The fit minimises relative distances, so that small rows, which cost
+    little, count as much as large ones.
     """
     weights = {x: 1.0 / max(y, 1.0) ** 2 for x, y in points.items()}
     total = sum(weights.values())
@@ -271,7 +271,7 @@ def _measure_step(
     return forward_s, max(step - forward_s, 0.0)
 
 
-def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
+def _measure_tiny_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
         [TableSpec(_TINY.rows, _TINY.columns)],
@@ -286,7 +286,7 @@ def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
     )
 
 
-def _units(device: torch.device, rounds: int) -> tuple[float, float]:
+def _measure_step_and_unit(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure a step of one table on a minimal batch, and the seconds that another table adds."""
 
     def step_of(num_tables: int) -> float:
@@ -323,7 +323,7 @@ def tiny_step(ranks: RankGroup, num_tables: int, *rules: Rule) -> TinyStep:
     return TinyStep(lambda: collection(batch).values(), gradient)
 
 
-def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
+def _measure_routing(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the ns to sort an id into four blocks of rows, and per byte that `combine` moves."""
     rows, bags, width = 1 << 20, 1 << 15, 64
     ids = torch.randint(rows, (bags,), device=device)
@@ -398,7 +398,7 @@ def _measure_uneven(device: torch.device, rounds: int) -> float:
     return max(step(uneven) - step(None), 0.0) / (num_tables * _BAGS) * _NS_PER_S
 
 
-def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
+def _measure_hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
     """Measure the ns to find an existing key, in addition to the cost of a dense row."""
     keys, dim = 1 << 14, 64
     module = DynamicEmbeddingBags([DynamicSpec(2 * keys, dim)], SGD(0.1), device=device)
@@ -410,7 +410,7 @@ def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
     return max(seconds / keys * _NS_PER_S - plain_ns, 0.0)
 
 
-def _multiply_add(device: torch.device, rounds: int) -> float:
+def _measure_multiply_add(device: torch.device, rounds: int) -> float:
     """Measure the ns per multiply-add of computing tensor-train rows."""
     spec = TTSpec(1 << 18, 64, (16, 16))
     module = TTEmbeddingBag(spec, SGD(0.1), bounds_check=BoundsCheck.NONE, device=device)
@@ -443,10 +443,11 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     """
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
-    # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
-    measures = _has_a_core_each(ranks) or ranks.rank == 0
+    # Measure on all ranks at the same time if each has a core: they share memory bandwidth then, as
+    # in a step.
+    is_measuring = _has_a_core_each(ranks) or ranks.rank == 0
     local_calibration = agree(
-        ranks, lambda: measure_rank(ranks.device, sizes) if measures else None
+        ranks, lambda: measure_rank(ranks.device, sizes) if is_measuring else None
     )
     measured = ranks.gather_objects(local_calibration)[0]
     assert measured is not None
@@ -472,16 +473,13 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
 
 
 class _LinkCosts(NamedTuple):
-    """Seconds per all-to-all and other rank, of replication and of row cuts per step, and per byte.
+    """Seconds that messages cost a rank."""
 
-    The seconds per byte are 0 if there is no such link.
-    """
-
-    message_s: float
-    replication_s: float
-    row_cut_s: float
-    link_byte_s: float
-    network_byte_s: float
+    message_s: float  # per all-to-all and other rank
+    replication_s: float  # per step with replicated tables
+    row_cut_s: float  # per step with tables cut by rows
+    link_byte_s: float  # per byte sent within a node; 0 without other ranks there
+    network_byte_s: float  # per byte sent to another node; 0 without other nodes
 
 
 def _has_a_core_each(ranks: RankGroup) -> bool:
@@ -494,30 +492,32 @@ def _has_a_core_each(ranks: RankGroup) -> bool:
     return len(set().union(*node)) >= ranks.local_size * torch.get_num_threads()
 
 
-def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
+def _measure_overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
     """Measure the seconds per all-to-all and other rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
-    synchronised_s = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
-    replicated_s = _synchronised(
+    synchronised_s = _synchronised_step_s(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
+    replicated_s = _synchronised_step_s(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
     message_s = max(synchronised_s - step_s, 1e-6) / _NUM_EXCHANGES / (ranks.size - 1)
-    row_cut_s = _synchronised(
+    row_cut_s = _synchronised_step_s(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds
     )
     return message_s, max(replicated_s - synchronised_s, 0.0), max(row_cut_s - synchronised_s, 0.0)
 
 
-def _synchronised(ranks: RankGroup, step: TinyStep, rounds: int) -> float:
+def _synchronised_step_s(ranks: RankGroup, step: TinyStep, rounds: int) -> float:
     """Measure the seconds of a step that all ranks make together."""
 
     def once() -> None:
         step.forward().backward(step.gradient)
 
-    return _fastest(ranks, once, 2, 5 * rounds)
+    return _fastest_call_s(ranks, once, 2, 5 * rounds)
 
 
-def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, rounds: int) -> float:
+def _fastest_call_s(
+    ranks: RankGroup, function: Callable[[], object], times: int, rounds: int
+) -> float:
     """Return the seconds per call of a function that all ranks call together.
 
     The result is the minimum over rounds of `times` calls each, on this rank's clock, after one
@@ -542,20 +542,20 @@ def _measure_links(ranks: RankGroup, step_s: float, sizes: Sizes) -> _LinkCosts:
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]
     remote_ranks = [r for r in range(ranks.size) if r not in node]
-    empty_s = _exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
-    overheads = _overheads(ranks, step_s, sizes.rounds)
+    empty_s = _measure_exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
+    overheads = _measure_overheads(ranks, step_s, sizes.rounds)
     byte_s = []
     for peers in (neighbours, remote_ranks):
         if not ranks.gather_objects(len(peers))[0]:
             byte_s.append(0.0)
             continue
-        seconds = _exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
+        seconds = _measure_exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
         sent_nbytes = len(peers) * _MESSAGE_FLOATS * _FLOAT_BYTES
         byte_s.append(max(seconds - empty_s, 1e-9) / sent_nbytes)
     return _LinkCosts(*overheads, *byte_s)
 
 
-def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
+def _measure_exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
     """Measure the seconds of an all-to-all of `count` floats with each of `peers`.
 
     All ranks call this together, and peers must be mutual; not checked.
@@ -568,8 +568,8 @@ def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -
     )
 
     def once() -> None:
-        # It receives into new memory, as in a step.
+        # The messages are received into new memory, as in a step.
         start_all_to_all(next(outgoing), sizes, sizes, ranks).wait()
 
     times, factor = (1, 2) if is_large else (4, 5)  # small messages vary more
-    return _fastest(ranks, once, times, factor * rounds)
+    return _fastest_call_s(ranks, once, times, factor * rounds)

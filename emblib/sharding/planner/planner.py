@@ -11,7 +11,7 @@ from emblib.sharding.planner.enumerate import Option, options_of
 from emblib.sharding.planner.estimate import FLOAT32_IN_TRANSIT, BytesPerFloat, CostModel
 from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan
 from emblib.sharding.planner.report import Prediction, predict
-from emblib.sharding.planner.search import Plan, Problem, best_of, starts
+from emblib.sharding.planner.search import Plan, Problem, improve_best, starting_plans
 from emblib.sharding.planner.topology import Topology
 from emblib.sharding.planner.workloads import (
     Reservation,
@@ -34,16 +34,17 @@ class Planner:
     Args:
         topology: the machine.
         batch_size: examples per rank.
-        constraints: constraints by table name, or by `path.name` where collections share names.
+        constraints: constraints by table name, or by `path.name` if collections share names; None
+            for the defaults of `TableConstraints`.
         reservation: memory that is not for tables; by default `Reservation()`.
-        comm_precision: codecs of rows and gradients in transit.
+        comm_precision: codecs of rows and gradients in transit; None for float32.
         max_trials: maximum number of placements that local moves try; more takes longer.
 
     Raises:
         TypeError: `batch_size` or `max_trials` is no int.
-        ValueError: one of them is below 1.
+        ValueError: `batch_size` or `max_trials` is below 1.
 
-    The search is deterministic: the same arguments give the same plan on any machine.
+    The search is deterministic: with the same arguments it finds the same plan on any machine.
     """
 
     def __init__(
@@ -151,9 +152,9 @@ class Planner:
         return Problem(model, free_memory, options, is_weighted, self.max_trials)
 
     def _search(self, problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
-        """Search with the configured storages; add alternatives only if no plan fits.
+        """Search with the configured storages; allow alternatives only if no such plan fits.
 
-        Returns an empty plan if that fails too.
+        Returns an empty plan if no plan with alternatives fits either.
         """
         configured = [[o for o in options if not o.penalty] for options in problem.options]
         has_alternatives = any(
@@ -164,17 +165,17 @@ class Planner:
         )
         plans: list[Plan] = []
         if all(configured):
-            plans = starts(configured_problem) or [
+            plans = starting_plans(configured_problem) or [
                 p
                 for p in (any_plan(configured_problem), cut_to_fit(configured_problem, workloads))
                 if p
             ]
         if plans:
-            return best_of(configured_problem, plans)
+            return improve_best(configured_problem, plans)
         if not has_alternatives:
             return []
-        plans = starts(problem) or [p for p in (any_plan(problem),) if p]
-        return best_of(problem, plans) if plans else []
+        plans = starting_plans(problem) or [p for p in (any_plan(problem),) if p]
+        return improve_best(problem, plans) if plans else []
 
     def _sharding_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         """Convert choices by workload to a plan by module and table."""

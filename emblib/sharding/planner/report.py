@@ -19,7 +19,7 @@ class RankPrediction(NamedTuple):
     """One rank of a predicted step.
 
     Attributes:
-        seconds: seconds by phase, with the work that all ranks do.
+        seconds: seconds by phase, including the work that all ranks do.
         nbytes: memory that the tables and batches need.
         free_memory: memory for them, after the reservation.
         num_shards: number of tables of which the rank stores shards or a replica.
@@ -53,9 +53,9 @@ class Prediction:
 
     Attributes:
         plan: the plan.
-        phases: seconds of `PHASES` until the slowest rank is done, "arrange" for the ids and rows
-            that every rank orders whatever shards it has, and "overhead" for what does not depend
-            on the batch; they add up to `step_s`.
+        phases: seconds by name, which add up to `step_s`. Each of `PHASES` lasts until the slowest
+            rank is done. In "arrange" every rank orders ids and rows, whatever shards it has.
+            "overhead" is the time that does not depend on the batch.
         ranks: prediction of each rank.
         tables: prediction of each table, in the order of the workloads.
         source: origin of the constants.
@@ -181,7 +181,7 @@ def _prediction(
                     for used, c in zip(rank_costs.nbytes, rank_costs.common_nbytes, strict=True)
                 )
             ),
-            MemoryBytes(*rank_costs.free_memory[r][1:]),  # which has device memory twice
+            MemoryBytes(*rank_costs.free_memory[r][1:]),  # device memory is there twice
             num_shards[r],
         )
         for r in range(topology.world_size)
@@ -211,8 +211,8 @@ def report(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _format_ms(seconds: float) -> str:
@@ -235,7 +235,7 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
-    """Return the header and a row of cells per table: of the slowest only, if there are many."""
+    """Return the header and a row of cells per table; if there are many, of the slowest only."""
     rows = [["table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"]]
     slowest = sorted(tables, key=lambda table: -table.step_s)[:_MAX_TABLES]
     tables_shown = (
@@ -262,7 +262,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
-    """Return the header and a row of cells per rank: of the slowest only, if there are many."""
+    """Return the header and a row of cells per rank; if there are many, of the slowest only."""
     fields = [f for f in ("host", "disk") if any(getattr(r.nbytes, f) for r in prediction.ranks)]
     heads = ["rank", "tables", "memory", "of", *fields]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
@@ -283,14 +283,14 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
                 *map(_format_ms, rank.seconds),
             ]
         )
-    num_hidden = len(prediction.ranks) - len(order)
-    if num_hidden:
-        rows.append([f"... {num_hidden} faster ones", *[""] * (len(rows[0]) - 1)])
+    num_omitted = len(prediction.ranks) - len(order)
+    if num_omitted:
+        rows.append([f"... {num_omitted} faster ones", *[""] * (len(rows[0]) - 1)])
     return rows
 
 
 def _describe_phases(prediction: Prediction) -> list[str]:
-    """Return lines that describe all phases, the longest one, and the fullest rank."""
+    """Return lines about all phases, the longest phase, and the rank with least free memory."""
     phase_times = ", ".join(f"{name} {_format_ms(s)}" for name, s in prediction.phases.items())
     longest = max(prediction.phases, key=prediction.phases.__getitem__)
     lines = [f"Phases, ms: {phase_times}."]

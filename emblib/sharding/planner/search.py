@@ -1,9 +1,9 @@
 """Search for a plan: several greedy starts, then local moves; deterministic.
 
-Tables are placed in order of decreasing cost, each where it fits and lengthens the step least. From
-the better starts, tables of the slowest ranks are moved, sharded differently or swapped as long as
-that shortens the step. Greedy table-wise placement is one of the starts, if it fits, so that no
-plan is worse than it (in the model).
+Each starting plan places one table after the other, in most of them where the table lengthens the
+step least. The two best starting plans are improved: tables are moved, sharded differently or
+swapped as long as that shortens the step. One starting plan places every table whole, if that fits.
+The result is therefore predicted to be no slower than such a plan.
 """
 
 import operator
@@ -29,10 +29,10 @@ class PlacedOption:
 
 
 class RankCosts:
-    """The costs by rank of the choices so far; choices can be added and removed.
+    """The costs by rank of the tables that are placed so far; tables can be added and removed.
 
     Seconds are multiples of a grid and bytes are whole numbers (see `estimate`), so that removing a
-    choice restores the costs exactly.
+    table restores the costs exactly.
 
     Args:
         model: cost model, for the topology and the seconds that do not depend on the batch.
@@ -47,8 +47,8 @@ class RankCosts:
         common_arrange_s: sum of `CommonCost.arrange_s`.
         common_nbytes: bytes of every rank, by field of `MemoryNeed`.
         uneven_s: sum of `CommonCost.uneven_s`, which counts if any table drops empty bags.
-        num_row_cuts: tables that are cut by rows.
-        num_node_sums: tables whose rows nodes sum.
+        num_cut_by_rows: tables that are cut by rows.
+        num_summed_in_nodes: tables whose rows nodes sum.
         num_without_empty_bags: tables whose empty bags are not sent.
         num_sharded: tables whose ids are exchanged, see `Option.exchanges_ids`.
         num_replicated: tables without shards.
@@ -60,16 +60,16 @@ class RankCosts:
     ) -> None:
         self.model, self.topology = model, model.topology
         world = self.topology.world_size
-        # By field of `MemoryNeed`, which has two peaks of device memory.
+        # Per rank, one entry per field of `MemoryNeed`: both its peaks are of device memory.
         self.free_memory = [(device, device, host, disk) for device, host, disk in free_memory]
-        self._free_columns = list(zip(*self.free_memory, strict=True))
+        self._free_by_pool = list(zip(*self.free_memory, strict=True))
         self.seconds = [[0.0] * world for _ in PHASES]
         self.totals = [0.0] * world
         self.nbytes = [[0.0] * world for _ in MemoryNeed._fields]
         self.common_seconds = [0.0] * len(PHASES)
         self.common_arrange_s = self.uneven_s = 0.0
         self.common_nbytes = [0.0] * len(MemoryNeed._fields)
-        self.num_row_cuts = self.num_node_sums = self.num_without_empty_bags = 0
+        self.num_cut_by_rows = self.num_summed_in_nodes = self.num_without_empty_bags = 0
         self.num_sharded = self.num_replicated = 0
         self.penalty = 0
         # The sum of `CommonCost.position_nbytes`, and the part of it that is in `common_nbytes`.
@@ -80,7 +80,10 @@ class RankCosts:
     # Changes
 
     def first_rank(self, unit: Unit, target: int) -> int:
-        """Return the rank of a unit's first member; `target` is a rank, a node, or 0 for WORLD."""
+        """Return the rank of a unit's first member; `target` is a rank or a node, by its domain.
+
+        In the domain WORLD the target is ignored.
+        """
         if unit.domain is Domain.RANK:
             return target
         return (
@@ -129,14 +132,14 @@ class RankCosts:
         self.common_arrange_s += sign * common_cost.arrange_s
         for pool, nbytes in enumerate(common_cost.nbytes):
             self.common_nbytes[pool] += sign * nbytes
-        self.num_row_cuts += sign * option.cuts_rows
-        self.num_node_sums += sign * option.sums_in_nodes
+        self.num_cut_by_rows += sign * option.cuts_rows
+        self.num_summed_in_nodes += sign * option.sums_in_nodes
         self.num_without_empty_bags += sign * common_cost.drops_empty_bags
         self.uneven_s += sign * common_cost.uneven_s
         self._position_nbytes += sign * common_cost.position_nbytes
         # If one table is cut by rows, the positions of ids are stored for all tables, while rows
         # are combined: field 0 of `MemoryNeed`.
-        counted_nbytes = self._position_nbytes if self.num_row_cuts else 0.0
+        counted_nbytes = self._position_nbytes if self.num_cut_by_rows else 0.0
         self.common_nbytes[0] += counted_nbytes - self._counted_nbytes
         self._counted_nbytes = counted_nbytes
         self.penalty += sign * option.penalty
@@ -166,7 +169,7 @@ class RankCosts:
     def all_ranks_fit(self) -> bool:
         """Return whether every rank has memory for its shards and the common costs."""
         return all(
-            common + max(map(operator.sub, self.nbytes[pool], self._free_columns[pool])) <= 0
+            common + max(map(operator.sub, self.nbytes[pool], self._free_by_pool[pool])) <= 0
             for pool, common in enumerate(self.common_nbytes)
         )
 
@@ -176,17 +179,17 @@ class RankCosts:
         If fewer ranks of a node can compute at a time than the node has, its ranks take turns.
         """
         topology, seconds = self.topology, self.seconds[phase]
-        local, computing = topology.local_world_size, topology.ranks_at_once
+        local, at_once = topology.local_world_size, topology.ranks_at_once
         common = self.common_seconds[phase]
         slowest = max(seconds)
-        if computing == local:
+        if at_once == local:
             return slowest + common
         if phase in (INPUT, OUTPUT):
             # Bandwidth was measured while all ranks of a node send; fewer ranks send faster.
             means = (sum(seconds[n : n + local]) / local for n in range(0, len(seconds), local))
-            return max((slowest + common) * computing / local, max(means) + common)
+            return max((slowest + common) * at_once / local, max(means) + common)
         busiest = max(sum(seconds[n : n + local]) for n in range(0, len(seconds), local))
-        return max(slowest + common, (busiest + local * common) / computing)
+        return max(slowest + common, (busiest + local * common) / at_once)
 
     def step_s(self) -> float:
         """Return the predicted seconds of a step."""
@@ -206,15 +209,15 @@ class RankCosts:
         """Return the seconds that do not depend on the batch."""
         costs = self.topology.costs
         exchanges = self._exchanges_s if self.num_sharded else 0.0
-        blocks = costs.blocks_s if self.num_row_cuts else 0.0
+        blocks = costs.blocks_s if self.num_cut_by_rows else 0.0
         copies = costs.copies_s if self.num_replicated else 0.0
-        sums = self._sums_s if self.num_node_sums else 0.0
+        sums = self._sums_s if self.num_summed_in_nodes else 0.0
         return costs.step_s + exchanges + blocks + copies + sums
 
     def imbalance(self) -> float:
         """Return the sum of squares of the ranks' seconds: smaller for a more even distribution.
 
-        It is no time; compare it only between plans of the same tables.
+        The sum is in square seconds: compare it only between plans of the same tables.
         """
         return sum(map(operator.mul, self.totals, self.totals))
 
@@ -228,12 +231,12 @@ _PENALTY_NBYTES = 1e15  # bytes counted per penalty, more than any table has
 
 @dataclass
 class Problem:
-    """Tables with their options, and the free memory by rank.
+    """The problem that the search solves: tables with their options, and the memory of ranks.
 
     Attributes:
         model: cost model.
         free_memory: memory of each rank for tables and batches.
-        options: options of each table.
+        options: options of each table; most functions need at least one per table.
         is_weighted: whether any collection sends weights.
         max_trials: maximum number of placements that local moves try. It bounds the time of the
             search without a clock, so that the same plan is found on any machine.
@@ -301,13 +304,12 @@ def _is_better(new: Score, old: Score) -> bool:
 def place(
     rank_costs: RankCosts, option: Option, order: Sequence[int] | None = None
 ) -> PlacedOption | None:
-    """Find targets for every unit: the least loaded ranks or nodes with memory; None without.
+    """Find a target for every unit of a table: the least loaded ranks or nodes with free memory.
 
-    The units of a table go to different ranks or nodes. `rank_costs` are changed while the function
-    runs; on return they are as before, without the new table.
+    The units of a table go to different ranks or nodes. Returns None if a unit fits nowhere.
 
     Args:
-        rank_costs: costs of the other tables.
+        rank_costs: costs of the other tables; changed while the function runs, and restored.
         option: sharding of the table.
         order: targets to try first; None for the least loaded first.
     """
@@ -315,7 +317,7 @@ def place(
     rank_costs.add_common(option)
     placed: list[tuple[Unit, int]] = []
     for unit in option.units:
-        target = _target(rank_costs, unit, targets, order)
+        target = _find_target(rank_costs, unit, targets, order)
         if target is None:
             break
         targets.append(target)
@@ -328,12 +330,13 @@ def place(
     return PlacedOption(option, tuple(targets)) if is_placed else None
 
 
-def _target(
+def _find_target(
     rank_costs: RankCosts, unit: Unit, used_targets: Sequence[int], order: Sequence[int] | None
 ) -> int | None:
     """Return the first target with memory: in `order`, then by seconds; None if none has.
 
-    Targets in `used_targets` are left out. A unit of the domain WORLD gets target 0 unchecked.
+    Targets in `used_targets` are left out. A unit of the domain WORLD gets target 0; its memory is
+    not checked.
     """
     if unit.domain is Domain.WORLD:
         return 0  # `all_ranks_fit` checks the memory of all ranks at once
@@ -356,12 +359,13 @@ def _target(
 # Starts
 
 
-def greedy(
+def place_greedily(
     problem: Problem, order: Sequence[int], key: Callable[[RankCosts, Option], float]
 ) -> Plan:
-    """Place tables in this order, each by the option with the smallest `key` after placement.
+    """Place tables in the given order, each with the option for which `key` is smallest.
 
-    Returns the placements in the order of tables; an empty plan if a table fits nowhere.
+    `key` gets the costs with the placed option, and the option. Returns an empty plan if a table
+    fits nowhere.
     """
     rank_costs, plan = problem.empty_costs(), dict[int, PlacedOption]()
     for table in order:
@@ -382,11 +386,11 @@ def greedy(
     return [plan[table] for table in sorted(plan)]
 
 
-def table_wise(problem: Problem) -> Plan:
+def place_tables_whole(problem: Problem) -> Plan:
     """Place every table whole, in order of decreasing cost, on the least loaded rank with memory.
 
-    A table takes another option if it fits on no rank, or if that option has a smaller penalty.
-    Returns an empty plan if no option of a table fits.
+    A table gets another option if the whole table fits on no rank, or if the other option has a
+    smaller penalty. Returns an empty plan if no option of a table fits.
     """
     world = problem.model.topology.world_size
     ranked = [
@@ -405,17 +409,17 @@ def table_wise(problem: Problem) -> Plan:
     return [plan[table] for table in sorted(plan)]
 
 
-def starts(problem: Problem) -> list[Plan]:
-    """Return greedy plans that fit, by different orders and rules; an empty list if none fits.
+def starting_plans(problem: Problem) -> list[Plan]:
+    """Return plans that fit, made greedily in different ways; an empty list if none fits.
 
-    The rule that ignores time is tried only if the others find no plan.
+    A plan by size alone, which ignores time, is made only if the other ways find no plan.
     """
     options, world = problem.options, problem.model.topology.world_size
     tables = range(len(options))
-    cost = {t: min(option.seconds(world) for option in options[t]) for t in tables}
-    size = {t: min(max(option.nbytes(world)) for option in options[t]) for t in tables}
-    by_cost = sorted(tables, key=lambda t: (-cost[t], t))
-    by_size = sorted(tables, key=lambda t: (-size[t], t))
+    min_seconds = {t: min(option.seconds(world) for option in options[t]) for t in tables}
+    min_nbytes = {t: min(max(option.nbytes(world)) for option in options[t]) for t in tables}
+    by_cost = sorted(tables, key=lambda t: (-min_seconds[t], t))
+    by_size = sorted(tables, key=lambda t: (-min_nbytes[t], t))
 
     def step_s(rank_costs: RankCosts, option: Option) -> float:
         # The mean decides between choices that do not change the time of the slowest rank. One
@@ -428,16 +432,16 @@ def starts(problem: Problem) -> list[Plan]:
         return rank_costs.step_s() + mean_s + option.penalty
 
     plans = [
-        table_wise(problem),
-        greedy(problem, by_cost, step_s),
-        greedy(problem, by_size, step_s),
+        place_tables_whole(problem),
+        place_greedily(problem, by_cost, step_s),
+        place_greedily(problem, by_size, step_s),
     ]
     if not any(plans):
 
         def size_on_all_ranks(rank_costs: RankCosts, option: Option) -> float:
             return option.penalty * _PENALTY_NBYTES + max(option.nbytes(world))
 
-        plans.append(greedy(problem, by_size, size_on_all_ranks))
+        plans.append(place_greedily(problem, by_size, size_on_all_ranks))
     return [plan for plan in plans if plan]
 
 
@@ -451,19 +455,22 @@ def improve(problem: Problem, plan: Plan) -> Plan:
     """
     plan = list(plan)
     rank_costs = problem.costs_of(plan)
-    _sweep(problem, plan, rank_costs, range(len(plan)))
+    _choose_each_again(problem, plan, rank_costs, range(len(plan)))
     while not problem.is_exhausted:
         if not (
-            _improve_slowest_ranks(problem, plan, rank_costs) or _swap(problem, plan, rank_costs)
+            _improve_slowest_ranks(problem, plan, rank_costs)
+            or _swap_tables(problem, plan, rank_costs)
         ):
             break
     return plan
 
 
-def _sweep(problem: Problem, plan: Plan, rank_costs: RankCosts, tables: Iterable[int]) -> bool:
+def _choose_each_again(
+    problem: Problem, plan: Plan, rank_costs: RankCosts, tables: Iterable[int]
+) -> bool:
     """Choose the best option of each of `tables`, one after the other; return whether any changed.
 
-    Like the moves below, it changes `plan` and `rank_costs` in place and counts its trials.
+    Like all local moves, it changes `plan` and `rank_costs` in place and counts its trials.
     """
     is_changed = False
     for t in tables:
@@ -481,7 +488,7 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     old_score, old_placement = score(rank_costs), plan[table]
     rank_costs.add(old_placement, -1)
     best, best_score = old_placement, old_score
-    choices = (c for option in problem.options[table] for c in _placements(rank_costs, option))
+    choices = (c for option in problem.options[table] for c in _find_placements(rank_costs, option))
     for choice in choices:
         if problem.is_exhausted:
             break
@@ -496,8 +503,11 @@ def _choose_again(problem: Problem, plan: Plan, rank_costs: RankCosts, table: in
     return best is not old_placement
 
 
-def _placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
-    """Return placements on the ranks that are least loaded in total and in each phase."""
+def _find_placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
+    """Return placements on the ranks that are least loaded in total and in each phase.
+
+    `rank_costs` are the costs of the other tables, restored on return. The list may be empty.
+    """
     first_placement = place(rank_costs, option)
     if first_placement is None:
         return []
@@ -515,14 +525,14 @@ def _placements(rank_costs: RankCosts, option: Option) -> list[PlacedOption]:
         rank_costs.add_common(option, -1)
     elif option.units and option.units[0].domain is not Domain.WORLD:
         for seconds in rank_costs.seconds:
-            order = _by_load(rank_costs, option.units[0], seconds)
+            order = _targets_by_load(rank_costs, option.units[0], seconds)
             choice = place(rank_costs, option, order)
             if choice is not None:
                 placements.setdefault(choice.targets, choice)
     return list(placements.values())
 
 
-def _by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
+def _targets_by_load(rank_costs: RankCosts, unit: Unit, seconds: Sequence[float]) -> list[int]:
     """Return ranks, or nodes for a unit of the domain NODE, in the order of ascending seconds.
 
     `seconds` are by rank; a node has the seconds of its slowest rank.
@@ -558,7 +568,7 @@ def _tables_by_time(rank_costs: RankCosts, plan: Plan, rank: int) -> list[int]:
 
 
 def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
-    """Choose again for tables of the slowest ranks and tables most costly to all ranks.
+    """Choose options again for the tables that cost the slowest ranks, or all ranks, most.
 
     Returns whether any option changed.
     """
@@ -570,10 +580,10 @@ def _improve_slowest_ranks(problem: Problem, plan: Plan, rank_costs: RankCosts) 
         for t, c in enumerate(plan)
     ]
     tables.update(dict.fromkeys(t for _, t in sorted(common)[:_MAX_TABLES_TRIED]))
-    return _sweep(problem, plan, rank_costs, tables)
+    return _choose_each_again(problem, plan, rank_costs, tables)
 
 
-def _swap(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
+def _swap_tables(problem: Problem, plan: Plan, rank_costs: RankCosts) -> bool:
     """Swap a table of a slow rank with a table of one of the least loaded ranks.
 
     Only tables that lie on one rank as a whole are swapped. The first swap that improves the score
@@ -614,7 +624,7 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
         (choice.option.units[0], old.targets[0], new.targets[0])
         for choice, old, new in ((first, first, second), (second, second, first))
     ]
-    # The common costs stay, as `RankCosts.fits` needs them.
+    # The common costs of both tables stay added: `RankCosts.fits` needs them.
     for unit, old_rank, _ in moves:
         rank_costs.move(unit, old_rank, -1)
     fits = True
@@ -631,11 +641,12 @@ def _try_swap(plan: Plan, rank_costs: RankCosts, first_table: int, second_table:
     return False
 
 
-def best_of(problem: Problem, plans: Sequence[Plan]) -> Plan:
+def improve_best(problem: Problem, plans: Sequence[Plan]) -> Plan:
     """Improve the two best of `plans`, and return the best plan.
 
-    The first gets half of the trials, the second all that are left. `plans` must not be empty, and
-    each must fit. Counts the trials in `problem.num_tried`.
+    Of two plans, the better gets half of `problem.max_trials`, and the other all that are left; a
+    single plan gets all. `plans` must not be empty, and each must fit. Counts the trials in
+    `problem.num_tried`.
     """
     ranked = sorted(plans, key=lambda plan: score(problem.costs_of(plan)))
     best_two = ranked[:2]

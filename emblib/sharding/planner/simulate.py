@@ -62,7 +62,7 @@ def simulate(
     Args:
         planner: planner of the measured world, whose settings are used.
         module: model to plan.
-        world_sizes: numbers of ranks.
+        world_sizes: numbers of ranks, one per prediction.
         scaling: whether the examples per rank (WEAK) or of all ranks (STRONG) stay equal, also
             those of tables with a `batch_size` of their own.
         sharding: sharding type of all tables; None lets the planner choose.
@@ -100,9 +100,9 @@ def _simulate_world(
     if sharding is not None:
         for workload in workloads_of(module, batch_size, constraints):
             for reader in workload.by_reader:
-                constraint = constraints.get(reader.name, constraints.get(reader.config.name))
+                old_constraint = constraints.get(reader.name, constraints.get(reader.config.name))
                 constraints[reader.name] = replace(
-                    constraint or TableConstraints(), sharding_types=(sharding,)
+                    old_constraint or TableConstraints(), sharding_types=(sharding,)
                 )
     planner_of_size = Planner(
         topology,
@@ -183,7 +183,7 @@ def compare(
         plans: plans by the names of their points.
         ranks: the ranks that measure.
         rounds: measured rounds, after `_WARM_UP_ROUNDS`; in each, the plans take turns.
-        seed: seed of the ids, to which each rank adds its number.
+        seed: seed of the ids; each rank adds its rank number.
 
     Raises:
         ValueError: `rounds` is below 1, or a plan does not fit the model, see `shard`.
@@ -264,7 +264,7 @@ def _lengths(mean: float, batch_size: int, generator: torch.Generator) -> Tensor
 
 
 class _CollectionStep(NamedTuple):
-    """The part of a step for one collection: its batch, and the gradients of its outputs."""
+    """A sharded collection with its batch and the gradients of its outputs: a part of a step."""
 
     collection: Any
     batch: KeyedJaggedTensor
@@ -310,6 +310,6 @@ def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
 
 
 def _mean_ranks(values: Sequence[float]) -> list[float]:
-    """Return the position of each value in sorted order; equal values share their mean."""
+    """Return the position of each value in sorted order; equal values get their mean position."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]

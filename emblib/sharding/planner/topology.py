@@ -16,7 +16,10 @@ from emblib.storage import MemoryBytes
 
 
 def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
-    """Return a `__getattr__` for a class, which raises with the new name of a renamed attribute."""
+    """Return a `__getattr__` that raises AttributeError, with the new name of a renamed attribute.
+
+    `new_names` are the new names by old name.
+    """
 
     def refuse(instance: Any, name: str) -> Any:
         hint = f": it is called {new_names[name]!r} now" if name in new_names else ""
@@ -59,20 +62,21 @@ class Topology:
     Args:
         world_size: number of ranks.
         local_world_size: ranks per node, a divisor of `world_size`; by default all of them.
-        memory: bytes of the memory that the kernels of a rank use: of its GPU, or on the CPU its
-            share of host memory. One number, by default 32 GiB, or one per rank.
-        host_memory: additional bytes of host memory per rank; 0 on the CPU, where `memory` is the
-            host's.
+        memory: bytes of memory that the kernels of a rank use: the memory of its GPU, or on the CPU
+            its share of host memory. One number, by default 32 GiB, or one per rank.
+        host_memory: bytes of host memory per rank with a GPU, by default 0. Leave it 0 on the
+            CPU, whose host memory is `memory`.
         disk: bytes of disk per rank, by default 0.
         device: "cpu", which is the default, or "cuda".
         processors: number of ranks of a node that compute at the same time; by default all of
-            them. Smaller if several ranks share a core.
+            them. Set a smaller number if several ranks share a core.
         calibration: the constants; by default `calibration.CPU` or `CUDA`, by the device.
 
     Raises:
-        TypeError: a count is no integer.
-        ValueError: a count is below 1 (`host_memory` and `disk`: below 0), nodes are not equal,
-            `memory` has another length than there are ranks, or the device is unknown.
+        TypeError: a number of ranks or bytes is no int.
+        ValueError: a number of ranks or bytes is below 1 (`host_memory` and `disk`: below 0),
+            `local_world_size` does not divide `world_size`, `memory` has more or fewer entries than
+            there are ranks, or the device is unknown.
     """
 
     world_size: int
@@ -151,7 +155,7 @@ class Topology:
         in memory, every new rank has the smallest.
 
         Raises:
-            ValueError: the ranks do not fill whole nodes.
+            ValueError: the ranks do not fill whole nodes, or a number is below 1.
         """
         local = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
@@ -181,6 +185,7 @@ class Topology:
 
         Raises:
             TypeError, ValueError: see the class.
+            RuntimeError, AssertionError: the device is "cuda", and torch finds no GPU.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -218,5 +223,5 @@ def host_bytes() -> int:
         try:
             total = min(total, int(Path(name).read_text()))
         except (OSError, ValueError):
-            continue  # no such container, or no limit
+            continue  # not in such a container, or it has no limit
     return total

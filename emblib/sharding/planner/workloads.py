@@ -23,17 +23,18 @@ class TableConstraints:
 
     Args:
         sharding_types: allowed types; by default all that change no result (see `docs/planner.md`).
-        storages: alternative storages where the table does not fit as configured,
-            `TensorTrain(...)` or `Dense(Placement....)`, in order of preference.
+        storages: storages that the table may have if no plan fits with its configured storage:
+            `TensorTrain(...)` or `Dense(Placement....)`, in order of preference; none by default.
         pooling_factor: mean ids per bag; one number, or one per feature.
-        batch_size: examples per rank, if they differ from the planner's.
+        batch_size: examples per rank; None for the `batch_size` of the planner.
         min_partition: minimum number of columns of a column shard.
 
     Raises:
-        TypeError: `sharding_types` is one string, an entry of `storages` is no alternative, or a
-            number is none.
-        ValueError: `sharding_types` is empty or has an unknown one, a pooling factor is negative or
-            not finite, or a count below 1.
+        TypeError: `sharding_types` is a single string or no sequence, `storages` has an entry that
+            is neither `TensorTrain` nor `Dense`, `batch_size` or `min_partition` is no int, or a
+            pooling factor is no number.
+        ValueError: `sharding_types` is empty or has an unknown type; a pooling factor is negative
+            or not finite, or there is none; `batch_size` or `min_partition` is below 1.
     """
 
     sharding_types: tuple[ShardingType, ...] | None = None
@@ -82,7 +83,7 @@ class TableWorkload:
         optimizer: optimizer of the table; None if it is not trained in backward.
         is_weighted: whether each id has a weight.
         batch_size: examples per rank.
-        ids_per_example: mean ids of an example in all features of the table together.
+        ids_per_example: mean ids of an example, summed over the features of the table.
         constraints: limits on the sharding of the table.
         readers: workloads of the other collections that read a shared table; their own `readers`
             are empty.
@@ -123,15 +124,16 @@ class Reservation:
     """Memory that is not for tables.
 
     Args:
-        share: fraction of the memory of every rank, for the allocator, kernels and all else.
-        nbytes: bytes of the memory of every rank.
+        share: fraction of the memory of every rank (device, host and disk), for the allocator,
+            kernels and everything else.
+        nbytes: bytes of the device memory of every rank, in addition.
         dense_copies: number of copies of the dense parameters: by default weights, gradients and
             two moments.
-        batches: batches in flight: 1 in a plain loop, 2 where the next batch is distributed during
-            a step.
+        batches: batches in flight: 1 in a plain loop, 2 if the next batch is distributed during a
+            step.
 
     Raises:
-        TypeError: `nbytes` or `batches` is no int.
+        TypeError: `nbytes` or `batches` is no int, or another value is no number.
         ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative
             or not finite.
     """
@@ -150,10 +152,10 @@ class Reservation:
             raise ValueError(f"dense_copies must be finite and >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory of a rank that is left for tables and batches, of its `capacity`.
+        """Return the memory of a rank for tables and batches: its `capacity` less the reservation.
 
-        The device memory left is negative if the reservation is larger. Of host memory and disk
-        only `share` is reserved. `dense_bytes` is the size of the dense parameters.
+        Device memory is negative in the result if the reservation is larger. Of host memory and
+        disk only `share` is reserved. `dense_bytes` is the size of the dense parameters.
         """
         memory = capacity.times(1.0 - self.share)
         return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
@@ -172,22 +174,24 @@ def workloads_of(
 
     Args:
         module: the model, which has unsharded collections.
-        batch_size: examples per rank, where constraints have no other.
-        constraints: constraints by table name, or by `path.name`, which wins.
+        batch_size: examples per rank, for tables whose constraints have no `batch_size`.
+        constraints: constraints by table name or by `path.name`; of two for one table, those by
+            `path.name` are used.
         optimizer: optimizer of tables whose configuration has none; None for that of their
             collection.
 
     Raises:
         ValueError: the model has no collections with tables; constraints name an unknown table;
-            constraints of a shared table differ between collections, or allow another storage than
-            `Dense`; a `pooling_factor` has another length than the table has features.
+            constraints of a shared table allow another storage than `Dense`, or have other
+            `sharding_types`, `storages` or `min_partition` in another collection; a
+            `pooling_factor` has more or fewer entries than the table has features.
     """
     workloads: list[TableWorkload] = []
-    numbers: dict[int, int] = {}  # index of the workload of each shared table, by id() of the table
+    index_of_shared: dict[int, int] = {}  # index in `workloads`, by id() of a shared table
     names = set()
     for path, collection in collections_of(module).items():
-        source: Any = collection
-        shared = source.shared_tables()
+        any_collection: Any = collection
+        shared = any_collection.shared_tables()
         for config in trained_configs(collection, optimizer):
             full_name = f"{path}.{config.name}" if path else config.name
             names |= {config.name, full_name}
@@ -200,15 +204,15 @@ def workloads_of(
                 config,
                 table_constraints,
                 batch_size,
-                config.optimizer or optimizer or source.optimizer,
+                config.optimizer or optimizer or any_collection.optimizer,
             )
-            number = len(workloads)
+            index = len(workloads)
             if config.name in shared:
-                number = numbers.setdefault(id(shared[config.name]), number)
-                _check_shared(workload, workloads[number] if number < len(workloads) else workload)
-            if number < len(workloads):
-                first_reader = workloads[number]
-                workloads[number] = replace(first_reader, readers=(*first_reader.readers, workload))
+                index = index_of_shared.setdefault(id(shared[config.name]), index)
+                _check_shared(workload, workloads[index] if index < len(workloads) else workload)
+            if index < len(workloads):
+                first_reader = workloads[index]
+                workloads[index] = replace(first_reader, readers=(*first_reader.readers, workload))
             else:
                 workloads.append(workload)
     if not workloads:
@@ -225,7 +229,10 @@ def workloads_of(
 
 
 def _check_shared(workload: TableWorkload, first_reader: TableWorkload) -> None:
-    """Raise ValueError for constraints that a shared table does not support."""
+    """Raise ValueError for constraints of a shared table that do not fit those of its first reader.
+
+    For the first reader both arguments are the same.
+    """
     constraints, first_constraints = workload.constraints, first_reader.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
@@ -250,7 +257,7 @@ def _workload_of(
     batch_size: int,
     optimizer: Optimizer | None,
 ) -> TableWorkload:
-    """Return the workload of one table with its constraints."""
+    """Return the workload of one table; ValueError for a wrong number of pooling factors."""
     factors, num_features = constraints.pooling_factor, len(config.feature_names)
     if isinstance(factors, tuple | list) and len(factors) != num_features:
         raise ValueError(
