@@ -63,7 +63,7 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.state_row, 1, in_value);
   if (move.out.dim > 0) {
     read_columns(cache.data, cache.type, move.slot, 1, out_value);
-    if (rounding.stochastic && out.type != cache.type) {
+    if (rounding.is_stochastic && out.type != cache.type) {
       round_columns(out.type, rounding, move.out.row, 0, tensor, out_value);
     }
     write_columns(out.data, out.type, move.out.location.state_row, 1, out_value);
@@ -121,7 +121,7 @@ EMB_DEVICE void take_rows(unsigned* pending, const LaneGroup& lane, int (&source
 
 // Return the address of the `pack`-th 16 bytes of a row that begins at `element`.
 EMB_DEVICE simt::Pack16* pack_at(const TierTensor& tensor, int64_t element, int64_t pack) {
-  char* row = static_cast<char*>(tensor.data) + element * size_of(tensor.type);
+  char* row = static_cast<char*>(tensor.data) + element * element_bytes(tensor.type);
   return reinterpret_cast<simt::Pack16*>(row) + pack;
 }
 
@@ -131,7 +131,7 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
                            unsigned pending, int packs) {
   constexpr int R = kMoveRows;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
-  const int size = static_cast<int>(size_of(cache.type));
+  const int size = static_cast<int>(element_bytes(cache.type));
   const LaneGroup lane(lanes_of_move(packs));
   while (pending != 0) {
     int source[R];
@@ -193,7 +193,7 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
       }
       if (out_valid > 0) {
         read_columns(cache.data, cache.type, move.slot_element + c, out_valid, out);
-        if (rounding.stochastic && out_tier.type != cache.type) {
+        if (rounding.is_stochastic && out_tier.type != cache.type) {
           round_columns(out_tier.type, rounding, out_row, c, tensor, out);
         }
         write_columns(out_tier.data, out_tier.type, move.out_element + c, out_valid, out);
@@ -210,7 +210,7 @@ EMB_DEVICE bool is_in_packs(const CacheMemory& memory, int tensor, const TierRow
   if (row.dim == 0) return true;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const TierTensor tier = memory.tensors[tensor][row.location.tier];
-  return cache.type == tier.type && row.dim * size_of(cache.type) % 16 == 0 &&
+  return cache.type == tier.type && row.dim * element_bytes(cache.type) % 16 == 0 &&
          is_aligned(pack_at(tier, row.location.element, 0), 16) &&
          is_aligned(pack_at(cache, slot_element, 0), 16);
 }
@@ -232,7 +232,7 @@ EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
     const bool are_in_packs = is_in_packs(memory, k, lane_move.in, slot_element) &&
                               is_in_packs(memory, k, lane_move.out, slot_element);
     if (__all_sync(simt::kFullMask, are_in_packs)) {
-      const int64_t size = size_of(memory.tensors[k][kCacheTier].type);
+      const int64_t size = element_bytes(memory.tensors[k][kCacheTier].type);
       copy_packs(memory, k, lane_move, movers, static_cast<int>(widest * size / 16));
     } else {
       convert_columns(memory, k, lane_move, movers, widest, rounding);

@@ -16,7 +16,7 @@ constexpr int kBlock = 8;  // rows whose lines are prefetched before the first o
 EMB_HD char* address(const CacheMemory& memory, int tensor, const RowLocation& location) {
   const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
   return static_cast<char*>(tensor_of_tier.data) +
-         first_entry(memory, tensor, location) * size_of(tensor_of_tier.type);
+         first_entry(memory, tensor, location) * element_bytes(tensor_of_tier.type);
 }
 
 // Return the number of entries that a row has in a tensor.
@@ -35,7 +35,7 @@ void convert_randomly(To* to, const From* from, int64_t n, const Rounding& round
 // Call `visit(pointer)`, where `pointer` is `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
-  static_assert(kDtypes == 3, "visit the new dtype");
+  static_assert(kNumDtypes == 3, "visit the new dtype");
   if (type == Dtype::kFloat) return visit(static_cast<float*>(data));
   if (type == Dtype::kHalf) return visit(static_cast<half16*>(data));
   visit(static_cast<bfloat16*>(data));
@@ -51,7 +51,7 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
     const Dtype target_type = memory.tensors[k][to.tier].type;
     const int64_t n = length(memory, k, row);
     if (source_type == target_type) {
-      __builtin_memcpy(target, source, n * size_of(source_type));
+      __builtin_memcpy(target, source, n * element_bytes(source_type));
       continue;
     }
     visit_dtype(target_type, target, [&](auto* out) {
@@ -71,7 +71,8 @@ template <bool write>
 EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
                               const RowLocation& location) {
   for (int k = 0; k < memory.num_tensors; ++k) {
-    const int64_t bytes = length(memory, k, row) * size_of(memory.tensors[k][location.tier].type);
+    const int64_t bytes =
+        length(memory, k, row) * element_bytes(memory.tensors[k][location.tier].type);
     prefetch_row<write>(address(memory, k, location), bytes);
   }
 }
@@ -87,7 +88,8 @@ struct Move {
 // contents: such accesses would be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
+  const Rounding* stochastic_rounding =
+      rounding.is_stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t u = begin; u < end;) {
     Move block[kBlock];
     int count = 0;
@@ -118,7 +120,8 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
 // that are no cacheable row.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
+  const Rounding* stochastic_rounding =
+      rounding.is_stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t slot = begin; slot < end;) {
     Move block[kBlock];
     int count = 0;

@@ -1,6 +1,6 @@
 // The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: a bag, or a lookup if
-// there is no pooling. It serves tables of any format. `Args`, the arguments of a lookup kernel,
-// has the members
+// there is no pooling. Tables of any format use it. `Args`, the arguments of a lookup kernel, has
+// the members
 //   features, num_features  the features, [num_features], at least one, in device memory
 //   bags, map               the lookups and the output row of every bag (Bags, BagMap)
 //   columns                 elements of the whole output in a variable batch with pooling; else
@@ -22,19 +22,19 @@ struct BagTask {
   int length = 0;  // lookups
   int dim = 0;     // output columns
 
-  // The task of a bag, with pooling; `bag` may be beyond the last bag.
+  // The task of a bag, with pooling. A `bag` beyond the last bag has no lookups and no columns.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
     if (bag < args.bags.num_bags) set_bag(args, bag);
   }
 
-  // The task of item `item` of `items`: a bag, or without pooling a lookup. A lookup before the
+  // The task of item `item` of `num_items`: a bag, or without pooling a lookup. A lookup before the
   // first bag, or of a batch without bags, belongs to no feature: its task has length 0 and all
   // output columns, which become 0. Without pooling offsets must not decrease: else a lookup may
   // get the feature of another bag.
   template <class Args>
-  EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t items) : feature(args.features) {
-    if (item >= items) return;
+  EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t num_items) : feature(args.features) {
+    if (item >= num_items) return;
     if (args.pooling != Pooling::kNone) {
       set_bag(args, static_cast<uint32_t>(item));
       return;
@@ -73,12 +73,12 @@ struct BagTask {
 // without bags. The host uses it to size grids, since the dim of each feature is known on the
 // device only.
 template <class Args>
-int64_t mean_width(const Args& args) {
-  // `columns` is the sum of the columns of these parts: features of a fixed batch, bags of a
-  // variable batch.
-  const int64_t parts = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
-  if (args.pooling == Pooling::kNone || parts == 0) return args.columns;
-  return (args.columns + parts - 1) / parts;
+int64_t mean_output_columns(const Args& args) {
+  // With pooling `columns` is a sum over the features of a fixed batch, or the bags of a variable
+  // batch.
+  const int64_t num_terms = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
+  if (args.pooling == Pooling::kNone || num_terms == 0) return args.columns;
+  return (args.columns + num_terms - 1) / num_terms;
 }
 
 }  // namespace emb::cuda

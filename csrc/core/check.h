@@ -111,7 +111,7 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
-// A size that stands for "no limit" in checks. Twice this size overflows.
+// A size that means "no limit" in checks. Twice this size overflows.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
 // The weights of a module: the addresses of one tensor per memory tier, in the order of `Tier`.
@@ -122,7 +122,7 @@ struct TierWeights {
   Dtype type = Dtype::kFloat;        // dtype of the tables; of the first tensor without tables
   Dtype cache_type = Dtype::kFloat;  // dtype of the cache; `type` without a cache
 
-  // Throws unless `weights` are 1 to 4 contiguous float tensors of which the tables have one dtype.
+  // Throws unless `weights` are 1 to 4 contiguous float tensors, and the tables have one dtype.
   // Unused tiers are empty, and trailing ones may be omitted. Devices are not checked.
   TierWeights(const char* op, const std::vector<Tensor>& weights) {
     STD_TORCH_CHECK(!weights.empty() && weights.size() <= kTiers, op,
@@ -155,8 +155,8 @@ struct TierWeights {
 struct TierSizes {
   int64_t elements[kCacheTier];
 
-  // Every tier has `every` elements, for example kUnlimited.
-  TierSizes(int64_t every) : elements{every, every, every} {}
+  // Every tier has `num_elements` elements, for example kUnlimited.
+  TierSizes(int64_t num_elements) : elements{num_elements, num_elements, num_elements} {}
   TierSizes(const TierWeights& weights)
       : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}
 };
@@ -169,23 +169,25 @@ struct TierSizes {
 // 0. For a variable batch with pooling pass kUnlimited columns; FeatureBags checks its output rows.
 inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
                          int64_t num_columns, int64_t total_rows, Pooling pooling) {
-  const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
+  const auto* all_features = static_cast<const Feature*>(features.const_data_ptr());
   for (int64_t f = 0; f < features.size(0); ++f) {
-    const Feature& x = feature[f];
-    const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
-    STD_TORCH_CHECK(x.tier >= 0 && x.tier < kCacheTier && x.state_base >= 0 &&
-                        x.state_base <= kUnlimited &&
-                        (x.cache_stride == 0 || x.cache_stride >= x.dim),
-                    op, ": feature ", f, " must have a tier of 0 to 2, got ", x.tier,
-                    ", a state_base in [0, 2^62], got ", x.state_base,
-                    ", and a cache_stride of 0 or at least its dim ", x.dim, ", got ",
-                    x.cache_stride, "; features must come from the module that owns the weights");
-    const int64_t num_weights = sizes.elements[x.tier];
+    const Feature& feature = all_features[f];
+    const int64_t column = pooling == Pooling::kNone ? 0 : feature.column;
+    STD_TORCH_CHECK(feature.tier >= 0 && feature.tier < kCacheTier && feature.state_base >= 0 &&
+                        feature.state_base <= kUnlimited &&
+                        (feature.cache_stride == 0 || feature.cache_stride >= feature.dim),
+                    op, ": feature ", f, " must have a tier of 0 to 2, got ", feature.tier,
+                    ", a state_base in [0, 2^62], got ", feature.state_base,
+                    ", and a cache_stride of 0 or at least its dim ", feature.dim, ", got ",
+                    feature.cache_stride,
+                    "; features must come from the module that owns the weights");
+    const int64_t num_weights = sizes.elements[feature.tier];
     STD_TORCH_CHECK(
-        x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 && x.row_base >= 0 &&
-            x.weight_offset <= num_weights && x.rows <= (num_weights - x.weight_offset) / x.dim &&
-            x.row_base <= total_rows && x.rows <= total_rows - x.row_base && column >= 0 &&
-            x.dim <= num_columns && column <= num_columns - x.dim,
+        feature.dim > 0 && feature.rows >= 0 && feature.weight_offset >= 0 &&
+            feature.row_base >= 0 && feature.weight_offset <= num_weights &&
+            feature.rows <= (num_weights - feature.weight_offset) / feature.dim &&
+            feature.row_base <= total_rows && feature.rows <= total_rows - feature.row_base &&
+            column >= 0 && feature.dim <= num_columns && column <= num_columns - feature.dim,
         op, ": feature ", f, " lies outside the weights, the rows, or the columns of output or ",
         "gradient; features must come from the module that owns the weights");
   }
@@ -204,8 +206,8 @@ inline const BagLayout* check_bag_layout(const char* op, const Tensor& bag_layou
                   "for bags = ", offsets.numel() - 1, ", one less than offsets has entries");
   check_same_device(op, "bag_layout", bag_layout, offsets);
   // Not null for an empty batch: null means a fixed batch.
-  static constexpr BagLayout kNone = {};
-  return bag_layout.numel() == 0 ? &kNone
+  static constexpr BagLayout kEmptyBatch = {};
+  return bag_layout.numel() == 0 ? &kEmptyBatch
                                  : static_cast<const BagLayout*>(bag_layout.const_data_ptr());
 }
 
@@ -280,15 +282,15 @@ inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool is_var
   return grad.size(grad.dim() - 1);
 }
 
-// Return a contiguous tensor with the same values: the tensor itself if it is contiguous. In that
-// case torch's function would call the dispatcher for nothing.
+// Return a contiguous tensor with the same values: the tensor itself if it is contiguous. Then
+// torch's function is not called, which saves a call of the dispatcher.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 // Return a tensor with the same values in which the columns of a row are adjacent: the tensor
-// itself if that holds, otherwise a contiguous copy. So the gradient of one input of `torch.cat` by
-// columns needs no copy, although its rows are a whole row of the concatenation apart.
+// itself if they are, otherwise a contiguous copy. So a view of some columns of a matrix, such as
+// the gradient of an input of `torch.cat` by columns, needs no copy.
 inline Tensor with_adjacent_columns(const Tensor& rows) {
   const bool is_adjacent = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= 0;
   return is_adjacent ? rows : as_contiguous(rows);

@@ -19,10 +19,10 @@ inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 // The replacement policy of a set of the cache: which missing rows take which ways.
 // Empty ways are taken first; ways that a batch in flight uses are not taken.
 //   LRU: missing rows in ascending order take the ways in order of age, the oldest first.
-//   LFU: missing rows in descending order of their lookups so far, with those of the batch, take
-//        the ways in ascending order of the lookups of the rows in them. Among ways of equally many
-//        lookups, the way that was used last is the first. A row takes no way whose row has more
-//        lookups.
+//   LFU: the count of a row is its number of lookups so far, those of the batch included. Missing
+//        rows in descending order of their counts take the ways in ascending order of the counts of
+//        the rows in them. Of ways with equal counts, the most recently used one is taken first. A
+//        row takes no way whose row has a higher count.
 enum class CachePolicy : int { kLru, kLfu };
 inline constexpr const char* kCachePolicies[] = {"lru", "lfu"};
 
@@ -37,9 +37,9 @@ enum class HashOrder : int {
 };
 inline constexpr const char* kHashOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
 
-// The condition under which a new key of a hash table evicts the entry that its order evicts first:
-// none (kWins), or that it ranks at least as high as the entry (kCompetes); otherwise, or if there
-// is no entry to evict, the key is refused.
+// The condition under which a new key of a hash table evicts the lowest entry of its HashOrder.
+// With kWins the key always evicts the entry. With kCompetes the key must rank at least as high as
+// the entry. If the condition does not hold, or there is no entry to evict, the key is refused.
 enum class InsertPolicy : int { kWins, kCompetes };
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 

@@ -1,7 +1,7 @@
 // The scratch arrays of an op on a GPU, in one allocation. An allocation through torch takes the
-// host longer than a small kernel takes the GPU. `add` every array, then `allocate` once.
-// The memory is freed with this object, in stream order: kernels that were launched on the same
-// stream before that may still use it.
+// host longer than a small kernel takes the GPU. `add` every array, then `allocate` once. The
+// memory is freed with this object, in stream order: kernels that were launched before on the same
+// stream may still use it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -10,12 +10,12 @@ namespace emb {
 
 enum class Dtype : int { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
 
-inline constexpr int kDtypes = 3;
+inline constexpr int kNumDtypes = 3;
 
 // Return the bytes of an element of dtype `type`.
-EMB_HD constexpr int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
+EMB_HD constexpr int64_t element_bytes(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
-// A value by which a function template gets type T as an argument.
+// An empty value that passes type T to a function template.
 template <class T>
 struct TypeTag {
   using type = T;

@@ -1,9 +1,9 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
 // function emb::tbe_lookup, inside the wrapper, as the op of that name. Before the call the wrapper
-// rejects tensors of which elements lie outside their storage. If the function throws because an
-// allocation or a call into torch failed, the wrapper throws an error that names the op instead,
-// with torch's message if torch offers it (from 2.13 on). It recognises calls into torch by "API
-// call failed" in the message. All other errors pass unchanged.
+// rejects tensors with elements outside their storage. If the function throws because an allocation
+// or a call into torch failed, the wrapper throws an error that names the op instead. That error
+// has torch's message if torch offers it (from 2.13 on). The wrapper recognises failed calls into
+// torch by "API call failed" in the message. All other errors pass unchanged.
 #pragma once
 
 #include <dlfcn.h>
@@ -81,18 +81,21 @@ inline torch::stable::Tensor allocate_zeros(
 inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {
   const int64_t numel = tensor.numel();
   if (numel == 0) return;
-  int64_t bytes = 0, offset = 0, last = numel - 1;
-  if (aoti_torch_get_storage_size(tensor.get(), &bytes) != 0 ||
+  int64_t storage_bytes = 0, offset = 0, last_element = numel - 1;
+  if (aoti_torch_get_storage_size(tensor.get(), &storage_bytes) != 0 ||
       aoti_torch_get_storage_offset(tensor.get(), &offset) != 0) {
     STD_TORCH_CHECK(false, op, ": argument ", argument, " is a tensor without a storage");
   }
   if (!tensor.is_contiguous()) {
-    last = 0;
-    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    last_element = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d)
+      last_element += (tensor.size(d) - 1) * tensor.stride(d);
   }
-  const int64_t needed = (offset + last + 1) * static_cast<int64_t>(tensor.element_size());
-  STD_TORCH_CHECK(needed <= bytes, op, ": argument ", argument, " of the schema needs ", needed,
-                  " bytes, but its storage has ", bytes,
+  const int64_t needed_bytes =
+      (offset + last_element + 1) * static_cast<int64_t>(tensor.element_size());
+  STD_TORCH_CHECK(needed_bytes <= storage_bytes, op, ": argument ", argument,
+                  " of the schema needs ", needed_bytes, " bytes, but its storage has ",
+                  storage_bytes,
                   "; it was resized or freed since the tensor was made (FSDP does so between "
                   "uses): give the storage its size back before the call");
 }

@@ -44,9 +44,9 @@ struct FeatureBags {
     int64_t f = 0;
     for (int64_t bag = 0; bag < num_bags; ++bag) {
       const BagLayout& layout = map.layout[bag];
-      const bool ascends = layout.feature >= f && layout.feature < num_features;
-      while (ascends && f < layout.feature) first_bags[++f] = bag;
-      STD_TORCH_CHECK(ascends, op, ": bag_layout must name features of 0 to ", num_features - 1,
+      const bool is_in_order = layout.feature >= f && layout.feature < num_features;
+      while (is_in_order && f < layout.feature) first_bags[++f] = bag;
+      STD_TORCH_CHECK(is_in_order, op, ": bag_layout must name features of 0 to ", num_features - 1,
                       " that ascend; bag ", bag, " has feature ", layout.feature);
       if (pooling == Pooling::kNone) continue;
       const int64_t dim = feature[f].dim;
@@ -78,9 +78,9 @@ void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body&
   parallel_balanced(bags.num_bags, kBagGrain, cost, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t feature = features.feature_of(begin);
-      const int64_t stop = std::min(end, features.first_bags[feature + 1]);
-      body(feature, begin, stop);
-      begin = stop;
+      const int64_t range_end = std::min(end, features.first_bags[feature + 1]);
+      body(feature, begin, range_end);
+      begin = range_end;
     }
   });
 }

@@ -29,11 +29,11 @@ inline constexpr size_t kGuardBytes = 4096;  // page below the stack: an overflo
 
 #if defined(__x86_64__)
 
-// Save the callee-saved registers on this stack and its pointer in `*save`, then continue on the
-// stack with the pointer `load`. Weak, so that the sources that include this header share one copy:
-// `inline` would contradict `noinline`, without which `naked` code breaks. The definition leaves
-// its arguments in their registers, so only the declaration names them.
-__attribute__((naked, noinline, weak)) void swap_stacks(void** save, void* load);
+// Save the callee-saved registers on this stack and its pointer in `*old_pointer`, then continue on
+// the stack with the pointer `new_pointer`. Weak, so that the sources that include this header
+// share one copy: `inline` would contradict `noinline`, without which `naked` code breaks. The
+// definition leaves its arguments in their registers, so only the declaration names them.
+__attribute__((naked, noinline, weak)) void swap_stacks(void** old_pointer, void* new_pointer);
 __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
   asm volatile(
       "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
@@ -80,7 +80,7 @@ class Context {
 
 #endif
 
-// A fiber that owns its stack. A fiber that was never started stands for the stack of the system
+// A fiber that owns its stack. A fiber that was never started represents the stack of the system
 // thread that switches away from it.
 class Fiber {
  public:
@@ -91,9 +91,9 @@ class Fiber {
     if (memory_ != nullptr) munmap(memory_, kGuardBytes + kStackBytes);
   }
 
-  // Prepare the fiber to run `entry` when it is switched to next. `entry` must call `arrive` first
-  // and never return. A fiber may be started again, but not while it runs; what was on its stack is
-  // lost without destructors. Throws std::runtime_error without memory for the stack.
+  // Prepare the fiber to run `entry` when it is switched to next. `entry` must call `finish_switch`
+  // first and never return. A fiber may be started again, but not while it runs; what was on its
+  // stack is lost without destructors. Throws std::runtime_error without memory for the stack.
   void start(void (*entry)()) {
     if (memory_ == nullptr) {
       void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
@@ -113,12 +113,12 @@ class Fiber {
   // started or have been left by a switch; return when a fiber switches back.
   void switch_to(Fiber& to) {
 #if defined(__SANITIZE_ADDRESS__)
-    // The main fiber has no stack here: bottom_ is the one that it was left on.
-    __sanitizer_start_switch_fiber(&fake_stack_, to.bottom_ ? to.bottom_ : to.stack(),
-                                   to.bottom_ ? to.bytes_ : kStackBytes);
-    arriving_from() = this;
+    // A fiber that was never started owns no stack; it was left on the one at stack_bottom_.
+    __sanitizer_start_switch_fiber(&fake_stack_, to.stack_bottom_ ? to.stack_bottom_ : to.stack(),
+                                   to.stack_bottom_ ? to.stack_bytes_ : kStackBytes);
+    left_fiber() = this;
     context_.swap(to.context_);
-    arrive();
+    finish_switch();
 #else
     context_.swap(to.context_);
 #endif
@@ -126,19 +126,19 @@ class Fiber {
 
   // Announce to AddressSanitizer that the switch to this fiber has happened. `entry` calls it
   // first.
-  void arrive() {
+  void finish_switch() {
 #if defined(__SANITIZE_ADDRESS__)
     // This call also returns the stack of the fiber that was left. The stack of the main fiber,
     // which was never started, is known only from here.
-    Fiber* from = arriving_from();
-    __sanitizer_finish_switch_fiber(fake_stack_, &from->bottom_, &from->bytes_);
+    Fiber* from = left_fiber();
+    __sanitizer_finish_switch_fiber(fake_stack_, &from->stack_bottom_, &from->stack_bytes_);
 #endif
   }
 
  private:
   const void* stack() const { return memory_ + kGuardBytes; }
-  // Return the fiber that the switch in progress leaves.
-  static Fiber*& arriving_from() {
+  // Return the fiber that the switch in progress leaves, as a reference.
+  static Fiber*& left_fiber() {
     static Fiber* from = nullptr;
     return from;
   }
@@ -148,8 +148,8 @@ class Fiber {
   // The values that AddressSanitizer reports when the fiber is left: its fake stack, and lowest
   // address and size of its stack.
   void* fake_stack_ = nullptr;
-  const void* bottom_ = nullptr;
-  size_t bytes_ = 0;
+  const void* stack_bottom_ = nullptr;
+  size_t stack_bytes_ = 0;
 };
 
 }  // namespace emb::simt

@@ -1,7 +1,7 @@
 // The storage types fp16 (half16) and bf16 (bfloat16): 16 bits in memory, float in registers. There
 // is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>`, for these
 // types and float, rounds to nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host
-// and device give the same bits, except for a NaN. On a host thread that flushes denormals
+// and device return the same bits, except for a NaN. On a host thread that flushes denormals
 // (torch.set_flush_denormal) `to_float` of a subnormal half16 is 0.
 #pragma once
 
@@ -27,14 +27,14 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-// Return the 32 bits of a float (float_bits), and the float with given bits (bits_float).
+// Return the 32 bits of a float, and the float that has the 32 bits `bits`.
 EMB_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));
   return bits;
 }
 
-EMB_HD float bits_float(uint32_t bits) {
+EMB_HD float float_from_bits(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof(x));
   return x;
@@ -42,7 +42,7 @@ EMB_HD float bits_float(uint32_t bits) {
 
 EMB_HD float to_float(float x) { return x; }
 
-EMB_HD float to_float(bfloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
+EMB_HD float to_float(bfloat16 x) { return float_from_bits(static_cast<uint32_t>(x.bits) << 16); }
 
 EMB_HD float to_float(half16 x) {
 #if defined(__CUDA_ARCH__)
@@ -51,10 +51,10 @@ EMB_HD float to_float(half16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) {  // infinity and NaN keep their payload
-    return bits_float(sign | 0x7f800000u | (magnitude & 0x03ffu) << 13);
+    return float_from_bits(sign | 0x7f800000u | (magnitude & 0x03ffu) << 13);
   }
   // Scaling by 2^112 moves the exponent bias from 15 to 127, subnormals included.
-  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+  return float_from_bits(sign | float_bits(float_from_bits(magnitude << 13) * 0x1p112f));
 #endif
 }
 
@@ -87,7 +87,7 @@ EMB_HD half16 from_float<half16>(float x) {
   if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // >= 65520: inf
   if (magnitude < 0x38800000u) {
     // Below 2^-14 the result is subnormal: adding 0.5 aligns the mantissa so that the FPU rounds.
-    const uint32_t rounded = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+    const uint32_t rounded = float_bits(float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
     return {static_cast<uint16_t>(sign | rounded)};
   }
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u;

@@ -16,15 +16,17 @@ namespace emb {
 // the system ignores the advice about parts of a huge page.
 inline constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
-// Advise the system to use huge pages for those of them that lie completely inside the `nbytes`
+// Advise the system to use a huge page wherever an aligned one lies completely inside the `nbytes`
 // bytes at `data`. `data` may be any address. Does nothing on systems other than Linux.
 inline void advise_huge_pages(void* data, int64_t nbytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr auto kHugePage = static_cast<uintptr_t>(kHugePageBytes);
   const auto begin = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t last = (begin + static_cast<uintptr_t>(nbytes)) / kHugePage * kHugePage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  const uintptr_t first_page = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end_page = (begin + static_cast<uintptr_t>(nbytes)) / kHugePage * kHugePage;
+  if (first_page < end_page) {
+    madvise(reinterpret_cast<void*>(first_page), end_page - first_page, MADV_HUGEPAGE);
+  }
 #else
   (void)data;
   (void)nbytes;

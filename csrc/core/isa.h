@@ -18,8 +18,8 @@ namespace emb {
 enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // Return the best instruction set that the processor has and EMBLIB_ISA allows. The extensions that
-// it looks for are those of the compiler's flags in CMakeLists.txt. On x86, throws
-// std::runtime_error for an unknown value of EMBLIB_ISA; elsewhere returns kBaseline.
+// are tested are those of the compiler's flags in CMakeLists.txt. On x86, throws std::runtime_error
+// for an unknown value of EMBLIB_ISA; elsewhere returns kBaseline.
 inline Isa detect_isa() {
 #if defined(EMB_X86)
   Isa isa = Isa::kBaseline;

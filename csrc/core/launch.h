@@ -1,6 +1,6 @@
-// Kernel launches from the entries of the CUDA library: CudaLauncher selects the device, takes
-// torch's current stream and knows how large grids should be. Errors of CUDA are thrown as errors
-// of torch. torch's stable ABI (2.10) provides the current CUDA stream through a function that only
+// Kernel launches from the entries of the CUDA library: CudaLauncher selects the device, launches
+// on torch's current stream and limits the size of grids. Errors of CUDA are thrown as errors of
+// torch. torch's stable ABI (2.10) provides the current CUDA stream through a function that only
 // CUDA builds of torch have; it is looked up on first use, so that the library links and loads with
 // any torch.
 #pragma once
@@ -25,20 +25,20 @@ inline void check_cuda(cudaError_t error, const char* what) {
 
 // Return torch's current stream of this thread on a device. Throws if torch is no CUDA build.
 inline cudaStream_t current_stream(int32_t device) {
-  using Getter = AOTITorchError (*)(int32_t, void**);
-  static const Getter get = [] {
+  using GetStream = AOTITorchError (*)(int32_t, void**);
+  static const GetStream get_stream = [] {
     // The library is loaded if there is a CUDA tensor; RTLD_NOLOAD only looks it up.
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     void* symbol =
         dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
-    return reinterpret_cast<Getter>(symbol);
+    return reinterpret_cast<GetStream>(symbol);
   }();
-  STD_TORCH_CHECK(get != nullptr,
+  STD_TORCH_CHECK(get_stream != nullptr,
                   "emblib: this torch has no aoti_torch_get_current_cuda_stream, so it is no CUDA "
                   "build; install a CUDA build of torch >= 2.10");
   void* stream = nullptr;
-  STD_TORCH_CHECK(get(device, &stream) == 0, "emblib: torch has no current stream for device ",
-                  device);
+  STD_TORCH_CHECK(get_stream(device, &stream) == 0,
+                  "emblib: torch has no current stream for device ", device);
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -80,7 +80,7 @@ inline int multiprocessors(int device) {
 
 // Return the maximum number of blocks in a cluster on a device: 8, the portable maximum, from sm_90
 // on; 1 on older devices, which have no clusters.
-inline unsigned max_cluster_of(int device) {
+inline unsigned device_max_cluster_blocks(int device) {
   return device_attribute<cudaDevAttrComputeCapabilityMajor>(device) >= 9 ? 8 : 1;
 }
 
@@ -99,7 +99,7 @@ class CudaLauncher {
       : guard_(on.get_device_index()),
         stream_(current_stream(on.get_device_index())),
         multiprocessors_(multiprocessors(on.get_device_index())),
-        max_cluster_(max_cluster_of(on.get_device_index())) {}
+        max_cluster_blocks_(device_max_cluster_blocks(on.get_device_index())) {}
 
   cudaStream_t stream() const { return stream_; }
 
@@ -114,29 +114,29 @@ class CudaLauncher {
   // clusters. The driver is asked once per signature, since all kernels of the library are compiled
   // for the same architectures.
   template <class... Parameters>
-  unsigned max_cluster(void (*kernel)(Parameters...)) const {
-    if (max_cluster_ == 1) return 1;
-    static const bool knows_clusters = [&] {
+  unsigned max_cluster_blocks(void (*kernel)(Parameters...)) const {
+    if (max_cluster_blocks_ == 1) return 1;
+    static const bool has_cluster_code = [&] {
       cudaFuncAttributes attributes{};
       check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
                  "cudaFuncGetAttributes");
       return attributes.ptxVersion >= 90;
     }();
-    return knows_clusters ? max_cluster_ : 1;
+    return has_cluster_code ? max_cluster_blocks_ : 1;
   }
 
   // Start `kernel` on a grid, without dynamic shared memory.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                   const Arguments&... arguments) const {
-    with_shared(kernel, grid, block, 0, arguments...);
+    launch_with_shared(kernel, grid, block, 0, arguments...);
   }
 
-  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. If these are
-  // at most kDefaultSharedBytes, they and the static memory together must be, else this throws.
+  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block. Throws if
+  // `shared_bytes` <= kDefaultSharedBytes, but dynamic and static shared memory together have more.
   template <class... Parameters, class... Arguments>
-  void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                   const Arguments&... arguments) const {
+  void launch_with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                          const Arguments&... arguments) const {
     if (shared_bytes > kDefaultSharedBytes) {
       check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -151,12 +151,12 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
-  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster(kernel) blocks. With
-  // more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else this throws.
+  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster_blocks(kernel) blocks.
+  // With more than one block, `shared_bytes` must be at most kDefaultSharedBytes, else this throws.
   template <class... Parameters, class... Arguments>
-  void cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block, size_t shared_bytes,
-               const Arguments&... arguments) const {
-    if (blocks == 1) return with_shared(kernel, 1, block, shared_bytes, arguments...);
+  void launch_cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block,
+                      size_t shared_bytes, const Arguments&... arguments) const {
+    if (blocks == 1) return launch_with_shared(kernel, 1, block, shared_bytes, arguments...);
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = blocks;
@@ -180,7 +180,7 @@ class CudaLauncher {
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
   int multiprocessors_;
-  unsigned max_cluster_;
+  unsigned max_cluster_blocks_;
 };
 
 }  // namespace emb

@@ -76,30 +76,31 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 struct MmaLane {
   const uint32_t *a, *b;  // words, as the instruction takes them
   float* sum;             // [4], read and written
-  bool done = false;      // whether the product has been added to `sum`
+  bool is_done = false;   // whether the product has been added to `sum`
 };
 
-// Return value `which` of a word, which holds kValues of them: one TF32 value or two BF16 values.
+// Return value number `index` of a word that holds kValues values: one in TF32 or two in BF16.
 template <int kValues>
-__attribute__((no_sanitize("thread"))) inline double value_of(uint32_t word, int which) {
-  const uint32_t bits = kValues == 1 ? word & ~0x1fffu : which == 0 ? word << 16 : word >> 16 << 16;
+__attribute__((no_sanitize("thread"))) inline double unpack_value(uint32_t word, int index) {
+  const uint32_t bits = kValues == 1 ? word & ~0x1fffu : index == 0 ? word << 16 : word >> 16 << 16;
   float x;
   __builtin_memcpy(&x, &bits, sizeof(x));
   return static_cast<double>(x);
 }
 
-// Compute the product of a whole warp and update the sums of all lanes. All of it is on the stacks
-// of fibers, which the race detector (tests/pretend) does not watch, so accesses are not recorded.
+// Compute the product of a whole warp and update the sums of all lanes. Operands and sums are on
+// the stacks of fibers, which the race detector (tests/pretend) does not watch, so accesses are not
+// recorded.
 template <int kValues>
 __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lanes)[32]) {
   double a[16][8], b[8][8];
   for (int row = 0; row < 8; ++row) {
     for (int k = 0; k < 8; ++k) {
       const MmaLane& lane = *lanes[row * 4 + k % 4];
-      const int word = kValues == 1 ? k / 4 : 0, which = kValues == 1 ? 0 : k / 4;
-      a[row][k] = value_of<kValues>(lane.a[word * 2], which);
-      a[row + 8][k] = value_of<kValues>(lane.a[word * 2 + 1], which);
-      b[k][row] = value_of<kValues>(lane.b[word], which);
+      const int word = kValues == 1 ? k / 4 : 0, index = kValues == 1 ? 0 : k / 4;
+      a[row][k] = unpack_value<kValues>(lane.a[word * 2], index);
+      a[row + 8][k] = unpack_value<kValues>(lane.a[word * 2 + 1], index);
+      b[k][row] = unpack_value<kValues>(lane.b[word], index);
     }
   }
   for (int m = 0; m < 16; ++m) {
@@ -118,7 +119,7 @@ __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lane
       *sum = rounded;
     }
   }
-  for (MmaLane* lane : lanes) lane->done = true;
+  for (MmaLane* lane : lanes) lane->is_done = true;
 }
 
 // Meet the other lanes of the warp and add the product to the sum of every lane. The first lane
@@ -127,7 +128,7 @@ template <int kValues>
 void emulate_mma(const char* name, MmaLane* self, simt::Where where) {
   const simt::WarpValues& values =
       simt::Machine::get().meet_warp(name, simt::kFullMask, simt::to_word(self), where);
-  if (self->done) return;
+  if (self->is_done) return;
   MmaLane* lanes[32];
   for (int i = 0; i < 32; ++i) lanes[i] = simt::from_word<MmaLane*>(values.word[i]);
   multiply_lanes<kValues>(lanes);
@@ -174,7 +175,7 @@ struct Tf32x3 {
         // The same as tf32_bits in fewer instructions, except that a NaN may become another value;
         // then `small` is NaN.
         big[i] = (float_bits(x[i]) + 0x1000u) & ~0x1fffu;
-        small[i] = float_bits(x[i] - bits_float(big[i]));
+        small[i] = float_bits(x[i] - float_from_bits(big[i]));
       }
     }
   };
@@ -227,10 +228,10 @@ struct Bf16 {
   }
 };
 
-// Call `use` with a value of the type that has the accuracy `precision`, for example to launch the
-// kernel template with that type.
+// Call `use` with a value of the type above that has the accuracy `precision`, for example to
+// launch a kernel template with that type.
 template <class Use>
-void with_products(MatmulPrecision precision, const Use& use) {
+void with_product_type(MatmulPrecision precision, const Use& use) {
   switch (precision) {
     case MatmulPrecision::kFloat32:
       return use(Tf32x3{});

@@ -47,13 +47,14 @@ class FreeOutputBlocks {
     return *blocks;
   }
 
-  // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlockBytes), in huge pages
-  // where possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if
-  // the system has no memory; `*bytes` is unspecified then.
+  // Return a block of at least `*bytes` bytes, and set `*bytes` to the size of the block. `*bytes`
+  // must be at least kMinOutputBlockBytes. The block is in huge pages where possible. The caller
+  // owns the block until it calls `give_back`. Returns null if the system has no memory; then
+  // `*bytes` is unspecified.
   void* take(int64_t* bytes) {
     const int64_t requested = *bytes;
-    // Round up to steps of an eighth of the largest power of two in the size, so that batches of
-    // slightly different sizes use the same block.
+    // Round up, so that batches of slightly different sizes use the same block. A step is an eighth
+    // of the power of two at or below the size.
     const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(requested))) / 8;
     *bytes = (requested + step - 1) / step * step;
     {
@@ -68,17 +69,17 @@ class FreeOutputBlocks {
     return data;
   }
 
-  // Take back a block of `bytes` bytes, the size that `take` reported.
-  void give(void* data, int64_t bytes) {
+  // Add a block to the unused ones; `bytes` is the size that `take` reported.
+  void give_back(void* data, int64_t bytes) {
     const std::lock_guard lock(mutex_);
-    blocks_.give(data, bytes);
+    blocks_.give_back(data, bytes);
   }
 
  private:
   static constexpr int64_t kPageBytes = 4096;
 
-  // The handlers hold the mutex during a fork: another thread of the parent might hold it at that
-  // moment, and that thread does not exist in the child to release it.
+  // The handlers hold the mutex during a fork. Otherwise another thread of the parent might hold
+  // it, and the child has no such thread that would release it.
   FreeOutputBlocks() : blocks_(kMaxFreeOutputBytes) {
     pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                    [] { of_process().mutex_.unlock(); });
@@ -88,8 +89,8 @@ class FreeOutputBlocks {
   FreeBlocks blocks_;
 };
 
-// The type of `torch_from_blob` in torch's C shim, available since torch 2.11. It wraps memory in a
-// tensor; `deleter` gets the memory back when the storage is destroyed.
+// The type of `torch_from_blob` in torch's C shim, available since torch 2.11. The function returns
+// a tensor over existing memory. When the tensor's storage is destroyed, torch calls `deleter`.
 using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* sizes,
                                     const int64_t* strides, int64_t storage_offset, int32_t dtype,
                                     int32_t device_type, int32_t device_index,
@@ -97,8 +98,8 @@ using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* siz
                                     int64_t opaque_size, void (*deleter)(void* data, void* context),
                                     void* context);
 
-// Return that function, or null if EMBLIB_KEEP_OUTPUTS=0 was in the environment at the first call
-// or torch does not have it.
+// Return torch's `torch_from_blob`. Return null if torch does not have it, or if the environment
+// had EMBLIB_KEEP_OUTPUTS=0 at the first call.
 inline FromBlob from_blob_with_deleter() {
   static const FromBlob function = [] {
     const char* const keep = std::getenv("EMBLIB_KEEP_OUTPUTS");
@@ -136,30 +137,33 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              torch::headeronly::ScalarType type) {
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
-  const int64_t needed = numel * element_bytes(type);
-  if (needed < kMinOutputBlockBytes) return allocate(like, sizes, type);
-  // Before the block is taken, which an error would lose.
+  const int64_t needed_bytes = numel * element_bytes(type);
+  if (needed_bytes < kMinOutputBlockBytes) return allocate(like, sizes, type);
+  // The strides are allocated before the block, since an error would leak the block.
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
-  int64_t bytes = needed;  // of the block
+  int64_t block_bytes = needed_bytes;
   const FromBlob from_blob = from_blob_with_deleter();
-  void* const data = from_blob == nullptr ? nullptr : FreeOutputBlocks::of_process().take(&bytes);
+  void* const data =
+      from_blob == nullptr ? nullptr : FreeOutputBlocks::of_process().take(&block_bytes);
   if (data == nullptr) {
     torch::stable::Tensor tensor = allocate(like, sizes, type);
-    if (needed >= kHugePageBytes) advise_huge_pages(tensor.mutable_data_ptr(), needed);
+    if (needed_bytes >= kHugePageBytes) {
+      advise_huge_pages(tensor.mutable_data_ptr(), needed_bytes);
+    }
     return tensor;
   }
-  const auto give = [](void* block, void* size) {
-    FreeOutputBlocks::of_process().give(block, reinterpret_cast<int64_t>(size));
+  const auto give_back = [](void* block, void* bytes) {
+    FreeOutputBlocks::of_process().give_back(block, reinterpret_cast<int64_t>(bytes));
   };
   AtenTensorHandle handle = nullptr;
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   const AOTITorchError error =
       from_blob(data, static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), 0, code,
                 aoti_torch_device_type_cpu(), -1, &handle, aoti_torch_layout_strided(), nullptr, 0,
-                give, reinterpret_cast<void*>(bytes));
+                give_back, reinterpret_cast<void*>(block_bytes));
   if (error != 0) {
-    FreeOutputBlocks::of_process().give(data, bytes);
+    FreeOutputBlocks::of_process().give_back(data, block_bytes);
     return allocate(like, sizes, type);
   }
   return torch::stable::Tensor(handle);

@@ -17,7 +17,7 @@ EMB_HD uint64_t finalise(uint64_t x) {
 // Return the same hash after an addition, so that 0 is not a fixed point. Applied twice to a key it
 // selects the block of rows, and so the rank, that stores the key (block_of_key). Applied to a key
 // combined with a random number it selects the key's buckets in a table (HashTable::hash); without
-// that number an adversary could choose keys that fill one bucket. Scratch tables use it too.
+// that number an adversary could choose keys that fill one bucket. Scratch tables use `mix` too.
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
@@ -59,6 +59,6 @@ EMB_HD Counter4 stream_counter(uint64_t block) {
 }
 
 // Map a word to one of 2^24 equidistant numbers in [0, 1), which float32 represents exactly.
-EMB_HD float unit(uint32_t word) { return static_cast<float>(word >> 8) * 0x1p-24f; }
+EMB_HD float unit_float(uint32_t word) { return static_cast<float>(word >> 8) * 0x1p-24f; }
 
 }  // namespace emb

@@ -14,8 +14,8 @@ inline constexpr int kBlockWords = 4 * kBlockCounters;
 #if defined(__AVX2__)
 
 // A register of 64-bit lanes. A lane has a word of a counter in its low half. The contents of its
-// high half do not matter, since a multiplication reads low halves only. Compilers do not know that
-// and multiply all 64 bits, which takes three times as long; hence the intrinsics.
+// high half do not matter, since the intrinsic for a multiplication reads low halves only. A plain
+// multiplication of 64 bits takes three times as long.
 #if defined(__AVX512F__)
 typedef uint64_t WordVec __attribute__((vector_size(64)));
 
@@ -24,7 +24,7 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
       reinterpret_cast<__m512i>(a), _mm512_set1_epi64(static_cast<int64_t>(factor))));
 }
 // Store the lanes of `a` and `b` in turn: a[0], b[0], a[1], b[1] and so on, 4 * kWordLanes words.
-EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
+EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
   const WordVec low = __builtin_shuffle(a, b, WordVec{0, 8, 1, 9, 2, 10, 3, 11});
   const WordVec high = __builtin_shuffle(a, b, WordVec{4, 12, 5, 13, 6, 14, 7, 15});
   __builtin_memcpy(out, &low, sizeof(low));
@@ -37,7 +37,7 @@ EMB_HD WordVec multiply_words(WordVec a, uint32_t factor) {
   return reinterpret_cast<WordVec>(_mm256_mul_epu32(
       reinterpret_cast<__m256i>(a), _mm256_set1_epi64x(static_cast<int64_t>(factor))));
 }
-EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
+EMB_HD void store_interleaved(WordVec a, WordVec b, uint32_t* out) {
   const WordVec low = __builtin_shuffle(a, b, WordVec{0, 4, 1, 5});
   const WordVec high = __builtin_shuffle(a, b, WordVec{2, 6, 3, 7});
   __builtin_memcpy(out, &low, sizeof(low));
@@ -48,12 +48,12 @@ EMB_HD void store_alternately(WordVec a, WordVec b, uint32_t* out) {
 inline constexpr int kWordLanes = sizeof(WordVec) / sizeof(uint64_t);
 
 // Write the words of kVecs * kWordLanes counters; philox_block describes the arguments.
-template <int kCounted, int kVecs>
+template <int kSteppedWord, int kVecs>
 EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words) {
   WordVec c[kVecs][4];
   for (int v = 0; v < kVecs; ++v) {
     for (int w = 0; w < 4; ++w) c[v][w] = WordVec{} + counter.word[w];
-    for (int i = 0; i < kWordLanes; ++i) c[v][kCounted][i] += v * kWordLanes + i;
+    for (int i = 0; i < kWordLanes; ++i) c[v][kSteppedWord][i] += v * kWordLanes + i;
   }
   auto k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -70,46 +70,47 @@ EMB_HD void philox_vecs(uint64_t seed, const Counter4& counter, uint32_t* words)
   }
   constexpr uint64_t kLow = 0xffffffffu;
   for (int v = 0; v < kVecs; ++v) {
-    store_alternately((c[v][0] & kLow) | c[v][1] << 32, (c[v][2] & kLow) | c[v][3] << 32,
+    store_interleaved((c[v][0] & kLow) | c[v][1] << 32, (c[v][2] & kLow) | c[v][3] << 32,
                       words + v * 4 * kWordLanes);
   }
 }
 
 #endif
 
-// Write the words of `counters` counters, at most kBlockCounters, to `words`, four each; the rest
-// of `words` may be overwritten. The first counter is `counter`; word kCounted of each next counter
-// is greater by 1, modulo 2^32.
-template <int kCounted>
-EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int counters,
+// Write the words of `num_counters` counters, at most kBlockCounters, to `words`, four each; the
+// rest of `words` may be overwritten. The first counter is `counter`; word kSteppedWord of each
+// next counter is greater by 1, modulo 2^32.
+template <int kSteppedWord>
+EMB_HD void philox_block(uint64_t seed, const Counter4& counter, int num_counters,
                          uint32_t (&words)[kBlockWords]) {
 #if defined(__AVX2__)
-  if (counters <= kWordLanes) return philox_vecs<kCounted, 1>(seed, counter, words);
-  philox_vecs<kCounted, kBlockCounters / kWordLanes>(seed, counter, words);
+  if (num_counters <= kWordLanes) return philox_vecs<kSteppedWord, 1>(seed, counter, words);
+  philox_vecs<kSteppedWord, kBlockCounters / kWordLanes>(seed, counter, words);
 #else
-  for (int i = 0; i < counters; ++i) {
-    Counter4 next = counter;
-    next.word[kCounted] += static_cast<uint32_t>(i);
-    const Random4 random = philox(seed, next);
+  for (int i = 0; i < num_counters; ++i) {
+    Counter4 stepped = counter;
+    stepped.word[kSteppedWord] += static_cast<uint32_t>(i);
+    const Random4 random = philox(seed, stepped);
     for (int w = 0; w < 4; ++w) words[4 * i + w] = random.word[w];
   }
 #endif
 }
 
 // Write `dim` values, at most 2^30, to `row`, rounded stochastically to fp16 or bf16 (floats are
-// copied). The arrays must not overlap. `rounding.stochastic` is not read: the caller decides. Seed
-// and step of `rounding`, the linear row id `id` and `tensor`, a RoundedTensor, select the random
-// words.
+// copied). The arrays must not overlap. `rounding.is_stochastic` is not read: the caller decides.
+// Seed and step of `rounding`, the linear row id `row_id` and `tensor`, a RoundedTensor, select the
+// random words.
 template <class To, class From>
 inline void round_row(const From* __restrict values, int64_t dim, const Rounding& rounding,
-                      int64_t id, uint32_t tensor, To* __restrict row) {
+                      int64_t row_id, uint32_t tensor, To* __restrict row) {
   // A local copy: stores to `row` cannot change it, so it stays in registers.
-  const Rounding draw = rounding;
+  const Rounding local_rounding = rounding;
   for (int64_t begin = 0; begin < dim; begin += kBlockWords) {
     uint32_t words[kBlockWords];
     const auto round = [&](int count) {
-      const Counter4 counter = draw.counter(id, static_cast<uint32_t>(begin / 4), tensor);
-      philox_block<Rounding::kBlockWord>(draw.seed, counter, (count + 3) / 4, words);
+      const Counter4 counter =
+          local_rounding.counter(row_id, static_cast<uint32_t>(begin / 4), tensor);
+      philox_block<Rounding::kBlockWord>(local_rounding.seed, counter, (count + 3) / 4, words);
       for (int k = 0; k < count; ++k) {
         row[begin + k] = round_randomly<To>(to_float(values[begin + k]), words[k]);
       }

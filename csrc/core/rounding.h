@@ -21,19 +21,19 @@ enum RoundedTensor : uint32_t { kRoundWeights = 0, kRoundState = 1, kRoundWriteB
 
 // The rounding of the values of one step to 16 bits.
 struct Rounding {
-  uint64_t seed;    // the key of the random words
-  uint32_t step;    // number of the step
-  bool stochastic;  // whether to round at random; else to nearest
+  uint64_t seed;       // the key of the random words
+  uint32_t step;       // number of the step
+  bool is_stochastic;  // whether to round at random; else to nearest
 
   // Round to nearest.
-  EMB_HD Rounding() : seed(0), step(0), stochastic(false) {}
+  EMB_HD Rounding() : seed(0), step(0), is_stochastic(false) {}
   // Take seed and step from a vector `hyper` (Hyper); a negative seed rounds to nearest.
   EMB_HD explicit Rounding(const double* hyper)
       : seed(hyper[Hyper::kSeed] > 0.0 ? static_cast<uint64_t>(hyper[Hyper::kSeed]) : 0),
         step(hyper[Hyper::kStep] > 0.0
                  ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[Hyper::kStep]))
                  : 0),
-        stochastic(hyper[Hyper::kSeed] >= 0.0) {}
+        is_stochastic(hyper[Hyper::kSeed] >= 0.0) {}
 
   // Return the counter of the random words for columns [4 * block, 4 * block + 4), block < 2^28, of
   // the row with linear row id `row`. `tensor` is a RoundedTensor.
@@ -68,9 +68,9 @@ EMB_HD float round_randomly<float>(float x, uint32_t) {
 template <>
 EMB_HD bfloat16 round_randomly<bfloat16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
-  const uint32_t nearest = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
-  const uint32_t random = (magnitude + (word & 0xffffu)) >> 16;
-  uint32_t rounded = random >= 0x7f80u ? nearest : random;
+  const uint32_t nearest_bits = (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16;
+  const uint32_t random_bits = (magnitude + (word & 0xffffu)) >> 16;
+  uint32_t rounded = random_bits >= 0x7f80u ? nearest_bits : random_bits;
   rounded = magnitude >= 0x7f800000u ? 0x7f80u : rounded;
   rounded = magnitude > 0x7f800000u ? 0x7fc0u : rounded;  // NaN
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
@@ -96,31 +96,31 @@ template <>
 EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
   uint32_t rounded = (half_bits_and_13_more(x) + (word & 0x1fffu)) >> 13;
-  const uint32_t largest = magnitude >= 0x477ff000u ? 0x7c00u : 0x7bffu;
-  rounded = rounded < 0x7c00u ? rounded : largest;
+  const uint32_t overflow = magnitude >= 0x477ff000u ? 0x7c00u : 0x7bffu;
+  rounded = rounded < 0x7c00u ? rounded : overflow;
   rounded = magnitude > 0x7f800000u ? 0x7e00u : rounded;  // NaN
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
 }
 
 // Round four numbers as round_randomly does, and pack two to a word, the first in the lower half. T
-// is half16 or bfloat16. Numbers that are too large for
-// an addition and a shift are rare and take a branch, which rounds all four again. The usual case
-// has few instructions, because they bound a fused update of 16-bit rows.
+// is half16 or bfloat16. The usual case has few instructions, because the number of instructions
+// bounds a fused update of 16-bit rows. Numbers that are too large for it are rare: then a branch
+// rounds all four again.
 template <class T>
 EMB_HD void round_four(const float (&x)[4], const Random4& random, uint32_t (&packed)[2]) {
   constexpr bool kIsHalf = std::is_same_v<T, half16>;
-  uint32_t rounded[4], large = 0;
+  uint32_t rounded[4], any_large = 0;
   for (int k = 0; k < 4; ++k) {
     if (kIsHalf) {
       rounded[k] = (half_bits_and_13_more(x[k]) + (random.word[k] & 0x1fffu)) >> 13;
-      large |= rounded[k] >= 0x7c00u;  // infinity in half
+      any_large |= rounded[k] >= 0x7c00u;  // infinity in half
     } else {
       const uint32_t magnitude = float_bits(x[k]) & 0x7fffffffu;
       rounded[k] = (magnitude + (random.word[k] & 0xffffu)) >> 16;
-      large |= magnitude >= 0x7f7f0000u;  // the largest finite number of bfloat16, or above
+      any_large |= magnitude >= 0x7f7f0000u;  // the largest finite number of bfloat16, or above
     }
   }
-  if (large) {
+  if (any_large) {
     for (int k = 0; k < 4; ++k) {
       rounded[k] = round_randomly<T>(x[k], random.word[k]).bits & 0x7fffu;
     }

@@ -3,8 +3,8 @@
 // bytes if the address is aligned, otherwise element by element. A RowSlice keeps the format of
 // memory in registers until it is used, so that several rows in flight need few registers.
 //
-// In this file `valid` is the number of columns from an address to the end of the row: columns
-// from `valid` on are neither read nor written. It may be 0 or negative.
+// In this file `num_valid` is the number of columns from an address to the end of the row: columns
+// from `num_valid` on are neither read nor written. It may be 0 or negative.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ struct RowSlice {
 
   EMB_DEVICE float operator[](int k) const {
     if constexpr (sizeof(T) == 4) {
-      return bits_float(word[k]);
+      return float_from_bits(word[k]);
     } else {
       return to_float(T{static_cast<uint16_t>(word[k / 2] >> (k % 2 * 16))});
     }
@@ -50,12 +50,12 @@ struct RowSlice {
     }
   }
 
-  // Load the first `valid` columns from any address; the others become 0.
-  EMB_DEVICE void load_scalar(const T* address, int valid) {
+  // Load the first `num_valid` columns from any address; the others become 0.
+  EMB_DEVICE void load_scalar(const T* address, int num_valid) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       uint32_t bits = 0;
-      if (k < valid) {
+      if (k < num_valid) {
         if constexpr (sizeof(T) == 4) {
           bits = float_bits(address[k]);
         } else {
@@ -70,13 +70,13 @@ struct RowSlice {
     }
   }
 
-  // Load the columns: with kVector all N from an aligned address, else the first `valid` ones.
+  // Load the columns: with kVector all N from an aligned address, else the first `num_valid` ones.
   template <bool kVector>
-  EMB_DEVICE void load(const T* address, int valid) {
+  EMB_DEVICE void load(const T* address, int num_valid) {
     if constexpr (kVector) {
       load_vector(address);
     } else {
-      load_scalar(address, valid);
+      load_scalar(address, num_valid);
     }
   }
 };
@@ -86,34 +86,35 @@ EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Read the first `valid` of N columns as floats; the others become 0. If all are valid and the
+// Read the first `num_valid` of N columns as floats; the others become 0. If all are valid and the
 // address is aligned, 16 bytes are read at once, or all if N columns have fewer; their size is a
 // power of two. Unlike RowSlice::load it does not use the read-only path, so the same kernel may
 // write the memory.
 template <class T, int N>
-EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
+EMB_DEVICE void read_columns(const T* address, int num_valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
   struct alignas(kBytes < 16 ? kBytes : 16) Block {
     T element[N];
   };
-  if (valid >= N && is_aligned(address, alignof(Block))) {
+  if (num_valid >= N && is_aligned(address, alignof(Block))) {
     const Block block = *reinterpret_cast<const Block*>(address);
 #pragma unroll
     for (int k = 0; k < N; ++k) values[k] = to_float(block.element[k]);
   } else {
 #pragma unroll
-    for (int k = 0; k < N; ++k) values[k] = k < valid ? to_float(address[k]) : 0.0f;
+    for (int k = 0; k < N; ++k) values[k] = k < num_valid ? to_float(address[k]) : 0.0f;
   }
 }
 
-// Write the first `valid` of N columns, rounded to nearest; 16 bytes at once as read_columns does.
+// Write the first `num_valid` of N columns, rounded to nearest; 16 bytes at once as read_columns
+// does.
 template <class T, int N>
-EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
+EMB_DEVICE void write_columns(T* address, int num_valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
   struct alignas(kBytes < 16 ? kBytes : 16) Block {
     T element[N];
   };
-  if (valid >= N && is_aligned(address, alignof(Block))) {
+  if (num_valid >= N && is_aligned(address, alignof(Block))) {
     Block block;
 #pragma unroll
     for (int k = 0; k < N; ++k) block.element[k] = from_float<T>(values[k]);
@@ -121,7 +122,7 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   } else {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      if (k < valid) address[k] = from_float<T>(values[k]);
+      if (k < num_valid) address[k] = from_float<T>(values[k]);
     }
   }
 }
@@ -151,18 +152,18 @@ EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   }
 }
 
-// Write the first `valid` columns of an output row at any address, rounded to nearest. All N go
+// Write the first `num_valid` columns of an output row at any address, rounded to nearest. All N go
 // through stream_vector if the address allows it.
 template <class T, int N>
-EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
+EMB_DEVICE void stream_columns(T* address, int num_valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
-  if (valid >= N && is_aligned(address, kBytes < 16 ? 8 : 16)) {
+  if (num_valid >= N && is_aligned(address, kBytes < 16 ? 8 : 16)) {
     stream_vector(address, values);
     return;
   }
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    if (k < valid) address[k] = from_float<T>(values[k]);
+    if (k < num_valid) address[k] = from_float<T>(values[k]);
   }
 }
 
@@ -170,26 +171,26 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
 // from element `element` of `data` on. The branch is the same for the whole warp, so its cost is
 // not noticeable.
 template <int N>
-EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
+EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int num_valid,
                              float (&values)[N]) {
   if (type == Dtype::kFloat) {
-    read_columns(static_cast<const float*>(data) + element, valid, values);
+    read_columns(static_cast<const float*>(data) + element, num_valid, values);
   } else if (type == Dtype::kHalf) {
-    read_columns(static_cast<const half16*>(data) + element, valid, values);
+    read_columns(static_cast<const half16*>(data) + element, num_valid, values);
   } else {
-    read_columns(static_cast<const bfloat16*>(data) + element, valid, values);
+    read_columns(static_cast<const bfloat16*>(data) + element, num_valid, values);
   }
 }
 
 template <int N>
-EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int valid,
+EMB_DEVICE void write_columns(void* data, Dtype type, int64_t element, int num_valid,
                               const float (&values)[N]) {
   if (type == Dtype::kFloat) {
-    write_columns(static_cast<float*>(data) + element, valid, values);
+    write_columns(static_cast<float*>(data) + element, num_valid, values);
   } else if (type == Dtype::kHalf) {
-    write_columns(static_cast<half16*>(data) + element, valid, values);
+    write_columns(static_cast<half16*>(data) + element, num_valid, values);
   } else {
-    write_columns(static_cast<bfloat16*>(data) + element, valid, values);
+    write_columns(static_cast<bfloat16*>(data) + element, num_valid, values);
   }
 }
 
@@ -205,14 +206,14 @@ EMB_DEVICE void stream_vector(void* data, Dtype type, int64_t element, const flo
 }
 
 template <int N>
-EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int valid,
+EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int num_valid,
                                const float (&values)[N]) {
   if (type == Dtype::kFloat) {
-    stream_columns(static_cast<float*>(data) + element, valid, values);
+    stream_columns(static_cast<float*>(data) + element, num_valid, values);
   } else if (type == Dtype::kHalf) {
-    stream_columns(static_cast<half16*>(data) + element, valid, values);
+    stream_columns(static_cast<half16*>(data) + element, num_valid, values);
   } else {
-    stream_columns(static_cast<bfloat16*>(data) + element, valid, values);
+    stream_columns(static_cast<bfloat16*>(data) + element, num_valid, values);
   }
 }
 
@@ -262,22 +263,22 @@ inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_b
 inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it uses the first
 
 // Add weighted rows from arbitrary addresses to `sum`: the inner loop of forward and backward. Each
-// of the first `steps` lanes of a group holds one row: its offset in elements from the table, or a
-// negative number for no row, and its weight. Every lane adds the columns that it owns of these
-// rows, in the order of the lanes, with kRowsInFlight rows in flight.
+// of the first `num_row_lanes` lanes of a group holds one row: its offset in elements from the
+// table, or a negative number for no row, and its weight. Every lane adds the columns that it owns
+// of these rows, in the order of the lanes, with kRowsInFlight rows in flight.
 //
 // `base` is the address of this lane's first column in a row with offset 0; `lanes` is the number
-// of lanes per group. All 32 lanes of the warp call this with the same `lanes` and `steps`; lanes
-// of a group from `steps` on must have a negative offset and the weight 0.
+// of lanes per group. All 32 lanes of the warp call this with the same `lanes` and `num_row_lanes`;
+// lanes of a group from `num_row_lanes` on must have a negative offset and the weight 0.
 template <class T, int N, bool kVector>
-EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int valid, int lanes,
-                         int steps, float (&sum)[N]) {
-  for (int k = 0; k < steps; k += kRowsInFlight) {
+EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int num_valid, int lanes,
+                         int num_row_lanes, float (&sum)[N]) {
+  for (int k = 0; k < num_row_lanes; k += kRowsInFlight) {
     RowSlice<T, N> slice[kRowsInFlight];
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const int64_t row = __shfl_sync(simt::kFullMask, offset, k + u, lanes);
-      if (row >= 0 && valid > 0) slice[u].template load<kVector>(base + row, valid);
+      if (row >= 0 && num_valid > 0) slice[u].template load<kVector>(base + row, num_valid);
     }
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {

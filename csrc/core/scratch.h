@@ -24,11 +24,11 @@ inline constexpr int64_t kMaxFreeScratchBytes = 0;  // the sanitizer finds acces
 inline constexpr int64_t kMaxFreeScratchBytes = int64_t{16} << 20;
 #endif
 
-// A store of freed blocks, oldest first, of at most `limit` bytes together. It owns the blocks and
-// returns them to the system with std::free. It is not synchronised.
+// A store of freed blocks, oldest first, of at most `max_bytes` bytes together. The store owns the
+// blocks and returns them to the system with std::free. It is not synchronised.
 class FreeBlocks {
  public:
-  explicit FreeBlocks(int64_t limit) : limit_(limit) {}
+  explicit FreeBlocks(int64_t max_bytes) : max_bytes_(max_bytes) {}
   FreeBlocks(const FreeBlocks&) = delete;
   FreeBlocks& operator=(const FreeBlocks&) = delete;
   ~FreeBlocks() {
@@ -41,15 +41,15 @@ class FreeBlocks {
     return blocks;
   }
 
-  // Take the smallest block that fits out of the store, return it, and set `*bytes` to its size. A
-  // block fits if it has at least `*bytes` bytes and at most about four times as many, since larger
-  // blocks are left for larger requests. If none fits, return null and leave `*bytes` unchanged.
+  // Remove the smallest fitting block, return it, and set `*bytes` to its size. A block fits if it
+  // has at least `*bytes` bytes and at most about four times as many; larger blocks are left for
+  // larger requests. If no block fits, return null and leave `*bytes` unchanged.
   void* take(int64_t* bytes) {
     size_t best = blocks_.size();
     for (size_t i = 0; i < blocks_.size(); ++i) {
       const int64_t size = blocks_[i].bytes;
-      const bool fits = size >= *bytes && size / 4 <= *bytes;
-      if (fits && (best == blocks_.size() || size < blocks_[best].bytes)) best = i;
+      const bool is_fitting = size >= *bytes && size / 4 <= *bytes;
+      if (is_fitting && (best == blocks_.size() || size < blocks_[best].bytes)) best = i;
     }
     if (best == blocks_.size()) return nullptr;
     void* data = blocks_[best].data;
@@ -59,11 +59,11 @@ class FreeBlocks {
   }
 
   // Take ownership of a block of `bytes` bytes. Free the oldest blocks until all blocks together
-  // have at most `limit` bytes; a block that is larger than that is freed itself, as is any block
-  // if there is no memory to note it. Deleters call this, so it does not throw.
-  void give(void* data, int64_t bytes) noexcept {
-    if (bytes > limit_) return std::free(data);
-    while (bytes_ + bytes > limit_) {
+  // have at most `max_bytes` bytes. The new block itself is freed if it is larger than that, or if
+  // there is no memory for its entry in the list. Deleters call this, so it does not throw.
+  void give_back(void* data, int64_t bytes) noexcept {
+    if (bytes > max_bytes_) return std::free(data);
+    while (bytes_ + bytes > max_bytes_) {
       std::free(blocks_.front().data);
       remove(0);
     }
@@ -87,18 +87,18 @@ class FreeBlocks {
   }
 
   std::vector<Block> blocks_;
-  const int64_t limit_;
-  int64_t bytes_ = 0;
+  const int64_t max_bytes_;
+  int64_t bytes_ = 0;  // of all blocks
 };
 
-// The deleter of Scratch: gives the block to the store of the thread that releases it, which need
-// not be the thread that allocated it.
+// The deleter of Scratch. It gives the block to the store of the thread that destroys the Scratch,
+// which need not be the thread that allocated the block.
 struct ReturnScratch {
   int64_t bytes = 0;
-  void operator()(void* data) const { FreeBlocks::of_this_thread().give(data, bytes); }
+  void operator()(void* data) const { FreeBlocks::of_this_thread().give_back(data, bytes); }
 };
 
-// Memory that is given to the store of the thread that destroys this object.
+// Scratch memory, owned by this object.
 template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;

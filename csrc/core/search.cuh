@@ -24,12 +24,13 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
     const int step = (high - low + 32) / 33;  // 32 probes divide the range into 33 parts
     // 64 bits: a probe may exceed the largest int before it is compared with `high`.
     const int64_t probe = low + (lane + int64_t{1}) * step;
-    const unsigned at_most_x =
+    const unsigned reached_probes =
         __ballot_sync(simt::kFullMask, probe < high && starts(static_cast<int>(probe)) <= x);
     // The number of probes before the first one whose start is greater than x.
-    const int passed = at_most_x == simt::kFullMask ? 32 : __ffs(static_cast<int>(~at_most_x)) - 1;
-    low += passed * step;
-    if (passed < 32 && high - low > step) high = low + step;
+    const int num_passed =
+        reached_probes == simt::kFullMask ? 32 : __ffs(static_cast<int>(~reached_probes)) - 1;
+    low += num_passed * step;
+    if (num_passed < 32 && high - low > step) high = low + step;
   }
   return low;
 }

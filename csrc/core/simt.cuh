@@ -27,10 +27,10 @@
 #define EMB_GRID_CONSTANT
 #endif
 
-// Kernels must keep to this contract. The emulation ends the launch with a report where a GPU would
-// hang, and where it sees a wrong collective, mask or barrier. Dynamic shared memory that no thread
-// has written has all bits set, NaN as a float. It does not detect a missing barrier, nor a read of
-// static memory that no thread has written (core/simt_host.h):
+// Kernels must keep to the contract below. The emulation (core/simt_host.h) ends the launch with a
+// report where a GPU would hang, and where it sees a wrong collective, mask or barrier. In it,
+// dynamic shared memory that no thread has written has all bits set, NaN as a float. The emulation
+// does not detect a missing barrier, nor a read of static memory that no thread has written.
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
@@ -43,7 +43,7 @@
 //     mask has left the kernel. A shuffle reads only lanes in its mask;
 //   * every thread of the block reaches a barrier, at the same source line: no early return;
 //   * trap(message) ends the launch: with an error on the host, with a device-side trap on a GPU;
-//   * the blocks of a cluster (launcher.cluster) run together. They have simt::cluster_rank,
+//   * the blocks of a cluster (launcher.launch_cluster) run together. They have simt::cluster_rank,
 //     cluster_size and cluster_sync, and address_in_block(address, rank) for the dynamic shared
 //     memory of another block, which is valid between the first and the last cluster_sync of the
 //     kernel. Such a kernel has no static __shared__ memory: the emulation has only one for all
@@ -221,8 +221,8 @@ T* dynamic_shared() {
   return reinterpret_cast<T*>(Machine::get().dynamic_shared());
 }
 
-inline unsigned cluster_rank() { return Machine::get().rank(); }
-inline unsigned cluster_size() { return Machine::get().cluster_size(); }
+inline unsigned cluster_rank() { return Machine::get().block_rank(); }
+inline unsigned cluster_size() { return Machine::get().num_cluster_blocks(); }
 inline void cluster_sync(Where where = Where::current()) { Machine::get().meet_cluster(where); }
 template <class T>
 T* address_in_block(T* address, unsigned rank, Where where = Where::current()) {
@@ -231,12 +231,12 @@ T* address_in_block(T* address, unsigned rank, Where where = Where::current()) {
 
 #endif
 
-// Divide the warp into groups of `width` lanes, a power of two; return the sum over this lane's
+// Divide the warp into groups of `lanes` lanes, a power of two; return the sum over this lane's
 // group, in every lane. All 32 lanes must call this. The additions form a butterfly, so their order
 // is the same in every run.
 template <class T>
-EMB_DEVICE T group_sum(T value, int width) {
-  for (int offset = width / 2; offset > 0; offset /= 2) {
+EMB_DEVICE T group_sum(T value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(kFullMask, value, offset);
   }
   return value;

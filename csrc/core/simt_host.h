@@ -79,14 +79,14 @@ class Machine {
                                std::to_string(cluster) + " of " + std::to_string(grid.x));
     }
     kernel_ = &kernel;
-    block_ = block;
-    block_threads_ = block.volume();
-    block_warps_ = (block_threads_ + 31) / 32;
+    block_dim_ = block;
+    threads_per_block_ = block.volume();
+    warps_per_block_ = (threads_per_block_ + 31) / 32;
     blocks_.resize(cluster);
     set_grid(grid, block);
     const unsigned clusters = grid.volume() / cluster;
     for (unsigned i = 0; i < clusters; ++i) {
-      const unsigned first = (reverse_ ? clusters - 1 - i : i) * cluster;
+      const unsigned first = (is_reversed_ ? clusters - 1 - i : i) * cluster;
       for (unsigned rank = 0; rank < cluster; ++rank) {
         const unsigned b = first + rank;
         Block& next_block = blocks_[rank];
@@ -97,28 +97,30 @@ class Machine {
     }
   }
 
-  // Return the lane of the current thread, and the dynamic shared memory of its block.
-  unsigned lane() const { return current_ % 32; }
-  void* dynamic_shared() { return blocks_[rank()].shared.data(); }
+  // Return the lane of the current thread in its warp, and the dynamic shared memory of its block.
+  unsigned lane() const { return current_thread_ % 32; }
+  void* dynamic_shared() { return blocks_[block_rank()].shared.data(); }
 
   // Return the rank of the current block in its cluster, and the number of blocks of a cluster.
-  unsigned rank() const { return blocks_.size() == 1 ? 0 : current_ / (block_warps_ * 32); }
-  unsigned cluster_size() const { return static_cast<unsigned>(blocks_.size()); }
+  unsigned block_rank() const {
+    return blocks_.size() == 1 ? 0 : current_thread_ / (warps_per_block_ * 32);
+  }
+  unsigned num_cluster_blocks() const { return static_cast<unsigned>(blocks_.size()); }
 
   // Return the address in the dynamic shared memory of block `rank` of the cluster that corresponds
   // to `address` in that of this block.
   void* map_shared(const void* address, unsigned rank, std::source_location where) {
-    if (rank >= cluster_size()) {
+    if (rank >= num_cluster_blocks()) {
       fail_at(where, "address_in_block names block " + std::to_string(rank) + " of a cluster of " +
-                         std::to_string(cluster_size()));
+                         std::to_string(num_cluster_blocks()));
     }
-    const auto& shared = blocks_[this->rank()].shared;
+    const auto& shared = blocks_[block_rank()].shared;
     const auto offset =
         reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared.data());
     if (offset >= shared.size() * sizeof(Chunk)) {
       fail_at(where, "address_in_block of an address outside the dynamic shared memory");
     }
-    if (rank != this->rank() && !cluster_has_met_) {
+    if (rank != block_rank() && !cluster_has_met_) {
       fail_at(where,
               "address_in_block before the first cluster_sync: the other block may not run yet");
     }
@@ -127,21 +129,22 @@ class Machine {
 
   // Wait for all threads of the block.
   void meet_block(std::source_location where) {
-    Thread& self = threads_[current_];
-    const unsigned rank = this->rank();
+    Thread& self = threads_[current_thread_];
+    const unsigned rank = block_rank();
     Block& block = blocks_[rank];
-    if (block.exited > 0) fail_at(where, "__syncthreads after other threads have left the kernel");
-    if (block.at_barrier > 0 && !same(where, block.barrier)) {
-      fail_at(where,
-              "threads meet at different __syncthreads; others wait at " + show(block.barrier));
+    if (block.num_exited > 0)
+      fail_at(where, "__syncthreads after other threads have left the kernel");
+    if (block.num_at_barrier > 0 && !is_same(where, block.barrier)) {
+      fail_at(where, "threads meet at different __syncthreads; others wait at " +
+                         location_text(block.barrier));
     }
     block.barrier = where;
-    self.waits_for = "__syncthreads";
+    self.meeting_name = "__syncthreads";
     self.where = where;
-    if (++block.at_barrier == block_threads_) {
-      block.at_barrier = 0;
-      const unsigned first = rank * block_warps_;
-      for (unsigned w = first; w < first + block_warps_; ++w) runnable_[w] = all_lanes(w);
+    if (++block.num_at_barrier == threads_per_block_) {
+      block.num_at_barrier = 0;
+      const unsigned first = rank * warps_per_block_;
+      for (unsigned w = first; w < first + warps_per_block_; ++w) runnable_lanes_[w] = all_lanes(w);
       return;
     }
     wait();
@@ -149,19 +152,19 @@ class Machine {
 
   // Wait for all threads of the cluster.
   void meet_cluster(std::source_location where) {
-    Thread& self = threads_[current_];
-    if (exited_ > 0) fail_at(where, "cluster_sync after other threads have left the kernel");
-    if (at_cluster_barrier_ > 0 && !same(where, cluster_barrier_)) {
-      fail_at(where,
-              "threads meet at different cluster_syncs; others wait at " + show(cluster_barrier_));
+    Thread& self = threads_[current_thread_];
+    if (num_exited_ > 0) fail_at(where, "cluster_sync after other threads have left the kernel");
+    if (num_at_cluster_barrier_ > 0 && !is_same(where, cluster_barrier_)) {
+      fail_at(where, "threads meet at different cluster_syncs; others wait at " +
+                         location_text(cluster_barrier_));
     }
     cluster_barrier_ = where;
-    self.waits_for = "cluster_sync";
+    self.meeting_name = "cluster_sync";
     self.where = where;
-    if (++at_cluster_barrier_ == block_threads_ * cluster_size()) {
-      at_cluster_barrier_ = 0;
+    if (++num_at_cluster_barrier_ == threads_per_block_ * num_cluster_blocks()) {
+      num_at_cluster_barrier_ = 0;
       cluster_has_met_ = true;
-      for (unsigned w = 0; w < warps(); ++w) runnable_[w] = all_lanes(w);
+      for (unsigned w = 0; w < num_warps(); ++w) runnable_lanes_[w] = all_lanes(w);
       return;
     }
     wait();
@@ -171,66 +174,67 @@ class Machine {
   // `value`. The result is valid until this thread meets others again.
   const WarpValues& meet_warp(const char* name, unsigned mask, uint64_t value,
                               std::source_location where) {
-    Thread& self = threads_[current_];
-    const unsigned warp = current_ / 32, bit = 1u << lane();
+    Thread& self = threads_[current_thread_];
+    const unsigned warp = current_thread_ / 32, bit = 1u << lane();
     if ((mask & bit) == 0)
       fail_at(where, std::string(name) + " by a lane that its mask leaves out");
     if ((mask & ~all_lanes(warp)) != 0) {
       fail_at(where, std::string(name) + " names lanes beyond the end of the block");
     }
-    if ((mask & done_[warp]) != 0) {
+    if ((mask & done_lanes_[warp]) != 0) {
       fail_at(where, std::string(name) + " names lanes that have left the kernel");
     }
-    self.waits_for = name;
+    self.meeting_name = name;
     self.where = where;
     self.mask = mask;
     self.value = value;
-    waiting_[warp] |= bit;
-    if ((waiting_[warp] & mask) == mask) {
+    waiting_lanes_[warp] |= bit;
+    if ((waiting_lanes_[warp] & mask) == mask) {
       complete(warp, mask);
     } else {
       wait();
     }
     Exchange& exchange = exchanges_[warp][self.exchange];
-    exchange.readers &= ~bit;
+    exchange.unread_lanes &= ~bit;
     return exchange.values;
   }
 
-  // Start a copy of `words` words of 4 bytes, or of zeros if not `reads_global`; `from` is not read
-  // then. The copy happens when this thread waits for its group, and never if it does not; until
-  // then all bits of the target are set (NaN).
-  void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool reads_global) {
-    std::fill_n(to, words, 0xffffffffu);
-    Thread& self = threads_[current_];
-    self.copies.push_back({to, from, words, reads_global, self.copy_groups});
+  // Start a copy of `num_words` words of 4 bytes. Without `reads_global`, zeros are copied, and
+  // `from` is not read. The copy is made when this thread waits for the group of the copy; until
+  // then all bits of the target are set (NaN). Without such a wait it is never made.
+  void start_copy(uint32_t* to, const uint32_t* from, unsigned num_words, bool reads_global) {
+    std::fill_n(to, num_words, 0xffffffffu);
+    Thread& self = threads_[current_thread_];
+    self.copies.push_back({to, from, num_words, reads_global, self.num_copy_groups});
   }
 
   // Put the copies that this thread started since its last call into one group.
-  void commit_copies() { ++threads_[current_].copy_groups; }
+  void commit_copies() { ++threads_[current_thread_].num_copy_groups; }
 
   // Complete the committed groups of copies of this thread except the latest `groups_in_flight`.
   void wait_for_copies(unsigned groups_in_flight) {
-    Thread& self = threads_[current_];
+    Thread& self = threads_[current_thread_];
     std::vector<Copy> in_flight;
     for (const Copy& copy : self.copies) {
-      if (copy.group + groups_in_flight >= self.copy_groups) {
+      if (copy.group + groups_in_flight >= self.num_copy_groups) {
         in_flight.push_back(copy);
         continue;
       }
-      for (unsigned i = 0; i < copy.words; ++i) copy.to[i] = copy.reads_global ? copy.from[i] : 0;
+      for (unsigned i = 0; i < copy.num_words; ++i)
+        copy.to[i] = copy.reads_global ? copy.from[i] : 0;
     }
     self.copies.swap(in_flight);
   }
 
   [[noreturn]] void fail_at(std::source_location where, const std::string& message) {
-    stop(show(where) + ": " + message);
+    stop(location_text(where) + ": " + message);
   }
 
   // End the launch from inside a kernel: `run` throws an error with this message.
   [[noreturn]] void stop(const std::string& message) {
-    failure_ =
-        "simt: block (" + block_name() + "), thread " + std::to_string(thread()) + ": " + message;
-    fibers_[current_]->switch_to(main_);
+    failure_message_ = "simt: block (" + block_name() + "), thread " +
+                       std::to_string(thread_in_block()) + ": " + message;
+    fibers_[current_thread_]->switch_to(main_fiber_);
     std::abort();
   }
 
@@ -247,51 +251,52 @@ class Machine {
 
   // A block of the running cluster.
   struct Block {
-    Dim3 index;                           // blockIdx
-    unsigned exited = 0, at_barrier = 0;  // threads that have left the kernel, or wait at `barrier`
-    std::source_location barrier;         // the last __syncthreads that a thread reached
-    std::vector<Chunk> shared;            // dynamic shared memory
+    Dim3 index;                    // blockIdx
+    unsigned num_exited = 0;       // threads that have left the kernel
+    unsigned num_at_barrier = 0;   // threads that wait at `barrier`
+    std::source_location barrier;  // the last __syncthreads that a thread reached
+    std::vector<Chunk> shared;     // dynamic shared memory
   };
 
   // An asynchronous copy that its thread has not waited for.
   struct Copy {
     uint32_t* to;
     const uint32_t* from;
-    unsigned words;     // of 4 bytes
-    bool reads_global;  // else zeros are copied
-    unsigned group;     // number of its group of copies in the thread
+    unsigned num_words;  // of 4 bytes
+    bool reads_global;   // else zeros are copied
+    unsigned group;      // number of its group of copies in the thread
   };
 
   struct Thread {
-    const char* waits_for = nullptr;  // name of the last barrier or collective, null at first
-    std::source_location where;       // its source line
-    unsigned mask = 0;                // its mask, for a collective
-    uint64_t value = 0;               // the value passed to it
-    unsigned exchange = 0;            // the last exchange of its warp that it took part in
-    std::vector<Copy> copies;         // copies to shared memory that it has not waited for
-    unsigned copy_groups = 0;         // closed groups of copies
+    const char* meeting_name = nullptr;  // name of the last barrier or collective, null at first
+    std::source_location where;          // its source line
+    unsigned mask = 0;                   // its mask, for a collective
+    uint64_t value = 0;                  // the value passed to it
+    unsigned exchange = 0;               // the last exchange of its warp that it took part in
+    std::vector<Copy> copies;            // copies to shared memory that it has not waited for
+    unsigned num_copy_groups = 0;        // closed groups of copies
   };
 
   // The values of a completed collective, kept until all its lanes have read them.
   struct Exchange {
     WarpValues values;
-    unsigned readers = 0;  // lanes that have not read them yet, a bit each
+    unsigned unread_lanes = 0;  // lanes that have not read them yet, a bit each
   };
   // The exchanges of a warp. Each of the 32 lanes leaves at most one unread, so one is always free.
   using Exchanges = std::array<Exchange, 33>;
 
   Machine() {
     const char* order = std::getenv("EMBLIB_SIMT_ORDER");
-    reverse_ = order != nullptr && std::string(order) == "reverse";
+    is_reversed_ = order != nullptr && std::string(order) == "reverse";
   }
 
-  static bool same(const std::source_location& a, const std::source_location& b) {
-    return a.line() == b.line() && same(a.file_name(), b.file_name());
+  static bool is_same(const std::source_location& a, const std::source_location& b) {
+    return a.line() == b.line() && is_same(a.file_name(), b.file_name());
   }
 
-  static bool same(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
+  static bool is_same(const char* a, const char* b) { return a == b || std::strcmp(a, b) == 0; }
 
-  static std::string show(const std::source_location& where) {
+  static std::string location_text(const std::source_location& where) {
     const std::string file = where.file_name();
     const size_t slash = file.rfind("csrc/");
     return (slash == std::string::npos ? file : file.substr(slash)) + ":" +
@@ -299,44 +304,45 @@ class Machine {
   }
 
   // Return the number of warps of the cluster.
-  unsigned warps() const { return block_warps_ * cluster_size(); }
+  unsigned num_warps() const { return warps_per_block_ * num_cluster_blocks(); }
   // Return the bit mask of the threads of a warp, which are fewer in the last warp of a block.
   unsigned all_lanes(unsigned warp) const {
-    const unsigned lanes = block_threads_ - warp % block_warps_ * 32;
+    const unsigned lanes = threads_per_block_ - warp % warps_per_block_ * 32;
     return lanes >= 32 ? 0xffffffffu : (1u << lanes) - 1;
   }
   // Return the number of the current thread in its block.
-  unsigned thread() const { return current_ % (block_warps_ * 32); }
+  unsigned thread_in_block() const { return current_thread_ % (warps_per_block_ * 32); }
 
   void run_cluster() {
-    exited_ = at_cluster_barrier_ = 0;
+    num_exited_ = num_at_cluster_barrier_ = 0;
     cluster_has_met_ = false;
-    for (Block& block : blocks_) block.exited = block.at_barrier = 0;
-    if (threads_.size() < warps() * 32) {
-      threads_.resize(warps() * 32);
-      fibers_.resize(warps() * 32);
-      exchanges_.resize(warps());
+    for (Block& block : blocks_) block.num_exited = block.num_at_barrier = 0;
+    if (threads_.size() < num_warps() * 32) {
+      threads_.resize(num_warps() * 32);
+      fibers_.resize(num_warps() * 32);
+      exchanges_.resize(num_warps());
     }
-    for (unsigned w = 0; w < warps(); ++w) {
-      runnable_[w] = all_lanes(w);
-      waiting_[w] = done_[w] = 0;
-      for (Exchange& exchange : exchanges_[w]) exchange.readers = 0;
+    for (unsigned w = 0; w < num_warps(); ++w) {
+      runnable_lanes_[w] = all_lanes(w);
+      waiting_lanes_[w] = done_lanes_[w] = 0;
+      for (Exchange& exchange : exchanges_[w]) exchange.unread_lanes = 0;
     }
-    for (unsigned t = 0; t < warps() * 32; ++t) {
+    for (unsigned t = 0; t < num_warps() * 32; ++t) {
       threads_[t].copies.clear();
-      threads_[t].copy_groups = 0;
+      threads_[t].num_copy_groups = 0;
       if (fibers_[t] == nullptr) {
         auto fiber = std::make_unique<Fiber>();
         fiber->start(&Machine::fiber_main);
         fibers_[t] = std::move(fiber);
       }
     }
-    current_ = reverse_ ? warps() * 32 - 1 : 0;  // `next` begins with the current warp
-    enter(main_, next());
-    if (!failure_.empty()) {
+    // next_thread begins with the warp of the current thread.
+    current_thread_ = is_reversed_ ? num_warps() * 32 - 1 : 0;
+    enter(main_fiber_, next_thread());
+    if (!failure_message_.empty()) {
       // The other fibers stopped in the middle of the kernel: restart their stacks.
-      const std::string message = failure_;
-      failure_.clear();
+      const std::string message = failure_message_;
+      failure_message_.clear();
       for (auto& fiber : fibers_) {
         if (fiber != nullptr) fiber->start(&Machine::fiber_main);
       }
@@ -346,7 +352,7 @@ class Machine {
 
   static void fiber_main() {
     Machine& machine = get();
-    machine.fibers_[machine.current_]->arrive();
+    machine.fibers_[machine.current_thread_]->finish_switch();
     for (;;) {
       (*machine.kernel_)();
       machine.leave();
@@ -355,48 +361,48 @@ class Machine {
 
   // Handle the return of the current thread from the kernel.
   void leave() {
-    const unsigned self = current_, warp = self / 32;
-    Block& block = blocks_[rank()];
-    if (block.at_barrier > 0) {
+    const unsigned self = current_thread_, warp = self / 32;
+    Block& block = blocks_[block_rank()];
+    if (block.num_at_barrier > 0) {
       stop("a thread leaves the kernel while others wait at the __syncthreads of " +
-           show(block.barrier));
+           location_text(block.barrier));
     }
-    if (at_cluster_barrier_ > 0) {
+    if (num_at_cluster_barrier_ > 0) {
       stop("a thread leaves the kernel while others wait at the cluster_sync of " +
-           show(cluster_barrier_));
+           location_text(cluster_barrier_));
     }
-    runnable_[warp] &= ~(1u << lane());
-    done_[warp] |= 1u << lane();
-    if (++block.exited == block_threads_)
+    runnable_lanes_[warp] &= ~(1u << lane());
+    done_lanes_[warp] |= 1u << lane();
+    if (++block.num_exited == threads_per_block_)
       std::fill(block.shared.begin(), block.shared.end(), kUnwritten);
-    if (++exited_ == block_threads_ * cluster_size()) {
-      fibers_[self]->switch_to(main_);
+    if (++num_exited_ == threads_per_block_ * num_cluster_blocks()) {
+      fibers_[self]->switch_to(main_fiber_);
     } else {
-      enter(*fibers_[self], next());
+      enter(*fibers_[self], next_thread());
     }
   }
 
   // Suspend the current thread until another one makes it runnable.
   void wait() {
-    runnable_[current_ / 32] &= ~(1u << lane());
-    enter(*fibers_[current_], next());
+    runnable_lanes_[current_thread_ / 32] &= ~(1u << lane());
+    enter(*fibers_[current_thread_], next_thread());
   }
 
   // Switch from fiber `from` to a thread.
   void enter(Fiber& from, unsigned thread) {
-    current_ = thread;
+    current_thread_ = thread;
     set_thread();
     from.switch_to(*fibers_[thread]);
   }
 
   // Return the next thread to run. Lanes of the current warp come first, because a collective may
   // wait for them.
-  unsigned next() {
-    const unsigned first = current_ / 32;
-    for (unsigned i = 0; i < warps(); ++i) {
-      const unsigned warp = (first + (reverse_ ? warps() - i : i)) % warps();
-      if (const unsigned lanes = runnable_[warp]; lanes != 0) {
-        const int lane = reverse_ ? 31 - std::countl_zero(lanes) : std::countr_zero(lanes);
+  unsigned next_thread() {
+    const unsigned first = current_thread_ / 32;
+    for (unsigned i = 0; i < num_warps(); ++i) {
+      const unsigned warp = (first + (is_reversed_ ? num_warps() - i : i)) % num_warps();
+      if (const unsigned lanes = runnable_lanes_[warp]; lanes != 0) {
+        const int lane = is_reversed_ ? 31 - std::countl_zero(lanes) : std::countr_zero(lanes);
         return warp * 32 + static_cast<unsigned>(lane);
       }
     }
@@ -406,35 +412,35 @@ class Machine {
   // Complete a collective when the last lane of its mask has arrived: store the values of these
   // lanes in an exchange that no lane has yet to read, and make the lanes runnable.
   void complete(unsigned warp, unsigned mask) {
-    unsigned free = 0;
-    while (exchanges_[warp][free].readers != 0) ++free;
-    Exchange& exchange = exchanges_[warp][free];
-    const Thread& self = threads_[current_];
+    unsigned free_index = 0;
+    while (exchanges_[warp][free_index].unread_lanes != 0) ++free_index;
+    Exchange& exchange = exchanges_[warp][free_index];
+    const Thread& self = threads_[current_thread_];
     for (unsigned i = 0; i < 32; ++i) {
       if ((mask >> i & 1u) == 0) continue;
       Thread& other = threads_[warp * 32 + i];
-      if (other.mask != mask || !same(other.waits_for, self.waits_for) ||
-          !same(other.where, self.where)) {
-        fail_at(self.where, std::string(self.waits_for) + " meets lane " + std::to_string(i) +
+      if (other.mask != mask || !is_same(other.meeting_name, self.meeting_name) ||
+          !is_same(other.where, self.where)) {
+        fail_at(self.where, std::string(self.meeting_name) + " meets lane " + std::to_string(i) +
                                 " in another collective:" + waiting_report());
       }
       exchange.values.word[i] = other.value;
-      other.exchange = free;
+      other.exchange = free_index;
     }
-    exchange.readers = mask;
-    waiting_[warp] &= ~mask;
-    runnable_[warp] |= mask;
+    exchange.unread_lanes = mask;
+    waiting_lanes_[warp] &= ~mask;
+    runnable_lanes_[warp] |= mask;
   }
 
   // Return a text that states where threads wait, and how many.
   std::string waiting_report() const {
     std::map<std::string, unsigned> groups;
-    for (unsigned t = 0; t < warps() * 32; ++t) {
-      if ((done_[t / 32] >> (t % 32) & 1u) || threads_[t].waits_for == nullptr) continue;
-      const bool in_warp = (waiting_[t / 32] >> (t % 32) & 1u) != 0;
-      if (!in_warp && (runnable_[t / 32] >> (t % 32) & 1u)) continue;
-      ++groups["warp " + std::to_string(t / 32) + " in " + threads_[t].waits_for + " at " +
-               show(threads_[t].where)];
+    for (unsigned t = 0; t < num_warps() * 32; ++t) {
+      if ((done_lanes_[t / 32] >> (t % 32) & 1u) || threads_[t].meeting_name == nullptr) continue;
+      const bool is_in_collective = (waiting_lanes_[t / 32] >> (t % 32) & 1u) != 0;
+      if (!is_in_collective && (runnable_lanes_[t / 32] >> (t % 32) & 1u)) continue;
+      ++groups["warp " + std::to_string(t / 32) + " in " + threads_[t].meeting_name + " at " +
+               location_text(threads_[t].where)];
     }
     std::string report;
     for (const auto& [where, count] : groups) {
@@ -444,7 +450,7 @@ class Machine {
   }
 
   std::string block_name() const {
-    const Dim3& index = blocks_[rank()].index;
+    const Dim3& index = blocks_[block_rank()].index;
     return std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
            std::to_string(index.z);
   }
@@ -453,21 +459,22 @@ class Machine {
   void set_grid(Dim3 grid, Dim3 block);
 
   const std::function<void()>* kernel_ = nullptr;
-  Dim3 block_;
+  Dim3 block_dim_;
   std::vector<Thread> threads_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Exchanges> exchanges_;  // exchanges of each warp
   std::vector<Block> blocks_;         // blocks of the cluster that runs
-  Fiber main_;
-  std::string failure_;
+  Fiber main_fiber_;
+  std::string failure_message_;
   std::source_location cluster_barrier_;
-  unsigned current_ = 0;                          // the running thread, numbered in the cluster
-  unsigned block_threads_ = 0, block_warps_ = 0;  // threads and warps per block
-  unsigned exited_ = 0, at_cluster_barrier_ = 0;  // threads of the cluster
-  bool cluster_has_met_ = false;                  // at a first cluster_sync
+  unsigned current_thread_ = 0;  // the running thread, numbered in the cluster
+  unsigned threads_per_block_ = 0, warps_per_block_ = 0;
+  unsigned num_exited_ = 0, num_at_cluster_barrier_ = 0;  // threads of the cluster
+  bool cluster_has_met_ = false;                          // at a first cluster_sync
   // The lanes of each warp that can run, wait at a collective, or have left the kernel.
-  unsigned runnable_[kMaxWarps] = {}, waiting_[kMaxWarps] = {}, done_[kMaxWarps] = {};
-  bool reverse_ = false;
+  unsigned runnable_lanes_[kMaxWarps] = {};
+  unsigned waiting_lanes_[kMaxWarps] = {}, done_lanes_[kMaxWarps] = {};
+  bool is_reversed_ = false;
 };
 
 // End the launch from inside a kernel with an error.
@@ -492,12 +499,13 @@ namespace emb::simt {
 using Where = std::source_location;
 
 inline void Machine::set_thread() {
-  blockIdx = blocks_[rank()].index;
-  const unsigned thread = this->thread();
-  if (thread < block_.x) {
+  blockIdx = blocks_[block_rank()].index;
+  const unsigned thread = thread_in_block();
+  if (thread < block_dim_.x) {
     threadIdx = {thread, 0, 0};
   } else {
-    threadIdx = {thread % block_.x, thread / block_.x % block_.y, thread / block_.x / block_.y};
+    threadIdx = {thread % block_dim_.x, thread / block_dim_.x % block_dim_.y,
+                 thread / block_dim_.x / block_dim_.y};
   }
 }
 
@@ -561,16 +569,16 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
 
 // Starts kernels on the emulated machine. It has all functions of CudaLauncher except `stream`. A
 // launch returns when the kernel has run. Throws std::runtime_error as Machine::run does. Pointers
-// are addresses of the host. `cluster` runs one cluster of `blocks` blocks.
+// are addresses of the host. `launch_cluster` runs one cluster of `blocks` blocks.
 struct HostLauncher {
-  unsigned max_cluster_size = 8;  // 1 for a device without clusters
+  unsigned device_max_cluster_blocks = 8;  // 1 for a device without clusters
 
   // Return a small number, so that grid-stride loops iterate more than once.
   int64_t blocks(int) const { return 3; }
 
   template <class Kernel>
-  unsigned max_cluster(Kernel*) const {
-    return max_cluster_size;
+  unsigned max_cluster_blocks(Kernel*) const {
+    return device_max_cluster_blocks;
   }
 
   template <class... Parameters, class... Arguments>
@@ -579,15 +587,15 @@ struct HostLauncher {
     Machine::get().run(grid, block, 0, [&] { kernel(arguments...); });
   }
   template <class... Parameters, class... Arguments>
-  void with_shared(void (*kernel)(Parameters...), Dim3 grid, Dim3 block, size_t shared_bytes,
-                   const Arguments&... arguments) const {
+  void launch_with_shared(void (*kernel)(Parameters...), Dim3 grid, Dim3 block, size_t shared_bytes,
+                          const Arguments&... arguments) const {
     Machine::get().run(grid, block, shared_bytes, [&] { kernel(arguments...); });
   }
   void zero(void* data, size_t bytes) const { std::memset(data, 0, bytes); }
 
   template <class... Parameters, class... Arguments>
-  void cluster(void (*kernel)(Parameters...), unsigned blocks, Dim3 block, size_t shared_bytes,
-               const Arguments&... arguments) const {
+  void launch_cluster(void (*kernel)(Parameters...), unsigned blocks, Dim3 block,
+                      size_t shared_bytes, const Arguments&... arguments) const {
     Machine::get().run(blocks, block, shared_bytes, [&] { kernel(arguments...); }, blocks);
   }
 };

@@ -158,8 +158,8 @@ template <class To, class From>
 EMB_HD void convert_row(const From* __restrict from, int64_t count, To* __restrict to) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  const int rest = static_cast<int>(count - i);
-  if (rest > 0) store_first(to + i, load_first(from + i, rest), rest);
+  const int num_remaining = static_cast<int>(count - i);
+  if (num_remaining > 0) store_first(to + i, load_first(from + i, num_remaining), num_remaining);
 }
 
 // Convert `dim` elements of `data`, from element number `element` on, to the floats `out`. `type`

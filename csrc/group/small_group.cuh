@@ -36,15 +36,15 @@ struct SmallGroupPlan {
   unsigned blocks = 0;       // blocks of the cluster
 };
 
-// Return the plan for n keys and clusters of up to `max_cluster` blocks, a power of two. Of plans
-// with equal capacities, more blocks with fewer items per thread were faster on an H100; the
+// Return the plan for n keys and clusters of up to `max_cluster_blocks` blocks, a power of two. Of
+// plans with equal capacities, more blocks with fewer items per thread were faster on an H100; the
 // figures are not recorded.
-inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
+inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster_blocks) {
   const auto size =
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
   const unsigned threads = std::clamp(size, static_cast<unsigned>(kDigits), kSmallGroupThreads);
   const unsigned parts = std::max(size / threads, 1u);  // blocks with one item per thread
-  const unsigned blocks = std::min({parts, max_cluster, kMaxClusterBlocks});
+  const unsigned blocks = std::min({parts, max_cluster_blocks, kMaxClusterBlocks});
   const unsigned items = parts / blocks;
   if (n > kMaxSmallGroup || items > kMaxThreadItems) return {};
   return {static_cast<int>(items), threads, blocks};
@@ -448,7 +448,7 @@ SmallGroupKernel<Source> find_small_group_kernel(int items_per_thread) {
 // Return the maximum number of blocks in a cluster of the kernels for `Source`.
 template <class Source, class Launcher>
 unsigned max_small_cluster(const Launcher& launcher) {
-  return launcher.max_cluster(small_group_kernel<Source, 1>);
+  return launcher.max_cluster_blocks(small_group_kernel<Source, 1>);
 }
 
 // Group the keys of `source`. `plan` must be plan_small_group(args.n, ...) and not {}. A source
@@ -458,9 +458,9 @@ template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {
   args.size_bits = static_cast<unsigned>(std::countr_zero(plan.threads * plan.items_per_thread));
-  launcher.cluster(find_small_group_kernel<Source>(plan.items_per_thread), plan.blocks,
-                   plan.threads, SmallGroupMemory::bytes(plan.threads, plan.items_per_thread),
-                   source, args);
+  launcher.launch_cluster(
+      find_small_group_kernel<Source>(plan.items_per_thread), plan.blocks, plan.threads,
+      SmallGroupMemory::bytes(plan.threads, plan.items_per_thread), source, args);
 }
 
 }  // namespace emb::cuda

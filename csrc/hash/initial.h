@@ -137,7 +137,7 @@ using InitialFn = void (*)(const InitialRow& row, const InitialRule& rule);
 
 // The CPU kernels for one instruction set.
 struct InitialTable {
-  InitialFn at[kDtypes];  // by Dtype of the row buffer
+  InitialFn at[kNumDtypes];  // by Dtype of the row buffer
 };
 
 }  // namespace emb

@@ -76,7 +76,7 @@ std::vector<RowBytes> InitialRows::rows_of(int64_t table) const {
   std::vector<RowBytes> rows;
   for (int64_t p = 0; p < num_buffers; ++p) {
     const InitialLayout& x = layout_[table * num_buffers + p];
-    const int64_t size = size_of(buffers_[p].type);
+    const int64_t size = element_bytes(buffers_[p].type);
     rows.push_back({buffers_[p].data + x.offset * size, x.dim * size, x.stride * size, x.rows,
                     alignment_of(static_cast<uintptr_t>(size))});
   }
@@ -92,7 +92,7 @@ void InitialRows::write(const int64_t* ids, const int64_t* first_positions, cons
     const InitialLayout& x = layout_[p];
     if (slots[i] < 0 || slots[i] >= x.rows) return nullptr;
     const Buffer& buffer = buffers_[p % num_buffers];
-    return buffer.data + (x.offset + slots[i] * x.stride) * size_of(buffer.type);
+    return buffer.data + (x.offset + slots[i] * x.stride) * element_bytes(buffer.type);
   };
   const auto write_row = [&](int64_t p, int64_t i) {
     char* const row = row_of(p, i);
@@ -105,7 +105,8 @@ void InitialRows::write(const int64_t* ids, const int64_t* first_positions, cons
   // The slots of new keys are in no order, so the lines of each row are prefetched.
   const auto prefetch = [&](int64_t p, int64_t i) {
     const char* const row = row_of(p, i);
-    if (row != nullptr) prefetch_row(row, layout_[p].dim * size_of(buffers_[p % num_buffers].type));
+    if (row != nullptr)
+      prefetch_row(row, layout_[p].dim * element_bytes(buffers_[p % num_buffers].type));
   };
   for (int64_t t = 0; t < num_tables_; ++t) {
     int64_t elements = 1;

@@ -23,9 +23,9 @@ struct TierMemory {
 
   // Return whether weights and element-wise states start at a multiple of `columns` elements.
   EMB_HD bool is_aligned(int columns) const {
-    bool result = is_multiple(weights, columns * size_of(weight_type));
+    bool result = is_multiple(weights, columns * element_bytes(weight_type));
     for (int s = 0; s < kMaxElementStates; ++s)
-      result = result && is_multiple(element_states[s], columns * size_of(state_types[s]));
+      result = result && is_multiple(element_states[s], columns * element_bytes(state_types[s]));
     return result;
   }
 

@@ -268,7 +268,7 @@ struct ColumnLocation {
 // the random numbers (RoundedTensor). Changes `values`.
 EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& location,
                               uint32_t tensor, void* data, Dtype type, float (&values)[kColumns]) {
-  if (rounding.stochastic && type != Dtype::kFloat) {
+  if (rounding.is_stochastic && type != Dtype::kFloat) {
     // Rounded first: rounding the result to nearest then changes nothing.
     const Random4 random =
         rounding.words(location.row, static_cast<uint32_t>(location.column) / kColumns, tensor);

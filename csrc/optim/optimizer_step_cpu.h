@@ -119,7 +119,7 @@ EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row
                                          int64_t element, const Rounding& rounding, int64_t id,
                                          uint32_t tensor) {
   const auto store_as = [&](auto* row) {
-    if (rounding.stochastic) {
+    if (rounding.is_stochastic) {
       round_row(values, dim, rounding, id, tensor, row + element);
     } else {
       convert_row(values, dim, row + element);

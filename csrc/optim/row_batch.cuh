@@ -70,7 +70,7 @@ EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   const auto* packs = reinterpret_cast<const Pack*>(address);
   const Pack pack = kReadOnly ? simt::load(packs) : *packs;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
+  for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = float_from_bits(pack.word[i]);
 }
 
 // Load the four columns one by one, `step` columns apart; columns beyond the row load as 0.
@@ -88,7 +88,8 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 #pragma unroll
   for (int i = 0; i < kColumns * static_cast<int>(sizeof(T)) / 4; ++i) {
-    x[i] = bits_float(sizeof(T) == 4 ? bits[i] : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
+    x[i] = float_from_bits(sizeof(T) == 4 ? bits[i]
+                                          : bits[(2 * i) % 4] | (bits[(2 * i + 1) % 4] << 16));
   }
 }
 

@@ -94,7 +94,7 @@ EMB_HD uint32_t float8_bits(float x, int format) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   // Below the smallest normal number, 2^(1 - bias), round to a multiple of the smallest subnormal.
   if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {
-    const float steps = bits_float(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
+    const float steps = float_from_bits(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
     return sign | static_cast<uint32_t>(rintf(steps));
   }
   const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1u);
@@ -164,7 +164,7 @@ using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last
 
 // The CPU kernels of `quantize_rows_`.
 struct QuantizeTable {
-  QuantizeFn kernels[kNumRowFormats][kDtypes];  // [format_index][dtype of `rows`]
+  QuantizeFn kernels[kNumRowFormats][kNumDtypes];  // [format_index][dtype of `rows`]
 };
 
 // The arguments of the CPU kernels of `quant_lookup`, which pool a range of bags of one feature.
@@ -184,7 +184,8 @@ using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_
 
 // The CPU kernels of `quant_lookup`.
 struct QuantLookupTable {
-  QuantLookupFn kernels[kNumRowFormats][kDtypes][2];  // [format_index][output dtype][int64 indices]
+  QuantLookupFn kernels[kNumRowFormats][kNumDtypes]
+                       [2];  // [format_index][output dtype][int64 indices]
 };
 
 }  // namespace emb

@@ -230,19 +230,19 @@ struct PackedSlice {
   EMB_DEVICE float operator[](int k) const {
     const int bit = k % kQuad * kBits % 32;
     const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
-    if constexpr (kFormat == kFp32) return bits_float(word);
+    if constexpr (kFormat == kFp32) return float_from_bits(word);
     if constexpr (kFormat == kFp16) return to_float(half16{static_cast<uint16_t>(word >> bit)});
     if constexpr (kFormat == kBf16) return to_float(bfloat16{static_cast<uint16_t>(word >> bit)});
     if constexpr (!is_integer(kFormat)) {
       const uint32_t magnitude = (word >> bit & 0x7fu) << (23 - mantissa_of(kFormat));
-      const float value = bits_float(magnitude) * float8_power(kFormat);
-      return bits_float(float_bits(value) | (word >> bit & 0x80u) << 24);
+      const float value = float_from_bits(magnitude) * float8_power(kFormat);
+      return float_from_bits(float_bits(value) | (word >> bit & 0x80u) << 24);
     }
     const int bit_of_half = bit % 16;
     const uint32_t half = bit < 16 ? word : word >> 16;
     const uint32_t power = static_cast<uint32_t>(127 + 23 - bit_of_half) << 23;
     const uint32_t mask = ((1u << (kBits & 15)) - 1) << bit_of_half;
-    return bits_float(simt::mask_and_set(half, mask, power)) - bits_float(power);
+    return float_from_bits(simt::mask_and_set(half, mask, power)) - float_from_bits(power);
   }
 };
 
@@ -512,7 +512,7 @@ inline constexpr int kQuantWaves = 8;
 // Look up the features whose rows are of this format.
 template <int kFormat, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
-  const int64_t width = mean_width(args);
+  const int64_t width = mean_output_columns(args);
   const int lanes_of_row = lanes_for(width, kQuantColumns);
   const int lanes = lanes_of_row < kMinQuantLanes ? kMinQuantLanes : lanes_of_row;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);

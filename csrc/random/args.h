@@ -31,7 +31,7 @@ using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last
 
 // The CPU kernels for one instruction set.
 struct UniformTable {
-  UniformFn kernels[kDtypes];  // [dtype of the tensor]
+  UniformFn kernels[kNumDtypes];  // [dtype of the tensor]
 };
 
 }  // namespace emb

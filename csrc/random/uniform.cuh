@@ -20,7 +20,8 @@ __global__ void fill_uniform_kernel(UniformArgs fill) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       if (4 * i + w < fill.numel) {
-        static_cast<T*>(fill.out)[4 * i + w] = from_float<T>(fill.value(unit(random.word[w])));
+        static_cast<T*>(fill.out)[4 * i + w] =
+            from_float<T>(fill.value(unit_float(random.word[w])));
       }
     }
   }

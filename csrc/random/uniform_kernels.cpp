@@ -20,7 +20,7 @@ void fill(const UniformArgs& args, int64_t first_block, int64_t last_block) {
     const int64_t begin = block * kUniformBlock;
     const int64_t end = begin + kUniformBlock < args.numel ? begin + kUniformBlock : args.numel;
     for (int64_t i = begin; i < end; ++i) {
-      out[i] = from_float<T>(args.value(unit(words[i - begin])));
+      out[i] = from_float<T>(args.value(unit_float(words[i - begin])));
     }
   }
 }

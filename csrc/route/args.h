@@ -178,8 +178,8 @@ using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int
 
 // The CPU kernels of `combine` and `combine_backward`.
 struct CombineTable {
-  CombineFn combine[kDtypes][kDtypes];           // [dtype of in][dtype of out]
-  CombineFn combine_backward[kDtypes][kDtypes];  // [dtype of in][dtype of out]
+  CombineFn combine[kNumDtypes][kNumDtypes];           // [dtype of in][dtype of out]
+  CombineFn combine_backward[kNumDtypes][kNumDtypes];  // [dtype of in][dtype of out]
 };
 
 }  // namespace emb

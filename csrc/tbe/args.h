@@ -49,9 +49,9 @@ using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag
 
 // The CPU kernels of the forward.
 struct LookupTable {
-  LookupFn kernels[2][kDtypes][kDtypes]
-                  [2];      // [cached][weights dtype][output dtype][indices are int64]
-  LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
+  LookupFn kernels[2][kNumDtypes][kNumDtypes]
+                  [2];         // [cached][weights dtype][output dtype][indices are int64]
+  LookupFn mixed[kNumDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
 // The arguments of the gradient of the sample weights, for a range of bags of one feature.
@@ -68,8 +68,8 @@ using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int6
 
 // The CPU kernels of the gradient of the sample weights.
 struct SampleWeightTable {
-  SampleWeightFn kernels[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
-  SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
+  SampleWeightFn kernels[2][kNumDtypes][kNumDtypes];  // [cached][weights dtype][gradient dtype]
+  SampleWeightFn mixed[kNumDtypes];  // [gradient dtype], if the cache and the table differ in dtype
 };
 
 // Backward: sum the gradients of each unique row, and update it. A *group* is the lookups of one
@@ -96,7 +96,7 @@ struct GradArgs {
   bool is_unpooled;             // no pooling: row i of `grad` belongs to lookup i
   bool prefetches_grads;        // prefetch gradients: `grad` is too large for the caches
 
-  EMB_HD int64_t element_size() const { return size_of(type); }
+  EMB_HD int64_t element_size() const { return element_bytes(type); }
 };
 
 // The groups longer than kChunkLookups. The chunk sums of groups[i] are rows [first_chunks[i],
@@ -148,7 +148,7 @@ using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t wide
 
 // The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
-  SumFn sum[kDtypes];  // [gradient dtype]
+  SumFn sum[kNumDtypes];  // [gradient dtype]
   // Return the kernel of an optimizer, null if there is none of that number. `update` locates every
   // row by its first lookup; `update_tables`, which is faster, by args.tables.
   UpdateFn (*update)(int optimizer);

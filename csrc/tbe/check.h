@@ -173,8 +173,8 @@ struct LookupInputs {
   // weights.
   TableRows rows_of(const Feature& feature) const {
     const auto* table = static_cast<const char*>(weights.data[feature.tier]);
-    TableRows rows{table + feature.weight_offset * size_of(weights.type), feature.rows, feature.dim,
-                   index_array(indices)};
+    TableRows rows{table + feature.weight_offset * element_bytes(weights.type), feature.rows,
+                   feature.dim, index_array(indices)};
     if (!slots || feature.cache_stride == 0) return rows;
     rows.num_slots = weights.elements[kCacheTier] / feature.cache_stride;
     if (rows.num_slots == 0) return rows;

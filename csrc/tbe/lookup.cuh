@@ -60,7 +60,7 @@ struct DeviceLookupArgs {
 // addressed by its distance; mixed_lookup_kernel reads the rows of a cache of another dtype.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       DeviceLookupArgs* args) {
-  const int64_t size = size_of(args->weight_type);
+  const int64_t size = element_bytes(args->weight_type);
   const bool one_dtype = args->cache_type == args->weight_type;
   uintptr_t lowest = 0;
   for (int tier = 0; tier < kTiers; ++tier) {
@@ -458,7 +458,7 @@ struct MixedSlice {
   }
 
   EMB_DEVICE float operator[](int k) const {
-    if (type == Dtype::kFloat) return bits_float(word[k]);
+    if (type == Dtype::kFloat) return float_from_bits(word[k]);
     const auto bits = static_cast<uint16_t>(word[k / 2] >> ((k % 2) * 16));
     return type == Dtype::kHalf ? to_float(half16{bits}) : to_float(bfloat16{bits});
   }
@@ -472,17 +472,17 @@ EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& fe
   if (row < 0 || row >= feature.rows) return 0;
   const RowLocation location = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
   if (location.tier == kCacheTier) {
-    const int64_t bytes = location.element * size_of(args.cache_type);
+    const int64_t bytes = location.element * element_bytes(args.cache_type);
     return (reinterpret_cast<int64_t>(args.cache) + bytes) | 1;
   }
   const int64_t element = args.distance[location.tier] + location.element;
-  return reinterpret_cast<int64_t>(args.weights) + element * size_of(args.weight_type);
+  return reinterpret_cast<int64_t>(args.weights) + element * element_bytes(args.weight_type);
 }
 
 // Return whether a row of `dim` columns at `address`, a result of mixed_address, can be read in
 // whole vectors.
 EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t address) {
-  const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
+  const int64_t size = element_bytes((address & 1) != 0 ? args.cache_type : args.weight_type);
   // Bits that are 0 in a multiple of a vector's size; bit 0 is the mark of the cache.
   const int64_t low_bits = (kMixedColumns * size - 1) & ~int64_t{1};
   return address == 0 || (dim % kMixedColumns == 0 && (address & low_bits) == 0);
@@ -576,7 +576,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
-  const int lanes = lanes_for(mean_width(args), kMixedColumns);
+  const int lanes = lanes_for(mean_output_columns(args), kMixedColumns);
   launcher(mixed_lookup_kernel,
            blocks_for(items, kLookupThreads / lanes,
                       launcher.blocks(kLookupWaves * kResidentBlocksPerSm)),
@@ -590,7 +590,7 @@ void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args)
 template <class W, class Launcher>
 void launch_lookup_kernel(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
-  const int64_t mean_dim = mean_width(args);
+  const int64_t mean_dim = mean_output_columns(args);
   const int lanes = lanes_for(mean_dim, N), groups = kWarpLanes / lanes;
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto launch = [&](auto kernel, int64_t items, int items_of_warp, int threads) {

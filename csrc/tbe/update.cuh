@@ -105,7 +105,7 @@ struct RowTile {
 
 // Return whether gradients that start at a multiple of kColumns can be read in vectors.
 EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
-  return is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type)));
+  return is_aligned(args.grad, kColumns * static_cast<int>(element_bytes(args.grad_type)));
 }
 
 // A row of a tile, in shared memory: a batch needs it for a few instructions, while registers would
@@ -531,7 +531,7 @@ struct TileUpdate {
       });
       batch.store(Selection{}, optimizer, tier,
                   [&](uint32_t tensor, void* data, Dtype type, const Slices<kSlices>& x) {
-                    if (step.rounding.stochastic && type != Dtype::kFloat) {
+                    if (step.rounding.is_stochastic && type != Dtype::kFloat) {
                       store_randomly(holders, base, tensor, data, type, x);
                     } else {
                       store_slices<kSlices>(layout, data, type, location_of, x);

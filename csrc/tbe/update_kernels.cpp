@@ -144,7 +144,7 @@ EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
 template <class Opt>
 EMB_HD void prefetch_target(const RowUpdate& target) {
   const auto prefetch_tensor = [&](const void* data, Dtype type) {
-    const int64_t size = size_of(type);
+    const int64_t size = element_bytes(type);
     prefetch_row<true>(static_cast<const char*>(data) + target.location.element * size,
                        target.dim * size);
   };
@@ -319,7 +319,7 @@ struct TableUpdate {
   EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
   // Return the cache lines of a row that begins with a line.
   EMB_HD int64_t lines_of(Dtype type) const {
-    return (dim() * size_of(type) + kCacheLineBytes - 1) / kCacheLineBytes;
+    return (dim() * element_bytes(type) + kCacheLineBytes - 1) / kCacheLineBytes;
   }
 
   // Return the linear row id of a group; one outside the table, which tbe_group never makes, counts
@@ -349,7 +349,7 @@ struct TableUpdate {
     if (group >= end) return;
     const int64_t row = row_of(group), element = table.element_base + row * dim();
     const auto prefetch_tensor = [&](const void* data, Dtype type) {
-      const int64_t size = kNarrow ? size_of(type) : 4;
+      const int64_t size = kNarrow ? element_bytes(type) : 4;
       prefetch_row<true>(static_cast<const char*>(data) + element * size, dim() * size);
     };
     prefetch_tensor(tier.weights, tier.weight_type);

@@ -179,18 +179,18 @@ class TtArrays {
   // Copy the arrays to `words`, device memory for max_words, and do what `begin` says: fill
   // gradients with zeros, count the step of an update. The other functions need these addresses.
   template <class Launcher>
-  void upload(const Launcher& launcher, uint64_t* words, BeginStep begin = {}) {
+  void upload(const Launcher& launcher, uint64_t* words, StepStart begin = {}) {
     Upload upload;
     const int64_t rows = upload.add(rows_), pairs = upload.add(pairs_), widen = upload.add(widen_),
                   mirror = upload.add(mirror_), mirror_back = upload.add(mirror_back_);
-    begin.first_of_step = upload.add(steps_);
+    begin.first_step_word = upload.add(steps_);
     upload.start(launcher, words, begin);
     args_.tables = reinterpret_cast<const TtTableRows*>(words + rows);
     device_pairs_ = reinterpret_cast<const TtPair*>(words + pairs);
     device_widen_ = reinterpret_cast<const TtWiden*>(words + widen);
     device_mirror_ = reinterpret_cast<const TtReverse*>(words + mirror);
     device_mirror_back_ = reinterpret_cast<const TtReverse*>(words + mirror_back);
-    device_steps_ = reinterpret_cast<const MatrixStep*>(words + begin.first_of_step);
+    device_steps_ = reinterpret_cast<const MatrixStep*>(words + begin.first_step_word);
   }
 
   // Make the values of right halves, and of left pairs where `memory` does not have them.

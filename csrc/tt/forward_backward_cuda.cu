@@ -344,7 +344,7 @@ void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const T
   });
   TtArrays arrays(batch, memory);
   if (!steps.empty()) add_steps(cores, steps, grad_memory, grads, &arrays);
-  arrays.upload(launcher, words, BeginStep{grads, grad_memory.zeros});
+  arrays.upload(launcher, words, StepStart{grads, grad_memory.zeros});
   arrays.make_values(launcher, memory);
   arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
   if (!steps.empty()) arrays.update(launcher, steps[0]);
@@ -591,7 +591,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   add_steps(cores, steps, grad_memory, grads, &arrays);
   sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
                 offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  BeginStep begin{grads, grad_memory.zeros,
+  StepStart begin{grads, grad_memory.zeros,
                   static_cast<double*>(hyper.mutable_data_ptr()) + Hyper::kStep,
                   is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   if (n == 0) begin.num_zeros = 0;

@@ -603,7 +603,7 @@ template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;
   const simt::Dim3 grid(static_cast<unsigned>(pairs.inner_rows), tiles_of(pairs.max_width, kTileN));
-  with_products(precision, [&](auto products) {
+  with_product_type(precision, [&](auto products) {
     launcher(expand_kernel<decltype(products)>, grid, kPairThreads, pairs);
   });
 }
@@ -614,7 +614,7 @@ template <class Launcher>
 void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;
   const auto inner_rows = static_cast<unsigned>(pairs.inner_rows);
-  with_products(precision, [&](auto products) {
+  with_product_type(precision, [&](auto products) {
     using Products = decltype(products);
     launcher(inner_grads_kernel<Products>,
              simt::Dim3(inner_rows, tiles_of(pairs.max_width, kTileN),

@@ -464,7 +464,7 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
     for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
       const int groups = args.max_fragments - first;
       const simt::Dim3 grid(blocks, static_cast<unsigned>(groups < kMaxGridY ? groups : kMaxGridY));
-      with_products(precision, [&](auto products) {
+      with_product_type(precision, [&](auto products) {
         launcher(mma_rows_kernel<decltype(products)>, grid, kRowThreads, args, first, rows);
       });
     }
@@ -486,7 +486,7 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
   if (kernels.mma_grads) {
     const int64_t warps = lefts * args.max_fragments * args.max_parts;
     const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(2 * kResidentBlocksPerSm));
-    with_products(precision, [&](auto products) {
+    with_product_type(precision, [&](auto products) {
       launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
     });
   }

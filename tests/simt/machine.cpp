@@ -187,7 +187,7 @@ extern "C" const char* simt_cluster_sums(const int64_t* call) {
     auto* out = words.pointer<int32_t>();
     const auto blocks = static_cast<unsigned>(words.number());
     const auto threads = static_cast<unsigned>(words.number());
-    launcher.cluster(cluster_kernel, blocks, threads, threads * sizeof(int32_t), x, out);
+    launcher.launch_cluster(cluster_kernel, blocks, threads, threads * sizeof(int32_t), x, out);
   });
 }
 
@@ -195,7 +195,7 @@ extern "C" const char* simt_cluster_sums(const int64_t* call) {
 extern "C" const char* simt_late_access(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    launcher.cluster(late_access_kernel, 2, 1, sizeof(int32_t), words.pointer<int32_t>());
+    launcher.launch_cluster(late_access_kernel, 2, 1, sizeof(int32_t), words.pointer<int32_t>());
   });
 }
 
@@ -205,7 +205,7 @@ extern "C" const char* simt_unwritten(const int64_t* call) {
     Words words(call);
     auto* out = words.pointer<int32_t>();
     const auto threads = static_cast<unsigned>(words.number());
-    launcher.with_shared(unwritten_kernel, 1, threads, threads * sizeof(int32_t), out);
+    launcher.launch_with_shared(unwritten_kernel, 1, threads, threads * sizeof(int32_t), out);
   });
 }
 
@@ -233,13 +233,13 @@ extern "C" const char* simt_broken(const int64_t* call) {
       case 3:
         return launcher(different_collectives_kernel, 1, 32);
       case 4:
-        return launcher.cluster(early_access_kernel, 2, 32, 64);
+        return launcher.launch_cluster(early_access_kernel, 2, 32, 64);
       case 5:
-        return launcher.cluster(left_cluster_kernel, 2, 32, 64);
+        return launcher.launch_cluster(left_cluster_kernel, 2, 32, 64);
       case 6:
-        return launcher.cluster(two_cluster_barriers_kernel, 2, 32, 64);
+        return launcher.launch_cluster(two_cluster_barriers_kernel, 2, 32, 64);
       case 7:
-        return launcher.cluster(static_memory_kernel, 2, 32, 64);
+        return launcher.launch_cluster(static_memory_kernel, 2, 32, 64);
       default:
         return launcher(misaligned_kernel, 1, 32, memory);
     }

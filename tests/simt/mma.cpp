@@ -76,7 +76,7 @@ extern "C" const char* simt_product(const int64_t* call) {
     const auto* b = words.pointer<const float>();
     const int depth = static_cast<int>(words.number());
     auto* out = words.pointer<float>();
-    with_products(precision, [&](auto products) {
+    with_product_type(precision, [&](auto products) {
       launcher(product_kernel<decltype(products)>, 1, 32, a, b, depth, out);
     });
   });

@@ -76,10 +76,10 @@ extern "C" const char* simt_upload(const int64_t* call) {
     upload.add(std::vector<uint64_t>(from, from + count / 3));
     upload.add(std::vector<uint64_t>(from + count / 3, from + count));
     auto* to = words.pointer<uint64_t>();
-    BeginStep begin{words.pointer<float>(), words.number()};
+    StepStart begin{words.pointer<float>(), words.number()};
     begin.step = words.pointer<double>();
     begin.is_finite = words.pointer<const bool>();
-    begin.first_of_step = words.number();
+    begin.first_step_word = words.number();
     upload.start(launcher, to, begin);
   });
 }
